@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from enjoyln_cli import kernels
-from enjoyln_cli.benchmark.cases import BenchOptions, compare_speeds
-from enjoyln_cli.benchmark.results import Bench
+from enjoyln_cli.benchmark.cases import BenchOptions, Case, planned_cases, time_cases
+from enjoyln_cli.benchmark.results import Bench, Row
+from enjoyln_cli.benchmark.timing import TimeIsUp, time_limit
 from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.config import load_config, raw_config
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
@@ -65,12 +66,12 @@ def bench(
     warning is issued. ``on_event`` receives stages and warnings. ``on_progress`` receives the
     seconds that have passed and those that the whole run should take (0 while that is not known).
 
-    The run ends within ``asked.seconds``; a call that has begun is finished, and only the first
-    call of a model is begun without knowing how long it takes. Downloads are not included.
+    The run ends after ``asked.seconds``, even while a model is compiled; outside of Python's main
+    thread, and on Windows, the case that has begun is finished first. Downloads are not included.
 
     Raises ``BadCheckpoint`` if ``out`` was not converted, or not from that original,
     ``ModelNotFound`` if the original is missing, and ``UnsupportedModel`` if the machine or the
-    model does not support an option, or if no case fits into ``asked.seconds``.
+    model does not support an option, or if ``asked.seconds`` suffices for no case.
     """
     warned: list[str] = []
 
@@ -93,18 +94,37 @@ def bench(
         event("warning", warning)
     event("stage", f"loading {original.source.model} and {folded.source.model}")
     clock.tell()
-    before = _load_model(original, marker, chosen, trust_remote_code)
-    load_seconds = clock.spent
-    if clock.left < load_seconds:
-        raise UnsupportedModel(
-            f"loading the models alone takes about {duration(2 * load_seconds)}; allow it with "
-            f"--seconds {math.ceil(4 * load_seconds)}"
-        )
-    after = optimize(_load_model(folded, marker, chosen, trust_remote_code))
-    if hint := _merge_hint(after, marker, folded.source.path, place):
-        event("warning", hint)
-    norms = (*marker.rmsnorm, *marker.layernorm)
-    rows, left_out = compare_speeds(before, after, norms, asked, place, event, clock)
+    cases: list[Case] = []
+    rows: list[Row] = []
+    reasons: list[str] = []
+    try:
+        with time_limit(asked.seconds):
+            before = _load_model(original, marker, chosen, trust_remote_code)
+            load_seconds = clock.spent
+            after = optimize(_load_model(folded, marker, chosen, trust_remote_code))
+            if hint := _merge_hint(after, marker, folded.source.path, place):
+                event("warning", hint)
+            cases, left_out = planned_cases(before, asked)
+            event("stage", f"measuring {_plan_in_words(len(cases), asked)}")
+            norms = (*marker.rmsnorm, *marker.layernorm)
+            timed = time_cases(before, after, norms, cases, asked.repeats, place, clock)
+            for row in timed if cases else ():
+                if isinstance(row, Row):
+                    rows.append(row)
+                    event("stage", _line(row))
+                else:
+                    reasons.append(row)
+                done = len(rows) + len(reasons)
+                clock.tell((len(cases) - done) * (clock.spent - load_seconds) / done)
+    except TimeIsUp:
+        if not rows:
+            raise UnsupportedModel(
+                f"{asked.seconds:g} s are too short to load the models and measure "
+                f"{cases[0] if cases else 'a case'}; allow more with --seconds "
+                f"{math.ceil(4 * asked.seconds)}"
+            ) from None
+    left_out += dict.fromkeys(reasons)
+    left_out += [f"{case}: no time was left" for case in cases[len(rows) + len(reasons) :]]
     result = Bench(
         rows=tuple(rows),
         left_out=tuple(left_out),
@@ -122,6 +142,16 @@ def bench(
         text = json.dumps(result.to_json(), indent=2)
         write_or_warn(folded.source.path / BENCH_FILE, text + "\n", event)
     return result
+
+
+def _plan_in_words(cases: int, asked: BenchOptions) -> str:
+    until = "" if math.isinf(asked.seconds) else f"; the run ends after {duration(asked.seconds)}"
+    return f"{counted(cases, 'case')}, at most {asked.repeats} rounds{until}"
+
+
+def _line(row: Row) -> str:
+    text = f"{row.case}: original {row.ms['original'].median:.4g} ms"
+    return f"{text}, folded {row.speedup.median:.3f} times as fast"
 
 
 def device_named(name: str | None) -> torch.device:

@@ -1,36 +1,28 @@
 """Times the cases of a pair of models one after the other, until the time is up.
 
 A case is one size, phase and mode. Cases run from the smallest to the largest input. Each gets an
-equal share of the time that is left, and what it does not use is left for the others. A larger
-input takes at least as long as a smaller one, so no case begins if the time left does not suffice
-for enough rounds of the one before. ``decode`` waits for ``prefill`` in the same way.
+equal share of the time that is left, and what it does not use is left for the others.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from torch.utils.benchmark import timer
 
-from enjoyln_cli.benchmark.baselines import COLUMNS, fresh_compiler, in_mode, variants
+from enjoyln_cli.benchmark.baselines import fresh_compiler, in_mode, variants
 from enjoyln_cli.benchmark.choices import GRID_LENGTHS, GRID_ROWS, SECONDS
 from enjoyln_cli.benchmark.results import Row
-from enjoyln_cli.benchmark.timing import ENOUGH, WARM_UP, Task, time_rounds
+from enjoyln_cli.benchmark.timing import Task, TimeIsUp, time_rounds
 from enjoyln_cli.benchmark.workload import PHASES, Size, decode, prefill, prompt, sizes
 from enjoyln_cli.calls.calls import keeps_cache
 from enjoyln_cli.checkpoint.marker import blame_marker
-from enjoyln_cli.clock import Clock, duration
-from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.events import Event
+from enjoyln_cli.clock import Clock
 from enjoyln_cli.runtime.loading import optimize
 from enjoyln_cli.runtime.modules import Folded
-from enjoyln_cli.text import counted
 
 GRID = tuple(product(GRID_ROWS, GRID_LENGTHS))
 """Rows and tokens that are measured by default; ``--full`` measures all of them."""
@@ -64,151 +56,84 @@ class Case:
         return f"{self.size}, {self.phase}, {self.mode}"
 
 
-def compare_speeds(
+def planned_cases(model: Any, asked: BenchOptions) -> tuple[list[Case], list[str]]:
+    """The cases that ``model`` can run, and a sentence for each size or phase that it cannot."""
+    inputs, left_out = sizes(model, asked.pairs)
+    phases = [phase for phase in asked.phases if phase != "decode" or keeps_cache(model)]
+    if len(phases) < len(asked.phases):
+        left_out.append(_no_cache(model))
+    return [Case(*case) for case in product(asked.modes, inputs, phases)], left_out
+
+
+def time_cases(
     original: Any,
     folded: Any,
     norms: Sequence[str],
-    asked: BenchOptions,
+    cases: Sequence[Case],
+    repeats: int,
     device: torch.device,
-    event: Event,
     clock: Clock,
-) -> tuple[list[Row], list[str]]:
-    """Time both models on ``device``, with the two models for comparison.
+) -> Iterator[Row | str]:
+    """Time both models on ``device``, with the two models for comparison, case after case.
 
-    Both models are in memory, on the CPU. ``norms`` are the paths of all LayerNorms. ``event``
-    receives the result of each case. ``clock`` started with the whole run. Returns the rows, and a
-    sentence for each case that was left out.
+    Both models are in memory, on the CPU. ``norms`` are the paths of all LayerNorms. Yields the row
+    of each case, or a sentence that says why there is none.
 
-    Raises ``UnsupportedModel`` if there is no time for any case.
+    Raises ``TimeIsUp`` before a case for which ``clock`` has no time left.
     """
-    inputs, left_out = sizes(original, asked.pairs)
-    phases = [phase for phase in asked.phases if phase != "decode" or keeps_cache(original)]
-    if len(phases) < len(asked.phases):
-        left_out.append(_no_cache(original))
-    if not phases or not asked.modes:
-        return [], left_out
     original, folded = original.to(device), folded.to(device)
     if device.type != "cpu" and any(isinstance(module, Folded) for module in folded.modules()):
         optimize(folded)  # chooses the kernels for this device
-    cases = [Case(*case) for case in product(asked.modes, inputs, phases)]
-    until = "" if math.isinf(clock.limit) else f"; the run ends within {duration(clock.limit)}"
-    event(
-        "stage", f"measuring {counted(len(cases), 'case')}, at most {asked.repeats} rounds{until}"
-    )
-    (short,), _ = sizes(original, [(1, min(SHORT[1], inputs[0].tokens or 1))])
     with torch.no_grad(), torch.cuda.device(device.index if device.type == "cuda" else -1):
         with blame_marker(type(folded).__name__):
-            run = prefill(folded, short.to(device).given).run
-            run(None)  # the first run takes longer than others
-            begin = timer()
-            run(None)
-        an_item = (timer() - begin) / short.items
+            prefill(folded, cases[0].size.to(device).given).run(None)
         models = variants(original, folded, norms)
-        time_case = partial(_time_case, models, device, asked.repeats, clock)
-        rows, not_measured = run_each(time_case, cases, an_item, clock, event)
-    return rows, left_out + not_measured
-
-
-Run = Callable[[Case, float], tuple[Row | str, float]]
-"""Times a case in its share of the time, in seconds. Returns the row, or a reason why there is none
-(empty if there was no time), and the seconds that the case needs at least."""
-
-
-def run_each(
-    run: Run, cases: Sequence[Case], an_item: float, clock: Clock, event: Event
-) -> tuple[list[Row], list[str]]:
-    """Time the cases in order. Returns the rows, and a sentence for each case that was left out.
-
-    ``an_item`` are the seconds for each token (or row) of a short input. A larger input usually
-    takes less for each, so this only decides whether there is time for a single call.
-
-    Raises ``UnsupportedModel`` if there is no time for any case.
-    """
-    rows: list[Row] = []
-    left_out: list[str] = []
-    least: dict[tuple[str, str], float] = {}
-    """From a mode and phase to the seconds that the largest case so far needs at least."""
-    begin, needed = clock.spent, math.inf
-    for done, case in enumerate(cases):
-        row: Row | str = ""
-        seconds = max(least.get((case.mode, phase), 0.0) for phase in ("prefill", case.phase))
-        a_call = an_item * case.size.items
-        if clock.left <= a_call:
-            seconds = max(seconds, len(COLUMNS) * (WARM_UP + ENOUGH) * a_call)
-        elif clock.left > seconds:
-            row, seconds = run(case, clock.left / (len(cases) - done))
-            least[case.mode, case.phase] = max(seconds, least.get((case.mode, case.phase), 0.0))
-        if isinstance(row, Row):
-            rows.append(row)
-            event("stage", _line(row))
-        elif row:
-            left_out.append(row)
-        else:
-            left_out.append(f"{case}: no time was left; it needs about {duration(seconds)}")
-            needed = min(needed, begin + seconds)
-        rate = (clock.spent - begin) / (done + 1)
-        clock.tell(min(clock.left, (len(cases) - done - 1) * rate))
-    if not rows and needed < math.inf:
-        raise UnsupportedModel(
-            f"no case fits into {duration(clock.limit)}: {cases[0]} needs about "
-            f"{duration(needed)} with loading; allow it with --seconds {math.ceil(2 * needed)}"
-        )
-    return rows, list(dict.fromkeys(left_out))
+        for number, case in enumerate(cases):
+            if clock.left <= 0:
+                raise TimeIsUp
+            share = clock.left / (len(cases) - number)
+            try:
+                yield _time_case(models, case, device, repeats, share)
+            except torch.OutOfMemoryError:
+                yield f"{case}: does not fit in the memory of {device}"
 
 
 def _no_cache(model: Any) -> str:
     return f"decode: {type(model).__name__} has no cache"
 
 
-def _line(row: Row) -> str:
-    text = f"{row.case}: original {row.ms['original'].median:.4g} ms"
-    return f"{text}, folded {row.speedup.median:.3f} times as fast"
-
-
 def _time_case(
-    models: Mapping[str, Any],
-    device: torch.device,
-    repeats: int,
-    clock: Clock,
-    case: Case,
-    share: float,
-) -> tuple[Row | str, float]:
-    """Time one case; see ``Run``."""
-    begin, mode, steps = clock.spent, case.mode, None
-    try:
-        size = case.size.to(device)
-        with fresh_compiler(mode):
-            if case.phase == "decode" and size.tokens == 1:
-                return f"{case}: needs at least two tokens", 0.0
-            if case.phase == "decode":
-                text = prompt(models["original"], size)
-                if text is None:
-                    return _no_cache(models["original"]), 0.0
-                steps = text.steps
-                tasks = {n: decode(m, text) for n, m in in_mode(models, mode).items()}
-            else:
-                tasks = {n: prefill(m, size.given) for n, m in in_mode(models, mode).items()}
-            before = clock.spent - begin
-            times, needed = time_rounds(tasks, repeats, clock, share - before)
-            peaks = None
-            if times and device.type == "cuda":
-                peaks = {name: _peak(task, device) for name, task in tasks.items()}
-    except torch.OutOfMemoryError:
-        return f"{case}: does not fit in the memory of {device}", 0.0
-    if not times:
-        return "", before + needed
-    row = Row(
+    models: Mapping[str, Any], case: Case, device: torch.device, repeats: int, seconds: float
+) -> Row | str:
+    """Time one case within about ``seconds``. Returns the row, or why there is none."""
+    size, mode, steps = case.size.to(device), case.mode, None
+    with fresh_compiler(mode):
+        if case.phase == "decode":
+            if size.tokens == 1:
+                return f"{case}: needs at least two tokens"
+            text = prompt(models["original"], size)
+            if text is None:
+                return _no_cache(models["original"])
+            steps = text.steps
+            tasks = {name: decode(model, text) for name, model in in_mode(models, mode).items()}
+        else:
+            ready = in_mode(models, mode)
+            tasks = {name: prefill(model, size.given) for name, model in ready.items()}
+        times = time_rounds(tasks, repeats, seconds)
+        peaks = None
+        if device.type == "cuda":
+            peaks = {name: _peak(task, device) for name, task in tasks.items()}
+    return Row(
         size=str(size),
         batch_size=size.rows,
         seq_len=size.tokens,
         phase=case.phase,
         mode=mode,
         items=size.rows if case.phase == "decode" else size.items,
-        times={name: tuple(found) for name, found in times.items()},
+        times=times,
         peak_bytes=peaks,
         decode_steps=steps,
     )
-    return row, before + needed
 
 
 def _peak(task: Task, device: torch.device) -> int:

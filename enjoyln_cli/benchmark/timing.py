@@ -1,4 +1,4 @@
-"""Times several calls in rounds, within a given time.
+"""Times several calls in rounds, and ends a run when its time is up.
 
 In a round each call runs once, and every other round runs them in the opposite order. So slow
 changes (clock rates, other programs) affect all calls alike, and two calls can be compared by their
@@ -9,13 +9,14 @@ ratio within each round. A short call is repeated within its round until the rep
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.benchmark import timer
-
-from enjoyln_cli.clock import Clock
 
 SHORTEST = 0.01
 """Least seconds of each call in a round; a shorter call is repeated."""
@@ -25,6 +26,41 @@ FEWEST = 3
 """Rounds that quartiles need."""
 ENOUGH = 6
 """Rounds that an interval at 95 % needs."""
+
+AGAIN = 0.2
+"""Seconds after which ``TimeIsUp`` is raised once more, if other code has caught it."""
+
+
+class TimeIsUp(BaseException):
+    """The time of a run is up.
+
+    Like ``KeyboardInterrupt`` it is no ``Exception``, so that neither a model nor a compiler takes
+    it for an error of its own.
+    """
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise ``TimeIsUp`` in the block after ``seconds``, even while a model runs or is compiled.
+
+    Python can only be interrupted in its main thread, and not on Windows. Elsewhere nothing is
+    raised here, so whatever runs in the block has to look at the time itself.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if math.isinf(seconds) or not in_main_thread or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def end(*_: object) -> NoReturn:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, end)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def prepare_nothing() -> None:
@@ -41,58 +77,32 @@ class Task:
     """How many steps one ``run`` consists of; times are given for one step."""
 
 
-Times = dict[str, list[float]]
-
-
 def time_rounds(
     tasks: Mapping[str, Task],
     repeats: int,
-    clock: Clock,
-    share: float = math.inf,
+    seconds: float = math.inf,
     now: Callable[[], float] = timer,
-) -> tuple[Times, float]:
-    """Seconds of one step of every task in each round, and the seconds that the run needs at least.
+) -> dict[str, list[float]]:
+    """Seconds of one step of every task in each round.
 
-    There are ``repeats`` rounds, or fewer if they take more than ``share`` seconds, but then at
-    least ``ENOUGH``. A round is only begun if the time left on ``clock`` suffices for it. What is
-    needed at least is the time to warm up and to run ``ENOUGH`` rounds. If there is no time for
-    that, no times are returned, and the seconds are an estimate.
+    There are ``repeats`` rounds, or as many as fit into ``seconds``, but at least ``ENOUGH`` if
+    ``repeats`` allows them.
     """
-    begin, repeats = clock.spent, max(repeats, FEWEST)
-    enough = min(repeats, ENOUGH)
+    begin = now()
     number: dict[str, int] = {}
-    """How often each task that is warm runs in a round."""
-    first = second = 0.0
-    """The longest first run of a task so far, and the longest second run."""
-
-    def needed() -> float:
-        """Seconds for what is still to run; a first run may take longer than the others."""
-        runs = len(tasks) - len(number) + enough * len(tasks)
-        return max(runs * second, first if len(number) < len(tasks) else 0.0)
-
+    """How often each task runs in a round."""
     for name, task in tasks.items():
-        if clock.left >= needed():
-            first = max(first, _time(task, 1, now))
-        if clock.left < needed():
-            break
-        taken = _time(task, 1, now)
-        second = max(second, taken)
+        for _ in range(WARM_UP):
+            taken = _time(task, 1, now)
         number[name] = max(1, math.ceil(SHORTEST / max(taken, 1e-9)))
-    if clock.left < needed():
-        compiling = (len(tasks) - len(number)) * first
-        return {}, clock.spent - begin + max(needed(), compiling)
-    times: Times = {name: [] for name in tasks}
-    warm, a_round, done = clock.spent, 0.0, 0
-    while done < repeats and a_round <= clock.left:
-        if done >= enough and clock.spent - begin >= share:
+    times: dict[str, list[float]] = {name: [] for name in tasks}
+    for done in range(max(repeats, FEWEST)):
+        if done >= ENOUGH and now() - begin >= seconds:
             break
-        start = clock.spent
         for name in list(tasks)[:: -1 if done % 2 else 1]:
-            seconds = _time(tasks[name], number[name], now)
-            times[name].append(seconds / (number[name] * tasks[name].steps))
-        a_round, done = clock.spent - start, done + 1
-    least = warm - begin + enough * (clock.spent - warm) / done
-    return (times if done >= FEWEST else {}), least
+            taken = _time(tasks[name], number[name], now)
+            times[name].append(taken / (number[name] * tasks[name].steps))
+    return times
 
 
 def _time(task: Task, number: int, now: Callable[[], float]) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 import pytest
@@ -22,14 +23,16 @@ from rounding import IDENTITY, relative
 from enjoyln_cli import Options, analyze, fold, kernels
 from enjoyln_cli.benchmark.baselines import COLUMNS, in_mode, share_weights, variants
 from enjoyln_cli.benchmark.bench import bench, busy
-from enjoyln_cli.benchmark.cases import GRID, BenchOptions
-from enjoyln_cli.benchmark.results import Bench
+from enjoyln_cli.benchmark.cases import GRID, BenchOptions, planned_cases, time_cases
+from enjoyln_cli.benchmark.results import Bench, Row
+from enjoyln_cli.benchmark.timing import TimeIsUp
 from enjoyln_cli.benchmark.workload import decode, prompt, sizes
 from enjoyln_cli.checkpoint.config import MARKER, load_config
 from enjoyln_cli.checkpoint.marker import marker, proof_of
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.cli import options as arguments
 from enjoyln_cli.cli.main import main
+from enjoyln_cli.clock import Clock
 from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
 from enjoyln_cli.models.load import load
 from enjoyln_cli.plan.plan import Plan
@@ -319,7 +322,7 @@ def test_by_default_the_usual_sizes_are_measured(out: Path) -> None:
     """The model has positions for 64 tokens, so the usual sizes are left out."""
     result = enjoyln(out, "--repeats", "3", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert "measuring 2 cases, at most 3 rounds; the run ends within 120 s" in result.stderr
+    assert "measuring 2 cases, at most 3 rounds; the run ends after 120 s" in result.stderr
     lines = [line for line in result.stdout.splitlines() if ": no gain here, " in line]
     assert [line.split(",")[0] for line in lines] == ["1 x 32 tokens"] * 2
     assert "left out: 1024 tokens: GPT2LMHeadModel takes at most 64" in result.stdout
@@ -350,12 +353,49 @@ def test_what_the_options_ask_for(given: tuple[str, ...], asked: dict[str, Any])
 
 
 def test_loading_that_takes_all_the_time_ends_the_run(out: Path) -> None:
-    stages: list[tuple[str, str]] = []
-    words = "loading the models alone takes .*; allow it with --seconds "
+    stages: list[str] = []
+    words = "0.001 s are too short to load the models and measure a case; allow more with --seconds"
     with pytest.raises(UnsupportedModel, match=words):
-        bench(out, asked=BenchOptions(seconds=1e-3), on_event=lambda *event: stages.append(event))
-    (loading,) = (text for level, text in stages if level == "stage")
-    assert loading.startswith("loading "), "no analysis, and no first calls"
+        bench(
+            out, asked=BenchOptions(seconds=1e-3), on_event=lambda level, text: stages.append(text)
+        )
+    assert not any("measuring" in text for text in stages)
+
+
+def test_a_compilation_that_does_not_end_is_ended(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Any] = []
+
+    def endless(*args: Any, **kwargs: Any) -> NoReturn:
+        begun.append(args)
+        time.sleep(600)
+        raise AssertionError("nobody has ended this call")
+
+    def compiled(model: Any) -> Any:
+        model.forward = endless  # of a copy
+        return model
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    for seconds in (2.0, 8.0, 32.0, 128.0):  # until it suffices for loading
+        asked = BenchOptions(((1, 8),), ("compile",), ("prefill",), seconds=seconds)
+        with pytest.raises(UnsupportedModel, match="allow more with --seconds"):
+            bench(out, asked=asked, write=False)
+        if begun:
+            break
+    assert begun
+
+
+def test_no_case_begins_without_time(out: Path) -> None:
+    """Where a call cannot be interrupted, the run ends before the next case."""
+    original, folded, norms = parts("gpt2", **GPT2)
+    cases, _ = planned_cases(original, BenchOptions(((1, 8), (2, 8)), phases=("prefill",)))
+    hands = iter([0.0, 0.0, 0.0, 99.0])
+    clock = Clock(lambda: next(hands), 60.0)
+    timed = time_cases(original, folded, norms, cases, 3, torch.device("cpu"), clock)
+    assert isinstance(next(timed), Row)
+    with pytest.raises(TimeIsUp):
+        next(timed)
 
 
 def test_json_is_one_object_and_nothing_else(out: Path) -> None:
@@ -393,7 +433,7 @@ def test_usage_errors(out: Path, arguments: list[str], hint: str) -> None:
         (["--device", "xla:0"], "--device xla:0 is not supported; use cpu, cuda, mps"),
         (["--seq-len", "4096"], "GPT2LMHeadModel takes at most 64; use a smaller --seq-len"),
         (["--plot", "x.bmp"], "unsupported picture format '.bmp'; use .png or .svg"),
-        (["--seconds", "0.01"], "loading the models alone takes "),
+        (["--seconds", "0.01"], "are too short to load the models and measure a case"),
     ],
 )
 @pytest.mark.usefixtures("measured")

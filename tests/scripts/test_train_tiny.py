@@ -55,6 +55,7 @@ def column_mean(matrix: torch.Tensor) -> float:
     return min(float(m.square().mean().sqrt() / matrix.square().mean().sqrt()) for m in means)
 
 
+@torch.no_grad()
 def test_no_weight_is_as_standard_initialisation_leaves_it(loaded: tuple) -> None:
     _, model, _ = loaded
     norms = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)]
