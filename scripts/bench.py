@@ -6,7 +6,6 @@
     python scripts/bench.py command "verify OUT" "report DIR" --beside ../another-checkout
     python scripts/bench.py norms                   RMSNorm beside torch's LayerNorm
     python scripts/bench.py models --models gpt2,bert    `enjoyln bench` with random weights
-    python scripts/bench.py onnx                    norms and a model in onnxruntime and OpenVINO
 
 Each prints a table in Markdown, or with ``--json`` its rows. A ratio is the time of the first of
 those that are compared over the time of this one, so more is faster; it is the median of the ratios
@@ -38,15 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_cases import (
-    MODELS,
-    PROGRAMS,
-    REPORTS,
-    benchmarked,
-    keep_pages,
-    model_graphs,
-    norm_graphs,
-)
+from bench_cases import MODELS, REPORTS, benchmarked, keep_pages
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING
 
@@ -253,7 +244,7 @@ def beside(name: str, words: tuple[str, ...], checkout: Path | None) -> dict[str
     return before | {name: (words, None)}
 
 
-# Norms, models, and both as ONNX.
+# Norms and models.
 
 
 def norms(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
@@ -297,20 +288,6 @@ def models(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
             yield [{"model": name, "case": line, "verdict": "left out"}]
 
 
-def onnx(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
-    """Milliseconds of norms and models as ONNX, with LayerNorm, folded, and without biases."""
-    keep_pages()
-    graphs = (
-        *norm_graphs(work, args.rows, args.widths),
-        *model_graphs(work, args.models, args.tokens),
-    )
-    for title, files, inputs in graphs:
-        for program, load in PROGRAMS.items():
-            tasks = {name: timed(load(file, inputs)) for name, file in files.items()}
-            done = compared(in_rounds(tasks, args.rounds), 1e-3)
-            yield [{"what": title, "program": program, "graph": name} | row for name, row in done]
-
-
 def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
@@ -352,6 +329,8 @@ def arguments() -> argparse.ArgumentParser:
         one.add_argument("--beside", type=Path, help="checkout whose code takes turns with this")
     of_norms = kind(norms, rounds=31)
     of_norms.add_argument("--dtypes", type=names, default=["float32", "bfloat16"])
+    of_norms.add_argument("--rows", type=numbers, default=[1, 8, 64, 512])
+    of_norms.add_argument("--widths", type=numbers, default=[768, 1024])
     of_models = kind(models, rounds=15)
     of_models.add_argument("--models", type=names, default=[n for n in MODELS if n != "tiny"])
     of_models.add_argument("--sizes", type=sizes, default=[(1, 128), (1, 512)], help="1x128,1x512")
@@ -359,12 +338,6 @@ def arguments() -> argparse.ArgumentParser:
     of_models.add_argument("--dtype", default="bfloat16")
     of_models.add_argument("--device", default="cpu")
     of_models.add_argument("--seconds", type=float, help="for each model")
-    of_onnx = kind(onnx, rounds=15)
-    of_onnx.add_argument("--models", type=names, default=["gpt2", "vit"])
-    of_onnx.add_argument("--tokens", type=int, default=128)
-    for one in (of_norms, of_onnx):
-        one.add_argument("--rows", type=numbers, default=[1, 8, 64, 512])
-        one.add_argument("--widths", type=numbers, default=[768, 1024])
     return parser
 
 

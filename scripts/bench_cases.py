@@ -1,15 +1,13 @@
-"""What ``bench.py`` measures: published configurations, models with random weights, ONNX graphs."""
+"""What ``bench.py`` measures: published configurations, and models with random weights."""
 
 from __future__ import annotations
 
 import ctypes
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 
@@ -45,9 +43,6 @@ REPORTS: dict[str, tuple[str, str, Settings]] = {
         "hidden_size": 14336, "n_layer": 70, "n_head": 112, "vocab_size": 250880}),
 }  # fmt: skip
 """Models of which the analysis is timed; the first four show how it grows with the layers."""
-Arrays = dict[str, np.ndarray]
-Graphs = tuple[str, dict[str, Path], Arrays]
-"""A title, files whose times are compared, and inputs for all of them."""
 
 
 def random_model(
@@ -94,81 +89,3 @@ def keep_pages() -> None:
     if hasattr(library, "mallopt"):
         for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
             library.mallopt(option, 1 << 25)
-
-
-# ONNX.
-
-
-def in_onnxruntime(file: Path, inputs: Arrays) -> Callable[[], Any]:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    return lambda: session.run(None, inputs)
-
-
-def in_openvino(file: Path, inputs: Arrays) -> Callable[[], Any]:
-    import openvino
-
-    core = openvino.Core()
-    how = {"INFERENCE_NUM_THREADS": "1", "INFERENCE_PRECISION_HINT": "f32"}
-    request = core.compile_model(core.read_model(file), "CPU", how).create_infer_request()
-    return lambda: request.infer(inputs)
-
-
-PROGRAMS = {"onnxruntime": in_onnxruntime, "openvino": in_openvino}
-
-
-def norm_graphs(folder: Path, rows: Iterable[int], widths: Iterable[int]) -> Iterator[Graphs]:
-    """One norm: ``LayerNormalization``, ``RMSNormalization``, and the latter with an ``Add``."""
-    for count in rows:
-        for width in widths:
-            files, random = {}, np.random.default_rng(0)
-            for kind in ("LayerNormalization", "RMSNormalization", "RMSNormalization and Add"):
-                files[kind] = folder / f"{kind} {count} {width}.onnx"
-                _write_norm(kind, width, files[kind])
-            x = random.standard_normal((count, width), dtype=np.float32)
-            yield f"{count} x {width}", files, {"x": x - x.mean(-1, keepdims=True)}
-
-
-def _write_norm(kind: str, width: int, file: Path) -> None:
-    import onnx
-    from onnx import TensorProto, helper, numpy_helper
-
-    from enjoyln_cli.onnx_export.graph import OPSET
-
-    random = np.random.default_rng(1)
-    operator, _, add = kind.partition(" and ")
-    affine = ["weight", "bias"] if operator == "LayerNormalization" else ["weight"]
-    normed = "normed" if add else "y"
-    nodes = [helper.make_node(operator, ["x", *affine], [normed], axis=-1, epsilon=1e-5)]
-    nodes += [helper.make_node(add, [normed, "bias"], ["y"])] if add else []
-    stored = [
-        numpy_helper.from_array(random.standard_normal(width, dtype=np.float32), name)
-        for name in dict.fromkeys([*affine, *(["bias"] if add else [])])
-    ]
-    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["rows", width]) for n in "xy")
-    graph = helper.make_graph(nodes, "norm", [x], [y], stored)
-    opsets = [helper.make_opsetid("", OPSET)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), file)
-
-
-def model_graphs(folder: Path, names: Iterable[str], tokens: int) -> Iterator[Graphs]:
-    """Models of ``MODELS``: the original, folded, and folded with its biases merged."""
-    from enjoyln_cli.onnx_export.call import batch_of, call_to_export
-    from enjoyln_cli.onnx_export.graph import program_of, save
-
-    for name in names:
-        model, place = random_model(*MODELS[name], torch.float32), folder / name
-        model.save_pretrained(place / "model")
-        files = {"original": place / "original.onnx"}
-        save(program_of(model, call_to_export(model, (), torch.float32)), files["original"])
-        tied = model.get_output_embeddings() is not None and model.config.tie_word_embeddings
-        merged = enjoyln_cli.Options(merge="bias", untie=tied)
-        for what, options in (("folded", enjoyln_cli.Options()), ("biases merged", merged)):
-            files[what] = place / f"{what}.onnx"
-            enjoyln_cli.fold(place / "model", place / what, options=options, verify=False)
-            enjoyln_cli.export(place / what, files[what], verify=False)
-        batch = batch_of(model, 1, tokens, torch.float32)
-        yield name, files, {key: value.numpy() for key, value in batch.items()}
