@@ -17,7 +17,7 @@ any size, for example a mapped file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
@@ -26,7 +26,14 @@ import torch
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.axis import Axis, blocks, centre, centre_in_place, scale_along
 from enjoyln_cli.plan.mean_units import UNITS, read_by_units, written_by_units
-from enjoyln_cli.plan.plan import GrownParameter, Merge, NamedParameter, Plan, Widening
+from enjoyln_cli.plan.plan import (
+    EditedTensor,
+    GrownParameter,
+    Merge,
+    NamedParameter,
+    Plan,
+    Widening,
+)
 from enjoyln_cli.plan.rotation import Rotation, rotate
 
 ROWS = 1 << 15
@@ -376,55 +383,44 @@ def appended_slices(shape: tuple[int, ...], append: Append) -> torch.Tensor:
 # From a plan.
 
 
-@dataclass
-class _Draft:
-    """The edit of one tensor, collected from several writers."""
-
-    axes: dict[Axis, None] = field(default_factory=dict)
-    turns: dict[Turn, None] = field(default_factory=dict)
-    scale: str = ""
-    scaled_dim: int = 0
-
-
 def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
     """The edits of a plan by name of the stored tensor, or of the parameter with ``held``.
 
     ``held`` is for a model in memory: its axes are those of the parameters, and untied parameters
     are not copied, since there each is a parameter of its own already.
     """
-    drafts: dict[str, _Draft] = {}
-    scales: dict[str, None] = {}
+    edits: dict[str, Edit] = {}
+
+    def add(tensor: EditedTensor, rotation: Rotation | None) -> None:
+        name = tensor.parameter if held else tensor.tensor
+        axis = tensor.held if held and tensor.held else tensor.axis
+        edit = edits.get(name, Edit())
+        if rotation is None:
+            edit = replace(edit, axes=tuple(dict.fromkeys((*edit.axes, *blocks(axis)))))
+        else:
+            edit = replace(edit, turns=tuple(dict.fromkeys((*edit.turns, Turn(axis, rotation)))))
+        if tensor.scale:
+            scale = tensor.scale.parameter if held else tensor.scale.tensor
+            edit = replace(edit, scale=Vector(scale, axis.dim))
+            edits[scale] = Edit(fill=1.0)
+        edits[name] = edit
+
     for writer in plan.writers:
-        draft = drafts.setdefault(writer.parameter if held else writer.tensor, _Draft())
-        axis = (writer.held or writer.axis) if held else writer.axis
-        draft.axes[axis] = None
-        if writer.scale:
-            draft.scale = writer.scale.parameter if held else writer.scale.tensor
-            draft.scaled_dim = axis.dim
-            scales[draft.scale] = None
+        add(writer, None)
     for basis in plan.turned:
+        rotation = basis.rotation(plan.seed)
         for turned in basis.tensors:
-            draft = drafts.setdefault(turned.parameter if held else turned.tensor, _Draft())
-            axis = (turned.held or turned.axis) if held else turned.axis
-            draft.turns[Turn(axis, basis.rotation(plan.seed))] = None
-            if turned.scale:
-                draft.scale = turned.scale.parameter if held else turned.scale.tensor
-                draft.scaled_dim = axis.dim
-                scales[draft.scale] = None
-    found = {name: Edit(fill=1.0) for name in scales}
-    for name, draft in drafts.items():
-        scale = Vector(draft.scale, draft.scaled_dim) if draft.scale else None
-        found[name] = Edit(scale=scale, axes=tuple(draft.axes), turns=tuple(draft.turns))
+            add(turned, rotation)
     for mlp in plan.widened:
         for part, values in _new_units(mlp):
             name, append = part.parameter if held else part.tensor, Append(part.dim, values)
-            found[name] = replace(found.get(name, Edit()), append=append)
+            edits[name] = replace(edits.get(name, Edit()), append=append)
     for one in () if held else plan.untied:
         if one.stored != one.tensor:
-            found[one.tensor] = replace(found.get(one.tensor, Edit()), source=one.stored)
+            edits[one.tensor] = replace(edits.get(one.tensor, Edit()), source=one.stored)
     for norm in plan.merged:
-        _merge(found, norm, held)
-    return found
+        _merge(edits, norm, held)
+    return edits
 
 
 def _merge(found: dict[str, Edit], norm: Merge, held: bool) -> None:

@@ -3,6 +3,8 @@
 Both tensors are memory maps of their files. Bytes that stay are copied by the system. Edited
 elements go through float64 in pieces that fit into a cache (``plan.edits.apply_in_pieces``), and
 are rounded once. The parts are independent of each other, so threads may write them in any order.
+Each maps the files anew, which fails if the stored file has been cut short meanwhile; only a file
+that is cut while one of its parts is being edited ends the process (with SIGBUS).
 
 torch rounds float64 to 16 bits by way of float32, so errors reach 0.5001 units in the last place
 instead of 0.5.
@@ -65,11 +67,19 @@ class TensorFiles:
     """Descriptor of the new file, which has its full size already."""
 
     def stored(self) -> torch.Tensor:
-        """The stored tensor: a private map of its file, or in memory."""
+        """The stored tensor: a private map of its file, or in memory.
+
+        Raises ``BadCheckpoint`` if the file has become shorter since its header was read.
+        """
         if not isinstance(self.source, int):
             return self.source()
         stored = self.slot.stored
-        return _mapped(self.source, stored.offset, stored.dtype, stored.shape, ACCESS_COPY)
+        try:
+            return _mapped(self.source, stored.offset, stored.dtype, stored.shape, ACCESS_COPY)
+        except ValueError as error:
+            raise BadCheckpoint(
+                f"{stored.file} ends inside {stored.name}; fetch it again"
+            ) from error
 
     def new(self) -> torch.Tensor:
         """The new tensor: a map of its file, through which it is written."""
@@ -102,13 +112,9 @@ def parts_of(
     """
     slot = files.slot
     if edit.fill is not None:
-        new = cache(files.new)
-        yield from (
-            TensorPart(
-                count * DTYPES[slot.dtype].itemsize, partial(_fill, new, edit.fill, first, count)
-            )
-            for first, count in _spans(prod(slot.shape), PART)
-        )
+        itemsize = DTYPES[slot.dtype].itemsize
+        for first, count in _spans(prod(slot.shape), PART):
+            yield TensorPart(count * itemsize, partial(_fill, files, edit.fill, first, count))
     elif edit.changes or slot.dtype != slot.stored.dtype:
         yield from _edited_parts(files, edit, inputs, allow_nonfinite)
     else:
@@ -121,8 +127,8 @@ def _spans(count: int, most: int) -> Iterator[tuple[int, int]]:
         yield first, min(most, count - first)
 
 
-def _fill(new: Callable[[], torch.Tensor], value: float, first: int, count: int) -> None:
-    new().view(-1).narrow(0, first, count).fill_(value)
+def _fill(files: TensorFiles, value: float, first: int, count: int) -> None:
+    files.new().view(-1).narrow(0, first, count).fill_(value)
 
 
 def _copy_bytes(files: TensorFiles, first: int, count: int) -> None:
@@ -159,15 +165,15 @@ def _edited_parts(
     """The parts of a tensor whose elements go through float64; appended slices are one part."""
     slot = files.slot
     shape, itemsize = slot.stored.shape or (1,), FLOATS[slot.dtype].itemsize
-    stored, new, values = cache(files.stored), cache(files.new), cache(inputs)
+    values = cache(inputs)
     if edit.append is not None:
         append, appended = edit.append, prod(slot.shape) - prod(shape)
-        yield TensorPart(appended * itemsize, lambda: _append_slices(new(), shape, append))
+        yield TensorPart(appended * itemsize, lambda: _append_slices(files.new(), shape, append))
     rest = replace(edit, append=None)
 
     def write(dim: int, first: int, count: int) -> None:
-        x = stored().view(shape).narrow(dim, first, count)
-        y = without_appended(new(), shape).narrow(dim, first, count)
+        x = files.stored().view(shape).narrow(dim, first, count)
+        y = without_appended(files.new(), shape).narrow(dim, first, count)
         part = edit_of_part(rest, dim, first, count)
         inputs_of_part = values().part(rest, dim, first, count)
         where = f"{slot.name} in {slot.stored.file}"

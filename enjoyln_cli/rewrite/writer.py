@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from math import prod
 from pathlib import Path
-from traceback import clear_frames
+from typing import TypeVar
 
 import torch
 
@@ -39,8 +39,7 @@ from enjoyln_cli.rewrite.tensor_parts import (
 )
 from enjoyln_cli.text import size
 
-TICK = 0.1
-"""Seconds between two progress reports."""
+T = TypeVar("T")
 THREADS = 2
 """Threads for each job: while one waits for the disk, the other computes."""
 
@@ -168,28 +167,29 @@ def write_tensors(
         ]
         parts = [(name, part) for name, files in tensors for part in parts_for(files)]
         left = Counter(name for name, _ in parts)
-        lock = threading.Lock()
 
         def complete(name: str) -> None:
             os.fsync(targets[name])
             finish(into / name)
 
-        def write(name: str, part: TensorPart) -> None:
-            part.write()
-            with lock:
-                left[name] -= 1
-                is_complete = left[name] == 0
-            if is_complete:
-                complete(name)
-
         for name in targets.keys() - left.keys():
             complete(name)
-        queue = deque(TensorPart(part.nbytes, partial(write, name, part)) for name, part in parts)
-        del parts  # so that the maps of a tensor go with its last part
-        _with_threads(queue, threads, progress)
+        for name, nbytes in _in_threads([partial(_write, *pair) for pair in parts], threads):
+            left[name] -= 1
+            if left[name] == 0:
+                complete(name)
+            if progress:
+                progress(nbytes)
         if recorder:
-            records = (r for _, files in tensors for r in _records(recorder, files))
-            _with_threads(deque(TensorPart(0, record) for record in records), threads, None)
+            records = [record for _, files in tensors for record in _records(recorder, files)]
+            for _ in _in_threads(records, threads):
+                pass
+
+
+def _write(name: str, part: TensorPart) -> tuple[str, int]:
+    """Write a part of the file ``name``. Returns the name, and how many bytes were written."""
+    part.write()
+    return name, part.nbytes
 
 
 def _records(recorder: Recorder, files: TensorFiles) -> Iterator[Callable[[], None]]:
@@ -208,15 +208,8 @@ def _sources(
     if checkpoint.format == "bin":
         folder = checkpoint.source.path
         return lambda stored: partial(_loaded, folder / stored.file, stored.name)
-    ends: dict[str, StoredTensor] = {}
-    for stored in (slot.stored for shard in shards for slot in shard.slots):
-        if stored.file not in ends or stored.offset > ends[stored.file].offset:
-            ends[stored.file] = stored
-    files = {}
-    for name, last in sorted(ends.items()):
-        files[name] = _open(file_of(checkpoint, name), os.O_RDONLY, stack)
-        if os.fstat(files[name]).st_size < last.offset + last.nbytes:
-            raise BadCheckpoint(f"{name} ends inside {last.name}; fetch it again")
+    names = sorted({slot.stored.file for shard in shards for slot in shard.slots})
+    files = {name: _open(file_of(checkpoint, name), os.O_RDONLY, stack) for name in names}
     return lambda stored: files[stored.file]
 
 
@@ -241,56 +234,19 @@ def total_progress(
     return add
 
 
-def _with_threads(
-    queue: deque[TensorPart], threads: int, progress: Callable[[int], None] | None
-) -> None:
-    """Write all parts in ``threads`` threads; any exception, here or in one of them, stops all."""
-    written: deque[int] = deque()
-    failures: list[BaseException] = []
-    stop = threading.Event()
+def _in_threads(calls: Sequence[Callable[[], T]], threads: int) -> Iterator[T]:
+    """Make all calls in ``threads`` threads. Yields the results as they come.
 
-    def work() -> None:
-        torch.set_num_threads(1)
-        try:
-            while not stop.is_set() and (part := _next(queue)):
-                part.write()
-                written.append(part.nbytes)
-        except BaseException as error:
-            part = None
-            clear_frames(error.__traceback__)  # the maps would live as long as the error
-            failures.append(error)
-            stop.set()
-
-    def report() -> None:
-        nbytes = sum(written.popleft() for _ in range(len(written)))
-        if progress and nbytes:
-            progress(nbytes)
-
+    An error in a call, or where the results are used, ends all: no further call begins.
+    """
     before = torch.get_num_threads()
-    running = [threading.Thread(target=work) for _ in range(threads)]
+    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     try:
-        for thread in running:
-            thread.start()
-        for thread in running:
-            while thread.is_alive():
-                thread.join(TICK)
-                report()
-        report()
+        for finished in as_completed([pool.submit(call) for call in calls]):
+            yield finished.result()
     finally:
-        stop.set()
-        for thread in running:
-            thread.join()
-        queue.clear()
+        pool.shutdown(cancel_futures=True)
         torch.set_num_threads(before)
-    if failures:
-        raise failures[0]
-
-
-def _next(queue: deque[TensorPart]) -> TensorPart | None:
-    try:
-        return queue.popleft()
-    except IndexError:
-        return None
 
 
 def _check_space(shards: Sequence[Shard], into: Path) -> None:

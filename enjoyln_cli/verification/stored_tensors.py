@@ -16,14 +16,22 @@ accepted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor
-from enjoyln_cli.plan.axis import Axis, blocks, group_means
-from enjoyln_cli.plan.edits import Edit, EditInputs, apply_edit, read_edit_inputs
+from enjoyln_cli.plan.axis import group_means
+from enjoyln_cli.plan.edits import (
+    Edit,
+    EditInputs,
+    appended_slices,
+    apply_edit,
+    divide,
+    edit_of_part,
+    read_edit_inputs,
+)
 from enjoyln_cli.runtime.weight_check import unexplained_mean
 
 SLICE = 1 << 22
@@ -50,22 +58,15 @@ def check_tensors(
         shape = edit.shape(tuple(old.shape))
         if shape != new.shape or old.is_floating_point() != new.is_floating_point():
             wrong.append(name)
-            continue
-        if edit.fill is not None or not edit.changes:
+        elif edit.fill is not None or not edit.changes:
             same = old if edit.fill is None else torch.full_like(old, edit.fill)
             if not _same_bytes(same.to(new.dtype), new):
                 wrong.append(name)
-            continue
-        values = read_edit_inputs(edit, lambda other: read_tensor(original, other))
-        sizes = _absolute(edit, values, lambda other: read_tensor(original, other))
-        terms = original.tensors[edit.plus.matrix].shape[edit.plus.dim] if edit.plus else 1
-        terms += sum(old.shape[dim] for dim in edit.mixed_dims)
-        parts = list(_slices(old, new, edit))
-        if not all(_is_rounded(a, b, edit, values, sizes, terms) for a, b in parts):
-            wrong.append(name)
-        if edit.axes:
-            centred = [_without_appended(a, b, edit) for a, b in parts]
-            drift[name] = max(_drift(centred, axis) for axis in edit.axes)
+        else:
+            if not _is_edited(original, edit, old, new):
+                wrong.append(name)
+            if edit.axes:
+                drift[name] = _drift(_without_appended(new, edit), edit)
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         failures.append(
@@ -90,7 +91,7 @@ def check_centred_tensors(
             wrong.append(name)
             continue
         tensor = read_tensor(folded, name)
-        drift[name] = max(_drift([tensor], axis) for axis in edit.axes)
+        drift[name] = _drift(tensor, edit)
         if any(unexplained_mean(axis, tensor) for axis in edit.axes):
             wrong.append(name)
     return drift, [f"{', '.join(wrong[:3])}: missing, or not centred"] if wrong else []
@@ -102,25 +103,38 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _slices(
-    old: torch.Tensor, new: torch.Tensor, edit: Edit
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both tensors in parts of bounded size, such that the edit applies to each part separately."""
-    vectors = (edit.times, edit.scale)
-    taken = edit.mixed_dims | {found.dim for found in vectors if found}
-    free = [d for d in range(old.ndim) if d not in taken and edit.plus is None]
-    if old.numel() <= SLICE or not free:
-        yield old, new
-        return
-    dim = max(free, key=lambda d: old.shape[d])
-    step = max(1, SLICE * old.shape[dim] // old.numel())
-    yield from zip(old.split(step, dim), new.split(step, dim), strict=True)
+def _is_edited(original: Checkpoint, edit: Edit, old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether ``new`` is ``old`` after ``edit``, which changes it, up to rounding."""
+    if edit.append:
+        length = old.shape[edit.append.dim]
+        appended = new.narrow(edit.append.dim, length, len(edit.append.values))
+        expected = appended_slices(tuple(old.shape), edit.append).to(new.dtype)
+        if not torch.equal(appended, expected):
+            return False
+    old, new = torch.atleast_1d(old), torch.atleast_1d(_without_appended(new, edit))
+    edit = replace(edit, append=None)
+    values = read_edit_inputs(edit, lambda other: read_tensor(original, other))
+    sizes = _absolute(edit, values, lambda other: read_tensor(original, other))
+    terms = original.tensors[edit.plus.matrix].shape[edit.plus.dim] if edit.plus else 1
+    terms += sum(old.shape[dim] for dim in edit.mixed_dims)
+    return all(
+        _is_rounded(
+            old.narrow(*part),
+            new.narrow(*part),
+            edit_of_part(edit, *part),
+            values.part(edit, *part),
+            sizes.part(edit, *part),
+            terms,
+        )
+        for part in divide(edit, tuple(old.shape), SLICE)
+    )
 
 
-def _without_appended(old: torch.Tensor, new: torch.Tensor, edit: Edit) -> torch.Tensor:
-    """``new`` without the values that the edit appends."""
-    dim = edit.append.dim if edit.append else 0
-    return new.narrow(dim, 0, old.shape[dim]) if edit.append else new
+def _without_appended(new: torch.Tensor, edit: Edit) -> torch.Tensor:
+    """``new`` without the slices that the edit appends."""
+    if edit.append is None:
+        return new
+    return new.narrow(edit.append.dim, 0, new.shape[edit.append.dim] - len(edit.append.values))
 
 
 def _absolute(edit: Edit, values: EditInputs, read: Callable[[str], torch.Tensor]) -> EditInputs:
@@ -150,13 +164,11 @@ def _is_rounded(
     of. Where the result is NaN or infinite, because the original is, ``new`` must be the same.
     """
     exact = apply_edit(old.double(), edit, values)
-    unmixed = replace(edit, axes=(), turns=(), append=None)
+    unmixed = replace(edit, axes=(), turns=())
     size = apply_edit(old.double().abs(), unmixed, sizes)
     size = torch.where(size.isfinite(), size, 0.0)
-    mixed = {turn.axis.dim for turn in edit.turns} | {axis.dim for axis in edit.axes}
-    if mixed:
-        size = size.norm(dim=tuple(mixed), keepdim=True).expand(old.shape)
-    size = apply_edit(size, Edit(append=edit.append), EditInputs()).abs()
+    if edit.mixed_dims:
+        size = size.norm(dim=tuple(edit.mixed_dims), keepdim=True).expand(old.shape)
     margin = 2 * terms * torch.finfo(torch.float64).eps * size
     if new.dtype.itemsize == 2:  # torch rounds to 16 bits by way of float32
         margin = margin + torch.finfo(torch.float32).eps * exact.abs()
@@ -166,12 +178,17 @@ def _is_rounded(
     return bool((right | (wide == exact) | (wide.isnan() & exact.isnan())).all())
 
 
-def _drift(parts: list[torch.Tensor], axis: Axis) -> float:
-    """Root mean square of the groups' means, divided by that of the elements."""
-    means = torch.cat([group_means(part.double(), axis).flatten() for part in parts])
-    spans = [(block.dim, block.start, block.length) for block in blocks(axis)]
-    covered = [part.narrow(*span).double() for part in parts for span in spans]
-    size = sum(float(part.square().sum()) for part in covered)
-    count = sum(part.numel() for part in covered)
-    rms = math.sqrt(size / max(count, 1))
-    return float(means.square().mean().sqrt()) / rms if rms else 0.0
+def _drift(tensor: torch.Tensor, edit: Edit) -> float:
+    """Root mean square of the means of all centred groups, divided by that of their elements."""
+    centring = Edit(axes=edit.axes)
+    means: list[torch.Tensor] = []
+    squares, count = 0.0, 0
+    for part in divide(centring, tuple(tensor.shape), SLICE):
+        wide = tensor.narrow(*part).double()
+        for axis in edit_of_part(centring, *part).axes:
+            covered = wide.narrow(axis.dim, axis.start, axis.length)
+            means.append(group_means(wide, axis).flatten())
+            squares, count = squares + float(covered.square().sum()), count + covered.numel()
+    if not squares:
+        return 0.0
+    return math.sqrt(float(torch.cat(means).square().mean()) * count / squares)

@@ -17,7 +17,10 @@ from stored_files import opened
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.plan import edits as plan_edits
 from enjoyln_cli.plan.axis import Axis, centre, feature_axis
+from enjoyln_cli.plan.edits import Edit, EditInputs
 from enjoyln_cli.rewrite import tensor_parts
+from enjoyln_cli.rewrite.shard_layout import layout
+from enjoyln_cli.rewrite.tensor_parts import TensorFiles, parts_of
 from enjoyln_cli.rewrite.writer import write_shards
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -96,6 +99,34 @@ def test_axes_that_touch_are_applied_one_after_the_other(
     write_shards(opened(source), centring({"c_attn.weight": axes}), tmp_path / "out")
     expected = centred(state(torch.float32)["c_attn.weight"], axes)
     assert same(written(tmp_path / "out")["c_attn.weight"], expected)
+
+
+def test_a_file_that_is_cut_short_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading beyond the end of a mapped file would end the process."""
+    monkeypatch.setattr(plan_edits, "PIECE", 1000)
+    monkeypatch.setattr(tensor_parts, "PART", 1000)
+    monkeypatch.setattr(tensor_parts, "COPIED", 1000)
+    made = torch.Generator().manual_seed(3)
+    tensors = {name: torch.randn(48, 800, generator=made) + 0.2 for name in ("copied", "edited")}
+    store(tmp_path / "model", tensors, "single")
+    checkpoint = opened(tmp_path / "model")
+    edits = centring({"edited": (feature_axis((48, 800), 0),)})
+    (shard,) = layout(checkpoint, edits, None, None)
+    path = tmp_path / "model" / "model.safetensors"
+    new = tmp_path / "new.safetensors"
+    new.write_bytes(bytes(shard.size))
+    size = path.stat().st_size
+    with path.open("rb") as source, new.open("r+b") as target:
+        for slot in shard.slots:
+            files = TensorFiles(slot, source.fileno(), target.fileno())
+            first, *_, last = parts_of(files, edits.get(slot.name, Edit()), EditInputs, False)
+            first.write()
+            os.truncate(path, slot.offset)
+            with pytest.raises(BadCheckpoint, match=f"model.safetensors ends inside {slot.name}"):
+                last.write()
+            os.truncate(path, size)
 
 
 def test_bytes_do_not_depend_on_the_number_of_workers(source: Path, tmp_path: Path) -> None:
