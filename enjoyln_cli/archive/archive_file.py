@@ -22,14 +22,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -53,17 +51,31 @@ _ADVICE = "download the result again, or fold the source again"
 
 
 @dataclass(frozen=True)
+class Record:
+    """What restores a part of a tensor."""
+
+    tensor: str
+    """Name of the original tensor."""
+    part: tuple[int, int, int]
+    """``(dim, first, count)``."""
+    digest: bytes
+    """Of the original part."""
+    stored: bytes
+    """What ``difference`` returned for it."""
+
+
+@dataclass(frozen=True)
 class Recorder:
-    """Collects parts on the disk; any thread may add them in any order."""
+    """Collects records on the disk."""
 
     undo: Mapping[str, Undo]
     """For every tensor of the original, how it is approximated."""
     written: Mapping[str, str]
     """Maps tensors that are written under another name to that name."""
-    spool: int
-    """Descriptor of a temporary file for differences, open for reading and writing."""
+    spool: BinaryIO
+    """A temporary file for what is stored, open for reading and writing."""
     parts: list[tuple[int, ...]] = field(default_factory=list)
-    """The numbers in ``parts`` of the archive, then the offset in the spool."""
+    """The numbers in ``parts`` of the archive."""
     digests: list[bytes] = field(default_factory=list)
     unchecked: dict[str, str] = field(default_factory=dict)
     """Digests of written tensors that restoring does not check (see ``outputs_to_digest``)."""
@@ -71,25 +83,17 @@ class Recorder:
     """Index of each tensor of the original."""
     originals: dict[str, str] = field(default_factory=dict)
     """Maps the name of each written tensor to that of the original that it restores."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.numbers.update({name: i for i, name in enumerate(self.undo)})
         self.originals.update({self.written.get(name, name): name for name in self.undo})
 
-
-def record_part(
-    recorder: Recorder, name: str, part: tuple[int, int, int], digest: bytes, stored: bytes
-) -> None:
-    """Record a part of the original tensor ``name``: ``(dim, first, count)``.
-
-    ``digest`` is that of the part, ``stored`` what ``difference`` returned for it.
-    """
-    with recorder.lock:
-        at = sum(recorder.parts[-1][4:]) if recorder.parts else 0
-        recorder.parts.append((recorder.numbers[name], *part, len(stored), at))
-        recorder.digests.append(digest)
-    os.pwrite(recorder.spool, stored, at)
+    def add(self, record: Record) -> None:
+        """Collect a record; those of a tensor are added in the order of its parts."""
+        number = self.numbers[record.tensor]
+        self.parts.append((number, *record.part, len(record.stored)))
+        self.digests.append(record.digest)
+        self.spool.write(record.stored)
 
 
 def save_archive(
@@ -99,15 +103,14 @@ def save_archive(
     headers: Mapping[str, bytes],
     files: Mapping[str, bytes],
 ) -> None:
-    """Write the archive to ``folder``; its bytes do not depend on the order of recording.
+    """Write the archive to ``folder``.
 
     ``marker`` is the ``enjoyln`` entry of the result's config. ``headers`` and ``files`` map the
     original's file names to headers of weight files and to whole other files.
     """
-    order = sorted(range(len(recorder.parts)), key=lambda i: recorder.parts[i])
-    parts = np.array([recorder.parts[i] for i in order], dtype=np.int64).reshape(-1, 6)
-    digests = np.frombuffer(b"".join(recorder.digests[i] for i in order), dtype=np.uint8)
-    small = {"parts": torch.from_numpy(parts[:, :5].copy())}
+    parts = np.array(recorder.parts, dtype=np.int64).reshape(-1, 5)
+    digests = np.frombuffer(b"".join(recorder.digests), dtype=np.uint8)
+    small = {"parts": torch.from_numpy(parts)}
     for name, undo in recorder.undo.items():
         small |= {f"factor/{i}/{name}": factor for i, factor in enumerate(undo.factors)}
     small = dict(sorted(small.items(), key=lambda item: -item[1].dtype.itemsize))
@@ -121,7 +124,7 @@ def save_archive(
     with (folder / FILE).open("xb") as file:
         file.write(_header(small, nbytes, {**metadata, "sha256": "0" * 64}))
         digest = hashlib.sha256(json.dumps(metadata).encode())
-        for block in chain(_blocks_of(small), _stored_of(recorder, parts)):
+        for block in chain(_blocks_of(small), _stored_of(recorder)):
             digest.update(block)
             file.write(block)
         file.seek(0)
@@ -160,11 +163,11 @@ def _blocks_of(small: Mapping[str, torch.Tensor]) -> Iterator[bytes]:
         yield bytes(bytes_of(tensor))
 
 
-def _stored_of(recorder: Recorder, parts: Any) -> Iterator[bytes]:
-    """What is stored for all parts, in their order."""
-    for start, size in parts[:, [5, 4]].tolist():
-        for first in range(start, start + size, _COPY_BYTES):
-            yield os.pread(recorder.spool, min(_COPY_BYTES, start + size - first), first)
+def _stored_of(recorder: Recorder) -> Iterator[bytes]:
+    """What is stored for all parts."""
+    recorder.spool.seek(0)
+    while block := recorder.spool.read(_COPY_BYTES):
+        yield block
 
 
 # Reading.

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
+from io import BytesIO
 from math import prod
+from typing import BinaryIO
 
 import torch
 
-from enjoyln_cli.archive.archive_file import Recorder, record_part
+from enjoyln_cli.archive.archive_file import Record, Recorder
 from enjoyln_cli.archive.difference import Undo, difference, undo_of
 from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS, bytes_of
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_part, read_tensor
@@ -25,8 +27,8 @@ ENTRY, PART = 340, 60
 """About how many bytes of an archive describe a tensor, and a part of it."""
 
 
-def start_recording(checkpoint: Checkpoint, edits: Mapping[str, Edit], spool: int) -> Recorder:
-    """A recorder for every tensor of ``checkpoint``; ``spool`` is the descriptor of an open file.
+def start_recording(checkpoint: Checkpoint, edits: Mapping[str, Edit], spool: BinaryIO) -> Recorder:
+    """A recorder for every tensor of ``checkpoint``; ``spool`` is an open temporary file.
 
     A tensor that is copied unchanged to another name is restored from that copy.
     """
@@ -49,8 +51,8 @@ def parts_to_record(
     written: str,
     original: Callable[[], torch.Tensor],
     new: Callable[[], torch.Tensor],
-) -> Iterator[Callable[[], None]]:
-    """What records the tensor that ``written`` restores, if any, once it is written.
+) -> Iterator[Callable[[], Record]]:
+    """What makes the records of the tensor that ``written`` restores, if any, once it is written.
 
     ``original`` returns the stored tensor, and ``new`` the written one without appended slices.
     """
@@ -60,11 +62,11 @@ def parts_to_record(
     undo, original, new = recorder.undo[name], cache(original), cache(new)
     undo = replace(undo, shape=undo.shape or (1,))
 
-    def record(dim: int, first: int, count: int) -> None:
+    def record(dim: int, first: int, count: int) -> Record:
         x = original().view(undo.shape).narrow(dim, first, count).contiguous()
         y = new().view(undo.shape).narrow(dim, first, count)
         stored = difference(undo.part(dim, first, count), x, y)
-        record_part(recorder, name, (dim, first, count), digest_of_piece(bytes_of(x)), stored)
+        return Record(name, (dim, first, count), digest_of_piece(bytes_of(x)), stored)
 
     for part in divide(Edit(axes=undo.axes), undo.shape, RECORDED):
         yield partial(record, *part)
@@ -81,7 +83,7 @@ def outputs_to_digest(recorder: Recorder, edits: Mapping[str, Edit]) -> list[str
 
 def bytes_to_keep(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> int:
     """Estimate the bytes of the archive, by editing and recording a part of each edited tensor."""
-    recorder = start_recording(checkpoint, edits, -1)
+    recorder = start_recording(checkpoint, edits, BytesIO())
     total = 0.0
     for name, undo in recorder.undo.items():
         count = prod(undo.shape)

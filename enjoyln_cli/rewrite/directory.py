@@ -155,7 +155,7 @@ def fold_checkpoint(
         if options.keep_means:
             (inner / FOLDER).mkdir()
             spool = stack.enter_context(TemporaryFile(dir=inner / FOLDER))
-            recorder = start_recording(checkpoint, edits, spool.fileno())
+            recorder = start_recording(checkpoint, edits, spool)
         else:
             journal = _journal(checkpoint, edits, others, staged, recipe_text, options, team)
         write_shards(

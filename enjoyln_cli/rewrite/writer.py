@@ -11,7 +11,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from math import prod
@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from enjoyln_cli.archive.archive_file import Recorder
+from enjoyln_cli.archive.archive_file import Record, Recorder
 from enjoyln_cli.archive.recorder import parts_to_record
 from enjoyln_cli.checkpoint.headers import FLOATS, StoredTensor, load_bin
 from enjoyln_cli.checkpoint.reader import Checkpoint, file_of, read_rows, read_tensor
@@ -182,8 +182,8 @@ def write_tensors(
                 progress(nbytes)
         if recorder:
             records = [record for _, files in tensors for record in _records(recorder, files)]
-            for _ in _in_threads(records, threads):
-                pass
+            for record in _in_threads(records, threads):
+                recorder.add(record)
 
 
 def _write(name: str, part: TensorPart) -> tuple[str, int]:
@@ -192,8 +192,8 @@ def _write(name: str, part: TensorPart) -> tuple[str, int]:
     return name, part.nbytes
 
 
-def _records(recorder: Recorder, files: TensorFiles) -> Iterator[Callable[[], None]]:
-    """What records the data that restores one tensor."""
+def _records(recorder: Recorder, files: TensorFiles) -> Iterator[Callable[[], Record]]:
+    """What makes the records that restore one tensor."""
 
     def written() -> torch.Tensor:
         return without_appended(files.new(), files.slot.stored.shape or (1,))
@@ -235,17 +235,15 @@ def total_progress(
 
 
 def _in_threads(calls: Sequence[Callable[[], T]], threads: int) -> Iterator[T]:
-    """Make all calls in ``threads`` threads. Yields the results as they come.
+    """Make all calls in ``threads`` threads. Yields the results in the order of the calls.
 
     An error in a call, or where the results are used, ends all: no further call begins.
     """
     before = torch.get_num_threads()
-    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     try:
-        for finished in as_completed([pool.submit(call) for call in calls]):
-            yield finished.result()
+        with ThreadPoolExecutor(threads, "", torch.set_num_threads, (1,)) as pool:
+            yield from pool.map(lambda call: call(), calls)
     finally:
-        pool.shutdown(cancel_futures=True)
         torch.set_num_threads(before)
 
 

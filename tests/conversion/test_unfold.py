@@ -162,7 +162,7 @@ def test_every_edit_can_be_undone(tmp_path: Path, case: str, dtype: torch.dtype)
     store(model, tensors(dtype), "single")
     out.mkdir(), back.mkdir(), (out / FOLDER).mkdir()  # noqa: B018
     with (tmp_path / "spool").open("w+b") as spool:
-        recorder = start_recording(opened(model), changes, spool.fileno())
+        recorder = start_recording(opened(model), changes, spool)
         write_shards(opened(model), changes, out, recorder=recorder)
         headers, index = plain_layout(opened(model))
         save_archive(recorder, out / FOLDER, {"mine": 1}, headers, index)
@@ -177,7 +177,7 @@ def test_what_a_copy_holds_needs_no_corrections(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     edits = {"w": Edit(axes=(Axis(0, 0, 1, 37, 1),)), "head": Edit(source="w")}
     with (tmp_path / "spool").open("w+b") as spool:
-        recorder = start_recording(opened(tmp_path / "model"), edits, spool.fileno())
+        recorder = start_recording(opened(tmp_path / "model"), edits, spool)
         write_shards(opened(tmp_path / "model"), edits, tmp_path / "out", recorder=recorder)
         assert spool.seek(0, 2) == 0
     assert recorder.written == {"w": "head"}
@@ -404,7 +404,7 @@ def test_names_that_lead_out_of_the_directory(out: Path, back: Path, tmp_path: P
     headers, index = plain_layout(checkpoint)
     (out / FOLDER / FILE).unlink()
     with (tmp_path / "spool").open("w+b") as spool:
-        recorder = start_recording(checkpoint, {}, spool.fileno())
+        recorder = start_recording(checkpoint, {}, spool)
         (tmp_path / "other").mkdir()
         write_shards(checkpoint, {}, tmp_path / "other", recorder=recorder)
         save_archive(
