@@ -9,7 +9,7 @@ import click
 
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.convert_commands import export, fold, rotate, unfold
-from enjoyln_cli.cli.early_checks import require_models
+from enjoyln_cli.cli.early_checks import require_folded
 from enjoyln_cli.cli.group import Commands
 from enjoyln_cli.cli.measure_commands import bench, verify
 from enjoyln_cli.cli.options import json_option
@@ -49,7 +49,8 @@ def env(out: str | None, as_json: bool) -> None:
     """Show which kernels this machine uses, what is missing and why."""
     from enjoyln_cli.cli.progress import watch_job
 
-    require_models(out)
+    if out is not None:
+        require_folded(out)
     stage = "looking for devices and kernels" if out is None else f"timing the norms of {out}"
     with watch_job(as_json, stage):
         from enjoyln_cli.cli.console import write_environment, write_json

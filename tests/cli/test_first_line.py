@@ -127,6 +127,8 @@ NOT_FOLDED = f"error: {GPT2} was not folded: its config.json has no enjoyln entr
         (["unfold", GPT2, "-o", "new"], NOT_FOLDED),
         (["verify", GPT2], NOT_FOLDED),
         (["bench", GPT2, "--json"], NOT_FOLDED),
+        (["env", "--tune", GPT2], NOT_FOLDED),
+        (["env", "--tune", "full"], "error: full has no config.json; "),
         ([*ONNX, "a.onnx"], NOT_FOLDED),
         (["verify", "."], "error: . has no config.json; "),
         (["verify", "full"], "error: full has no config.json; "),

@@ -134,10 +134,10 @@ def test_the_command_shows_what_was_measured(
     )
 
 
-def test_without_a_gpu_nothing_can_be_measured(tmp_path: Path) -> None:
+def test_without_a_gpu_nothing_can_be_measured(outs: dict[str, Path]) -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU is here")
-    result = CliRunner().invoke(main, ["env", "--tune", str(tmp_path)])
+    result = CliRunner().invoke(main, ["env", "--tune", str(outs["gpt2"])])
     assert result.exit_code == 1
     assert result.stderr.endswith("error: nothing can be measured: torch sees no GPU\n")
 
