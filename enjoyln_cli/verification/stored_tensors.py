@@ -70,7 +70,7 @@ def check_tensors(
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         failures.append(
-            f"{', '.join(wrong[:3])}{more}: not what the recipe makes of the original's tensor"
+            f"{', '.join(wrong[:3])}{more}: not what the plan makes of the original's tensor"
         )
     return drift, failures
 

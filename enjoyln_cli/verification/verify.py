@@ -16,9 +16,9 @@ The conversion passes if
   original error (so no tolerance is guessed per dtype). A ratio of two rounding errors is partly
   chance; ``comparison.metrics`` computes how far chance reaches, and only a ratio beyond that
   fails. With few inputs that is far, and the verdict rests on the other checks;
-* every stored tensor is the original's, edited as the recipe says and rounded once;
+* every stored tensor is the original's, edited as the plan says and rounded once;
   for a checkpoint that was trained after the fold, the original is the checkpoint itself with
-  LayerNorm, and every tensor that the recipe centres has zero mean up to its rounding;
+  LayerNorm, and every tensor that the plan centres has zero mean up to its rounding;
 * ``config.json`` says the same as the original's, every weight that the class needs is stored, and
   the outputs are finite.
 """

@@ -316,7 +316,7 @@ def test_a_copy_that_is_not_one_is_found(tmp_path: Path) -> None:
     save_file(held, out / "model.safetensors", metadata={"format": "pt"})
     found = verify(out, write=False)
     assert not found.passed
-    assert "lm_head.weight: not what the recipe makes of it" in found.summary.replace(
+    assert "lm_head.weight: not what the plan makes of it" in found.summary.replace(
         "the original's tensor", "it"
     )
     assert found.runtime_error > 1e-3

@@ -232,7 +232,7 @@ def test_another_matrix_than_the_plans_does_not_pass(out: Path, tmp_path: Path) 
     assert verify(tmp_path / "out", samples=2, write=False).passed
     (tmp_path / "out" / "enjoyln_plan.json").write_bytes((out / "enjoyln_plan.json").read_bytes())
     found = verify(tmp_path / "out", samples=2)
-    assert not found.passed and "not what the recipe makes" in found.failures[0]
+    assert not found.passed and "not what the plan makes" in found.failures[0]
 
 
 def test_what_cannot_be_rotated_is_refused(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_a_short_check_compares_every_stored_tensor(outs: dict[str, Path], tmp_p
     name = "transformer.h.2.mlp.c_proj.bias"
     wrong = changed(outs["gpt2"], tmp_path / "wrong", name, 1.001)
     found = verify(wrong, write=False, seconds=SOON)
-    assert not found.passed and f"{name}: not what the recipe" in found.summary
+    assert not found.passed and f"{name}: not what the plan" in found.summary
 
 
 def test_a_short_fold_refuses_what_is_wrong(

@@ -252,7 +252,7 @@ def test_another_model_is_not_the_original(outs: dict[str, Path], tmp_path: Path
     gpt2(seed=7).save_pretrained(tmp_path / "other")
     found = verify(outs["float32"], against=tmp_path / "other", write=False)
     assert not found.passed
-    assert found.ratio > 1000 and "not what the recipe makes" in found.summary
+    assert found.ratio > 1000 and "not what the plan makes" in found.summary
 
 
 def test_a_tensor_too_many_or_too_few(outs: dict[str, Path], tmp_path: Path) -> None:
