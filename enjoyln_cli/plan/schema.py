@@ -15,19 +15,10 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import (
-    AfterValidator,
-    Discriminator,
-    GetPydanticSchema,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import AfterValidator, GetPydanticSchema, TypeAdapter, ValidationError
 from pydantic_core.core_schema import none_schema
 
 from enjoyln_cli.text import did_you_mean
-
-__all__ = ["NOT_STORED", "Discriminator", "Tag", "checked", "distinct", "number", "plain", "read"]
 
 Value = TypeVar("Value")
 
@@ -45,12 +36,11 @@ _KINDS = {
 """pydantic's errors about types, and the type that it wants."""
 
 
-def read(kind: type[Value], data: Any, *, keys: Mapping[str, str] | None = None) -> Value:
+def read(kind: type[Value], data: Any) -> Value:
     """An instance of the dataclass ``kind`` from plain data.
 
-    ``keys`` maps the names of fields with lists of mappings to the key that tells these apart; in
-    messages it stands instead of the position. Raises ``ValueError`` in one line: the place in
-    ``data``, the value found there, and what is valid.
+    Raises ``ValueError`` in one line: the place in ``data``, the value found there, and what is
+    valid.
     """
     try:
         text = json.dumps(data)
@@ -60,12 +50,12 @@ def read(kind: type[Value], data: Any, *, keys: Mapping[str, str] | None = None)
         raise ValueError(f"it has a value that JSON does not have: {error}") from None
     try:
         adapter = _adapter(kind)  # type: ignore[arg-type]
-        found: Value = adapter.validate_json(text, strict=True, extra="forbid")
+        value: Value = adapter.validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:
         where, problem = _problem(kind, _most_helpful(error))
-        place = _place(where, data, keys or {})
+        place = _place(where)
         raise ValueError(f"{place}: {problem}" if place else problem) from None
-    return found
+    return value
 
 
 @cache
@@ -167,22 +157,15 @@ def _shown(value: Any) -> str:
     return "nothing" if value is None else quote(value)
 
 
-def _place(where: Sequence[int | str], data: Any, keys: Mapping[str, str]) -> str:
-    """A place in ``data`` as a path: ``variants[0].norms.ln_f``."""
-    path, field = "", ""
+def _place(where: Sequence[int | str]) -> str:
+    """A place in the data as a path: ``variants[0].norms.ln_f``."""
+    path = ""
     for step in where:
-        inside = isinstance(data, (dict, list))
-        try:
-            data = data[step] if inside else None
-        except (KeyError, IndexError, TypeError):
-            continue  # the name of a class in a union
-        key = keys.get(field) if isinstance(step, int) else None
-        name = data.get(key) if key and isinstance(data, dict) else None
-        if isinstance(step, int) and not isinstance(name, str):
+        if isinstance(step, int):
             path += f"[{step}]"
-        else:
-            field = name if isinstance(name, str) else str(step)
-            path += f".{field:.120}" if path else f"{field:.120}"
+        elif step != "[key]":  # pydantic's name for a key itself
+            name = step if step.isprintable() else quote(step)
+            path += f".{name:.120}" if path else f"{name:.120}"
     return path
 
 
@@ -198,8 +181,6 @@ def _inside(kind: Any, step: int | str) -> Any:
     if is_dataclass(kind):
         return get_type_hints(kind, include_extras=True)[str(step)]
     inside = get_args(kind)
-    if get_origin(kind) in (Union, UnionType):
-        return next(one for one in map(_class_of, inside) if one.__name__ == step)
     return inside[-1] if isinstance(step, str) else inside[0]
 
 

@@ -8,26 +8,41 @@ needs is harmless: it is proven for each edit by itself that no output changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.plan import Basis, Plan, UnmergedNorm, Verdict
-from enjoyln_cli.recipe.compare import KEEPS, Comparison, compare, list_names
-from enjoyln_cli.recipe.expand import expand
-from enjoyln_cli.recipe.from_plan import plan_layers
+from enjoyln_cli.recipe.compare import NOTHING, Difference, compare, expanded, keeps
+from enjoyln_cli.recipe.from_plan import layers_in, variant_of
 from enjoyln_cli.recipe.model import (
-    KEPT_BY_RECIPE,
+    SECTIONS,
     Recipe,
     Variant,
     as_mapping,
-    name_of,
     prefix_errors,
     suggest,
     variant_for,
 )
-from enjoyln_cli.recipe.templates import to_template
+from enjoyln_cli.recipe.templates import KEEP, to_template
+
+KEPT_BY_RECIPE = "the recipe keeps it"
+"""The reason of a norm that the recipe keeps without giving a reason."""
+
+_REMEDIES = {
+    "norms": "or write keep for it",
+    "outputs": "or pass --outputs",
+    "untie": "or remove the option",
+    "config": "or remove the option",
+}
+"""What to do about a difference instead of writing what the proof has."""
+_OPTIONS = {
+    "merge": "write keep for it, or see --merge",
+    "widen": "remove it, or write widen_mlp: true under options",
+    "rotate": "remove it; see enjoyln rotate",
+}
+"""What to do about an edit of a kind that is made with an option only."""
 
 
 def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
@@ -39,131 +54,118 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
     """
     with prefix_errors(recipe.where):
         variant = variant_for(recipe, plan.model_type, plan.model_class, config)
-        _require_same_model(variant, plan)
-        expanded = expand(variant, plan_layers(plan))
-        for comparison in compare(expanded, plan, as_mapping(config)):
-            _require_proven(comparison, plan)
-        _require_effect(expanded, plan)
-        found = _chosen(expanded, plan)
-        for problem in _missing_edits(found, plan):
+        proof = variant_of(plan, {})
+        edits = expanded(variant, proof)
+        differences = compare(edits, proof, as_mapping(config))
+        for difference in differences:
+            _require_proven(difference, proof, edits, plan)
+        chosen = _chosen(edits, plan)
+        for problem in _missing_edits(chosen, plan):
             raise RecipeError(problem)
-        if found.folded and set(variant.entry_inputs) != set(plan.entry_inputs):
-            raise RecipeError(
-                f"centres {list_names(variant.entry_inputs)} on entry, but the proof needs "
-                f"{list_names(plan.entry_inputs)}; write these names under entry_inputs"
-            )
-    return found
+        for difference in differences if chosen.folded else ():
+            if difference.section == "entry_inputs":
+                raise RecipeError(f"{difference}; write what the proof has")
+    return chosen
 
 
-def _require_same_model(variant: Variant, plan: Plan) -> None:
-    """Raise ``RecipeError`` unless the proof holds for the recipe's classes and outputs."""
-    if unknown := [name for name in variant.classes if name not in plan.classes]:
-        raise RecipeError(
-            f"lists the class {unknown[0]}, but the proof is for {list_names(plan.classes)}; "
-            "remove it from classes"
-        )
-    if set(variant.outputs) != set(plan.outputs):
-        raise RecipeError(
-            f"keeps {_outputs(variant.outputs)} unchanged, but the proof is for "
-            f"{_outputs(plan.outputs)}; correct outputs in the recipe, or pass --outputs"
-        )
-
-
-def _require_proven(edits: Comparison, plan: Plan) -> None:
+def _require_proven(difference: Difference, proof: Variant, recipe: Variant, plan: Plan) -> None:
     """Raise ``RecipeError`` if the recipe has an edit that is not proven.
 
-    It may omit proven edits, except untied copies and config entries.
+    It may omit proven edits and classes, except untied copies and config entries.
     """
-    for name, text in edits.differences():
-        ours, theirs = edits.recipe.get(name), edits.proof.get(name)
-        if edits.kind in ("untie", "config"):
-            raise RecipeError(f"{name}: {text}; write what the proof has, or remove the option")
-        if theirs is None:
-            raise RecipeError(_unproven(edits, name, plan))
-        if ours is None or ours == KEEPS:
-            continue
-        if theirs == KEEPS:
-            verdict = next(verdict for verdict in plan.kept if verdict.norm == name)
-            culprit = f" ({verdict.culprit})" if verdict.culprit else ""
-            raise RecipeError(
-                f"folds {name}, which is not proven: {verdict.reason}{culprit}; write keep for it"
-            )
-        raise RecipeError(f"{name}: {text}; write what the proof has, or remove the line")
+    section, name = difference.section, difference.name
+    if section in ("entry_inputs", "unproven", "calls"):
+        return
+    if section == "classes" and set(recipe.classes) <= set(proof.classes):
+        return
+    if section in SECTIONS and section != "untie":
+        edits = difference.recipe not in (NOTHING, KEEP)
+        unknown = difference.proof == NOTHING and not _is_known(section, name, proof)
+        if unknown or (edits and difference.proof in (NOTHING, KEEP)):
+            why = _obstacles(plan).get((section, name), "")
+            other = "write keep for it" if why else suggest(name, getattr(proof, section))
+            remedy = _OPTIONS.get(section, other)
+            raise RecipeError(f"{section}: {name} is not part of the proof{why}; {remedy}")
+        if not edits:
+            return
+    remedy = _REMEDIES.get(section, "or remove the line")
+    raise RecipeError(f"{difference}; write what the proof has, {remedy}")
 
 
-def _unproven(edits: Comparison, name: str, plan: Plan) -> str:
-    """The message for an edit of a name that the proof does not have."""
-    near = suggest(name, edits.proof)
-    if edits.kind == "norms":
-        return f"{name} is not a LayerNorm of {plan.model_class}; {near}"
-    if edits.kind == "centre":
-        return f"centres {name}, which is not proven to be possible; {near}"
-    if edits.kind == "widen":
-        remedy = "remove it, or write widen_mlp: true under options"
-        return f"widens the MLP of {name}, which is not part of the proof; {remedy}"
-    if edits.kind == "merge":
-        reasons = {one.norm: f": {one.reason}" for one in plan.unmerged}
-        why = reasons.get(name, "; see --merge")
-        return f"merges {name}, which is not part of the proof{why}; write keep for it"
-    proven = list_names(f"{op.place} of {op.module}" for op in plan.ops)
-    if edits.kind == "rotate":
-        reasons = {one.name: f": {one.reason}" for one in plan.bases if one.reason}
-        why = reasons.get(name, "; see enjoyln rotate")
-        return f"turns {name}, which is not part of the proof{why}"
-    return (
-        f"centres the {edits.kind} of {name}, which is not part of the proof; proven are {proven}"
-    )
+def _is_known(section: str, name: str, proof: Variant) -> bool:
+    """Whether the proof has a line for a norm, or for a name or the same name in another layer."""
+    layers, known = layers_in(proof), getattr(proof, section)
+    if section == "norms":
+        return name in known
+    return to_template(name, layers) in {to_template(other, layers) for other in known}
 
 
-def _require_effect(recipe: Variant, plan: Plan) -> None:
-    """Raise ``RecipeError`` if a line excludes an edit that the proof does not have."""
-    layers, parameters = plan_layers(plan), [writer.parameter for writer in plan.writers]
-    known = {to_template(name, layers)[0] for name in parameters}
-    for name in (line.parameter for line in recipe.centre if line.dim is None):
-        if to_template(name, layers)[0] not in known:
-            raise RecipeError(
-                f"leaves {name}, which is not centred anyway; {suggest(name, parameters)}"
-            )
-    norms = {one.norm for one in plan.merged} | {one.norm for one in plan.unmerged}
-    for line in recipe.merge:
-        if isinstance(line, UnmergedNorm) and line.norm not in norms:
-            raise RecipeError(f"keeps {line.norm} unmerged, which is not merged anyway; remove it")
+def _obstacles(plan: Plan) -> dict[tuple[str, str], str]:
+    """Why names of the plan are not edited, by section and name."""
+    kept: list[tuple[str, str, Verdict | UnmergedNorm | Basis]] = [
+        *(("norms", one.norm, one) for one in plan.kept),
+        *(("merge", one.norm, one) for one in plan.unmerged),
+        *(("rotate", one.name, one) for one in plan.bases if one.reason),
+    ]
+    return {
+        (section, name): f": {one.reason}{f' ({one.culprit})' if one.culprit else ''}"
+        for section, name, one in kept
+    }
 
 
 def _chosen(recipe: Variant, plan: Plan) -> Plan:
     """The plan with those proven edits that a recipe names."""
-    lines = {line.norm: line for line in recipe.norms}
-    norms = tuple(_verdict(verdict, lines.get(verdict.norm)) for verdict in plan.norms)
+    names = {
+        section: {name for name, line in getattr(recipe, section).items() if _is_edit(line)}
+        for section in SECTIONS
+    }
+    norms = tuple(
+        _verdict(verdict, recipe.norms.get(verdict.norm, NOTHING)) for verdict in plan.norms
+    )
     folded = {verdict.norm for verdict in norms if verdict.status != "kept"}
-    unmerged = {line.norm: line for line in recipe.merge if isinstance(line, UnmergedNorm)}
-    merged = {line.norm for line in recipe.merge if not isinstance(line, UnmergedNorm)}
-    for name in sorted(merged - folded) if not plan.bases else ():
+    for name in sorted(names["merge"] - folded) if not plan.bases else ():
         raise RecipeError(
             f"merges {name}, which it does not fold; also write keep for it under merge"
         )
     stay = [one for one in plan.unmerged if one.norm in folded or plan.bases]
     for move in plan.merged:
-        if (move.norm in folded or plan.bases) and move.norm not in merged:
-            line = unmerged.get(move.norm)
-            reason = (line.reason or KEPT_BY_RECIPE) if line else "the recipe does not merge it"
-            stay.append(UnmergedNorm(move.norm, reason, line.culprit if line else ""))
-    grown = set(map(name_of, recipe.widen))
-    widened = tuple(one for one in plan.widened if one.second.parameter in grown)
-    centred = {line.parameter for line in recipe.centre if line.dim is not None}
-    added = {(line.module, line.place) for line in recipe.centring_ops}
-    turned = {line.parameter for line in recipe.rotate}
+        if (move.norm in folded or plan.bases) and move.norm not in names["merge"]:
+            line = recipe.merge.get(move.norm, NOTHING)
+            stay.append(UnmergedNorm(move.norm, *_reason(line, "merge")))
+    widened = tuple(one for one in plan.widened if one.second.parameter in names["widen"])
     sizes = {one.attribute for one in plan.widened} - {one.attribute for one in widened}
     return replace(
         plan,
         norms=norms,
-        writers=tuple(writer for writer in plan.writers if writer.parameter in centred),
-        ops=tuple(op for op in plan.ops if (op.module, op.place) in added),
+        writers=tuple(one for one in plan.writers if one.parameter in names["centre"]),
+        ops=tuple(op for op in plan.ops if op.module in names["centring_ops"]),
         widened=widened,
-        merged=tuple(one for one in plan.merged if one.norm in merged),
+        merged=tuple(one for one in plan.merged if one.norm in names["merge"]),
         unmerged=tuple(stay),
-        bases=tuple(_basis(basis, basis.name in turned) for basis in plan.bases),
+        bases=tuple(_basis(basis, basis.name in names["rotate"]) for basis in plan.bases),
         settings=tuple(setting for setting in plan.settings if setting.name not in sizes),
     )
+
+
+def _is_edit(line: Any) -> bool:
+    return line != NOTHING and not keeps(line)
+
+
+def _verdict(proven: Verdict, line: Any) -> Verdict:
+    """The verdict on one norm, from its line in the recipe."""
+    if proven.status == "kept" or _is_edit(line):
+        return proven
+    reason, culprit = _reason(line, "fold")
+    return Verdict(proven.norm, "kept", reason=reason, culprit=culprit)
+
+
+def _reason(line: Any, verb: str) -> tuple[str, str]:
+    """Why a norm is not edited, and the culprit, by its line in the recipe."""
+    if line == NOTHING:
+        return f"the recipe does not {verb} it", ""
+    if isinstance(line, Mapping):
+        return str(line[KEEP] or KEPT_BY_RECIPE), str(line.get("culprit", ""))
+    return KEPT_BY_RECIPE, ""
 
 
 def _basis(proven: Basis, turned: bool) -> Basis:
@@ -171,14 +173,6 @@ def _basis(proven: Basis, turned: bool) -> Basis:
     if proven.reason or turned:
         return proven
     return replace(proven, tensors=(), norms=(), reason="the recipe does not turn it")
-
-
-def _verdict(proven: Verdict, line: Verdict | None) -> Verdict:
-    """The verdict on one norm; ``line`` is ``None`` if the recipe does not name it."""
-    if proven.status == "kept" or (line is not None and line.status != "kept"):
-        return proven
-    reason = (line.reason or KEPT_BY_RECIPE) if line else "the recipe does not fold it"
-    return Verdict(proven.norm, "kept", reason=reason, culprit=line.culprit if line else "")
 
 
 def _missing_edits(found: Plan, plan: Plan) -> Iterator[str]:
@@ -222,7 +216,3 @@ def _missing_edits(found: Plan, plan: Plan) -> Iterator[str]:
                 f"merges {writer.scale.parameter}, but not into {writer.parameter}; "
                 "list that under centre too, or list none of the tensors that it scales"
             )
-
-
-def _outputs(names: Sequence[str]) -> str:
-    return f"the outputs {list_names(names)}" if names else "all outputs"

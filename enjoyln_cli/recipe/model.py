@@ -1,8 +1,8 @@
 """The data of a recipe: the edits of a plan, written so that they fit every model of a family.
 
-The fields are the keys of the file (see ``read``). Most edits are the plan's own dataclasses with
-placeholders in their names. Edits with axes have classes of their own here, because a recipe can
-give a size by the name of a config attribute.
+The fields are the keys of the file. Each section maps a name to the plain data of its edit (see
+``recipe.from_plan``), or to ``keep``. A recipe that is followed is compared with the plan, so what
+stands in a line has to be what the plan has there.
 """
 
 from __future__ import annotations
@@ -16,26 +16,15 @@ from typing import Annotated, Any
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan import call_text
 from enjoyln_cli.plan.covered_calls import PLAIN_TYPES
-from enjoyln_cli.plan.plan import (
-    PLAIN,
-    BasisKind,
-    Merge,
-    Options,
-    Place,
-    Scale,
-    UnmergedNorm,
-    UntiedParameter,
-    Verdict,
-    Widening,
-)
-from enjoyln_cli.plan.schema import NOT_STORED, Discriminator, Tag, checked, number, quote
-from enjoyln_cli.recipe.spans import Size, Span
+from enjoyln_cli.plan.plan import PLAIN, Options
+from enjoyln_cli.plan.schema import NOT_STORED, checked, quote
+from enjoyln_cli.recipe.templates import require_name
 from enjoyln_cli.text import did_you_mean
 
 VERSION = 1
 """Version of the recipe format."""
-KEPT_BY_RECIPE = "the recipe keeps it"
-"""The reason of a norm that the recipe keeps without giving a reason."""
+
+_TEXT_CHARS = 1000
 
 
 def _version(value: int) -> int:
@@ -53,12 +42,16 @@ def _word(value: str) -> str:
 def _plain_value(value: Any) -> Any:
     if type(value) not in PLAIN_TYPES:
         raise ValueError(f"{quote(value)} instead of one line of text, a number, true or false")
-    return value
+    return _one_line(value)
 
 
-def _setting(value: Any) -> Any:
-    if type(value) not in (bool, int):
-        raise ValueError(f"{quote(value)} instead of a whole number, true or false")
+def _one_line(value: Any) -> Any:
+    """``value``, if each text in it is one line."""
+    if isinstance(value, (list, dict)):
+        for part in (*value, *value.values()) if isinstance(value, dict) else value:
+            _one_line(part)
+    elif isinstance(value, str) and (len(value) > _TEXT_CHARS or not value.isprintable()):
+        raise ValueError(f"{quote(value)} instead of one line of text")
     return value
 
 
@@ -69,91 +62,10 @@ def _call(value: str) -> str:
 
 Word = Annotated[str, checked(_word)]
 Words = tuple[Word, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CentredTensor(Span):
-    """A ``plan.Writer`` of any size. Without ``dim``, the parameter is left as it is."""
-
-    dim: Annotated[int, number(0, 7)] | None = None  # type: ignore[assignment]
-    parameter: str
-    tensor: str = ""
-    """The stored name, by default ``parameter``. If it has more placeholders than that, several
-    tensors make up the parameter."""
-    held: Span | None = None
-    scale: Scale | None = None
-
-    def __post_init__(self) -> None:
-        """Set the default of ``tensor``. Raise ``ValueError`` for an axis without ``dim``."""
-        object.__setattr__(self, "tensor", self.tensor or self.parameter)
-        if self.dim is None and (self.size or self.outer or self.start or self.scale or self.held):
-            raise ValueError("the key dim is missing")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operation:
-    """Where a centring operation is added: to what a module returns, or to its first input."""
-
-    module: str
-    place: Place
-
-
-@dataclass(frozen=True, kw_only=True)
-class CentredValue(Span, Operation):
-    """A ``plan.Centring`` of any size."""
-
-    reason: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnedBasis:
-    """A ``plan.Basis`` of any size that is turned; its tensors are those to turn."""
-
-    parameter: str
-    """The name of the basis."""
-    kind: BasisKind
-    size: Size
-    fixes_ones: bool = False
-    norms: tuple[str, ...] = ()
-    inputs: tuple[str, ...] = ()
-    tensors: tuple[CentredTensor, ...]
-
-    def __post_init__(self) -> None:
-        """Raise ``ValueError`` if a tensor has no axis."""
-        if not self.tensors or any(tensor.dim is None for tensor in self.tensors):
-            raise ValueError("it needs tensors, each with a dim")
-
-
-Line = (
-    Verdict
-    | CentredTensor
-    | CentredValue
-    | Widening
-    | Merge
-    | UnmergedNorm
-    | TurnedBasis
-    | UntiedParameter
-)
-"""One edit of a recipe: for one name, or with placeholders for the same name in every layer."""
-
-
-def name_of(line: Line) -> str:
-    """The norm, parameter or module that a line is about."""
-    if isinstance(line, (CentredTensor, TurnedBasis, UntiedParameter)):
-        return line.parameter
-    if isinstance(line, CentredValue):
-        return line.module
-    return line.second.parameter if isinstance(line, Widening) else line.norm
-
-
-def _merged_or_not(data: Any) -> str:
-    return "UnmergedNorm" if isinstance(data, dict) and "reason" in data else "Merge"
-
-
-MergeLine = Annotated[
-    Annotated[Merge, Tag("Merge")] | Annotated[UnmergedNorm, Tag("UnmergedNorm")],
-    Discriminator(_merged_or_not),
-]
+Text = Annotated[str, checked(_one_line)]
+PlainValues = Mapping[Text, Annotated[Any, checked(_plain_value)]]
+Section = Mapping[Annotated[str, checked(require_name)], Annotated[Any, checked(_one_line)]]
+"""The edits of one kind, by the name of the norm, the parameter or the module."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,25 +75,33 @@ class Variant:
     model_class: Word
     classes: Words = ()
     """By default ``model_class`` alone."""
-    outputs: tuple[str, ...] = ()
-    when: Mapping[str, Annotated[Any, checked(_plain_value)]] = field(default_factory=dict)
-    norms: tuple[Verdict, ...]
-    centre: tuple[CentredTensor, ...] = ()
-    centring_ops: tuple[CentredValue, ...] = ()
-    merge: tuple[MergeLine, ...] = ()
-    widen: tuple[Widening, ...] = ()
-    rotate: tuple[TurnedBasis, ...] = ()
-    untie: tuple[UntiedParameter, ...] = ()
-    config: Mapping[str, Annotated[Any, checked(_setting)]] = field(default_factory=dict)
+    outputs: tuple[Text, ...] = ()
+    when: PlainValues = field(default_factory=dict)
+    norms: Section
+    """``fold``, ``fold_with`` a list of modules, or ``keep``."""
+    centre: Section = field(default_factory=dict)
+    """The axis of each centred parameter, with the ``scale`` that is merged into it; a list of
+    axes, if it has several centred parts."""
+    centring_ops: Section = field(default_factory=dict)
+    merge: Section = field(default_factory=dict)
+    widen: Section = field(default_factory=dict)
+    """By the second weight of the MLP."""
+    rotate: Section = field(default_factory=dict)
+    untie: Section = field(default_factory=dict)
+    config: PlainValues = field(default_factory=dict)
     """New values of ``config.json`` entries, by name."""
     entry_inputs: Words = ()
-    unproven: tuple[str, ...] = ()
+    unproven: tuple[Text, ...] = ()
     calls: tuple[Annotated[str, checked(_call)], ...] = ()
     """The only calls that are proven; empty if proven calls are not limited to a list."""
 
     def __post_init__(self) -> None:
         """Set the default of ``classes``."""
         object.__setattr__(self, "classes", self.classes or (self.model_class,))
+
+
+SECTIONS = ("norms", "centre", "centring_ops", "merge", "widen", "rotate", "untie")
+"""The fields of ``Variant`` with an edit for each name."""
 
 
 def _some(variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
@@ -198,7 +118,7 @@ class Recipe:
     model_type: Word
     variants: Annotated[tuple[Variant, ...], checked(_some)]
     options: Options = PLAIN
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[Text, Text] = field(default_factory=dict)
     """The versions of the packages that made it."""
     where: Annotated[str, NOT_STORED] = field(default="the recipe", compare=False)
     """The name of the recipe in messages; it is not in the file."""

@@ -17,44 +17,53 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The safe loader, in C if available: without it, a megabyte takes half a minute."""
 
 
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+
+
+class _Loader(_LOADER):  # type: ignore[misc, valid-type]
+    """Reads a date as text, since JSON has none."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in forms if tag != _TIMESTAMP]
+        for first, forms in _LOADER.yaml_implicit_resolvers.items()
+    }
+
+
+class Block(dict[str, Any]):
+    """A mapping with one line for each key."""
+
+
 class Inline(dict[str, Any]):
-    """A mapping that is written on one line."""
-
-
-class Row(list[Any]):
-    """A list that is written on one line."""
+    """A mapping on one line."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Plain YAML without anchors; only ``Inline`` and ``Row`` are written on one line."""
+    """Plain YAML without anchors; what holds no other mapping or list stands on one line."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def _inline(dumper: yaml.SafeDumper, data: Inline) -> yaml.Node:
-    return dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=True)
+def _mapping(dumper: yaml.SafeDumper, data: Block | Inline) -> yaml.Node:
+    flow = isinstance(data, Inline)
+    return dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=flow)
 
 
-def _row(dumper: yaml.SafeDumper, data: Row) -> yaml.Node:
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
-
-
-_Dumper.add_representer(Inline, _inline)
-_Dumper.add_representer(Row, _row)
+_Dumper.add_representer(Block, _mapping)
+_Dumper.add_representer(Inline, _mapping)
 
 
 def dump(data: Any) -> str:
     """The YAML text of ``data``; the same data always gives the same text."""
-    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True)
-    return str(text)
+    options: dict[str, Any] = {"sort_keys": False, "width": 100, "allow_unicode": True}
+    return str(yaml.dump(data, Dumper=_Dumper, default_flow_style=None, **options))
 
 
 def dump_inline(data: Any) -> str:
-    """The YAML text of a mapping or a list on one line of any length."""
+    """The YAML text of plain data on one line of any length."""
     options: dict[str, Any] = {"sort_keys": False, "allow_unicode": True}
     text = yaml.dump(data, Dumper=_Dumper, default_flow_style=True, width=10**6, **options)
-    return str(text).strip()
+    return str(text).removesuffix("\n").removesuffix("\n...")
 
 
 def load(text: str) -> Any:
@@ -63,7 +72,7 @@ def load(text: str) -> Any:
         raise RecipeError(f"longer than {MAX_CHARS} characters, the limit for a recipe")
     try:
         _require_plain(text)
-        return yaml.load(text, Loader=_LOADER)
+        return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise RecipeError(f"{line}not YAML: {error.problem}") from None
@@ -81,7 +90,7 @@ def _require_plain(text: str) -> None:
     keys: list[set[str] | None] = []
     at_key: list[bool] = []
     event: Any
-    for event in yaml.parse(text, Loader=_LOADER):
+    for event in yaml.parse(text, Loader=_Loader):
         line = f"line {event.start_mark.line + 1}"
         if getattr(event, "anchor", None) or isinstance(event, yaml.AliasEvent):
             raise RecipeError(f"{line}: anchors and aliases are not allowed; write the value out")

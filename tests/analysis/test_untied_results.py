@@ -471,16 +471,16 @@ def test_a_recipe_is_followed_or_refused() -> None:
     assert differences(recipe, plan, config=GPT2) == ()
     with pytest.raises(
         RecipeError,
-        match="the recipe unties it from {source: transformer.wte.weight}, the proof does not",
+        match="untie: lm_head.weight: the recipe has {source: transformer.wte.weight}, the",
     ):
         follow(recipe, tied, config=GPT2)
     with pytest.raises(
-        RecipeError, match="lm_head.weight: the recipe does not untie it, the proof unties it"
+        RecipeError, match="untie: lm_head.weight: the recipe has nothing, the proof {source"
     ):
         follow(recipe_of(tied, config=GPT2), plan, config=GPT2)
     found = differences(recipe, tied, config=GPT2)
-    assert any("lm_head.weight: the recipe unties it" in line for line in found)
-    assert any("tie_word_embeddings: the recipe sets it to False" in line for line in found)
+    assert any("untie: lm_head.weight: the recipe has {source" in line for line in found)
+    assert any("config: tie_word_embeddings: the recipe has false" in line for line in found)
 
 
 @pytest.mark.slow
@@ -497,7 +497,7 @@ def test_the_recipe_of_a_result_repeats_it(tmp_path: Path) -> None:
     edited.write_text(text.replace("{source: transformer.wte", "{source: transformer.wpe"))
     with pytest.raises(
         RecipeError,
-        match="lm_head.weight: the recipe unties it from {source: transformer.wpe.weight}",
+        match="untie: lm_head.weight: the recipe has {source: transformer.wpe.weight}",
     ):
         convert(CHECKPOINTS / "gpt2", tmp_path / "c", recipe=edited)
 

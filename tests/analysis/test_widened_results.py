@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,8 @@ from enjoyln_cli.comparison.run import Float64
 from enjoyln_cli.errors import BadCheckpoint, NotCentred, RecipeError, VerificationFailed
 from enjoyln_cli.models.outputs import tensors_in
 from enjoyln_cli.plan.mean_units import UNITS
-from enjoyln_cli.plan.plan import Widening
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.read import load_recipe, parse_recipe
-from enjoyln_cli.recipe.templates import rename_in
 from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 from enjoyln_cli.rewrite.in_memory import centre_parameters
@@ -252,8 +249,7 @@ def test_a_forced_wrong_widening_is_refuted(tmp_path: Path) -> None:
 def test_the_recipe_says_it_all(outs: dict[str, Path]) -> None:
     recipe = load_recipe(outs["float32"] / "enjoyln_recipe.yaml")
     assert recipe.options == WIDEN
-    (line,) = recipe.variants[0].widen
-    assert line.second.parameter == "bert.encoder.layer.{i}.output.dense.weight"
+    assert list(recipe.variants[0].widen) == ["bert.encoder.layer.{i}.output.dense.weight"]
     plan = stored_plan(outs["float32"])
     proven = analyze_config(BertConfig.from_pretrained(SOURCE), options=WIDEN).plan
     assert (plan.widened, plan.settings) == (proven.widened, proven.settings)
@@ -268,49 +264,45 @@ def test_a_recipe_is_followed(outs: dict[str, Path], tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes() == (outs["float32"] / name).read_bytes()
 
 
-def asking(out: Path, into: Path, edit: Callable[[Widening], tuple[Widening, ...]]) -> Path:
-    """The recipe of ``out`` with another line for the MLPs."""
+WIDENED = "bert.encoder.layer.{i}.output.dense.weight"
+
+
+def asking(out: Path, into: Path, name: str, fields: dict[str, Any]) -> Path:
+    """The recipe of ``out`` with another line for the MLPs, or none without a ``name``."""
     recipe = load_recipe(out / "enjoyln_recipe.yaml")
     (variant,) = recipe.variants
-    variant = replace(variant, widen=edit(variant.widen[0]))
+    (line,) = variant.widen.values()
+    variant = replace(variant, widen={name: {**line, **fields}} if name else {})
     into.write_text(dump_recipe(replace(recipe, variants=(variant,))))
     return into
 
 
-def with_second(line: Widening, name: str) -> Widening:
-    return replace(line, second=replace(line.second, parameter=name, tensor=name))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("name", "fields", "message"),
     [
-        (lambda line: (replace(line, to=336),), "size: 320, to: 336.*the proof.*to: 328"),
-        (lambda line: (replace(line, size=312),), "size: 312, to: 328.*the proof.*size: 320"),
+        (WIDENED, {"to": 336}, "size: 320, to: 336.*the proof.*to: 328"),
+        (WIDENED, {"size": 312}, "size: 312, to: 328.*the proof.*size: 320"),
+        (WIDENED, {"subtracts": False}, "subtracts: false.*the proof.*subtracts: true"),
         (
-            lambda line: (replace(line, subtracts=False),),
-            "subtracts: false.*the proof.*subtracts: true",
-        ),
-        (
-            lambda line: (replace(line, attribute="hidden_size"),),
+            WIDENED,
+            {"attribute": "hidden_size"},
             "attribute: hidden_size.*the proof.*attribute: intermediate_size",
         ),
-        (lambda line: (replace(line, bias=None),), "the proof widens.*dense.bias"),
-        (lambda line: (with_second(line, FIRST.format("{i}", "weight")),), "not part of the proof"),
+        (WIDENED, {"bias": None}, "bias: null.*the proof .*dense.bias"),
+        (FIRST.format("{i}", "weight"), {}, "not part of the proof; .*widen_mlp: true"),
         (
-            lambda line: (rename_in(line, lambda _, name: name.replace("{i}", "1")),),
+            WIDENED.replace("{i}", "1"),
+            {},
             "also sets the hidden units of bert.encoder.layer.0.output.dense.weight",
         ),
-        (lambda line: (), "needs the MLP of bert.encoder.layer.0.output.dense.weight"),
+        ("", {}, "needs the MLP of bert.encoder.layer.0.output.dense.weight"),
     ],
 )
 def test_a_recipe_that_asks_for_something_else(
-    outs: dict[str, Path],
-    edit: Callable[[Widening], tuple[Widening, ...]],
-    message: str,
-    tmp_path: Path,
+    outs: dict[str, Path], name: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    recipe = asking(outs["float32"], tmp_path / "recipe.yaml", edit)
+    recipe = asking(outs["float32"], tmp_path / "recipe.yaml", name, fields)
     with pytest.raises(RecipeError, match=message):
         fold(SOURCE, tmp_path / "out", recipe=recipe, verify=False)
 
@@ -318,7 +310,7 @@ def test_a_recipe_that_asks_for_something_else(
 def test_without_the_option_nothing_is_widened(outs: dict[str, Path], tmp_path: Path) -> None:
     text = (outs["float32"] / "enjoyln_recipe.yaml").read_text()
     (tmp_path / "recipe.yaml").write_text(text.replace("widen_mlp: true", "widen_to: 8"))
-    with pytest.raises(RecipeError, match="not proven"):
+    with pytest.raises(RecipeError, match="not part of the proof"):
         fold(SOURCE, tmp_path / "out", recipe=tmp_path / "recipe.yaml", verify=False)
 
 

@@ -33,9 +33,10 @@ from enjoyln_cli.checkpoint.result_files import FILE, FOLDER, PLAN_FILE
 from enjoyln_cli.conversion import fold
 from enjoyln_cli.conversion.inspect import Opening, inspect
 from enjoyln_cli.errors import EnjoyLNError
-from enjoyln_cli.recipe.expand import expand
+from enjoyln_cli.recipe.model import SECTIONS
 from enjoyln_cli.recipe.read import parse_recipe
 from enjoyln_cli.recipe.stored_plan import read_plan
+from enjoyln_cli.recipe.templates import expand
 
 TIMES = int(os.environ.get("ENJOYLN_FUZZ", "1"))
 LONGEST = 30
@@ -229,7 +230,8 @@ def test_recipes(text: str) -> None:
     def case() -> None:
         recipe = parse_recipe(text, where="theirs.yaml")
         for variant in recipe.variants:
-            expand(variant, LAYERS)
+            for section in SECTIONS:
+                expand(getattr(variant, section), LAYERS)
 
     in_bounds(case)
 
