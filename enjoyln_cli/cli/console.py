@@ -17,8 +17,8 @@ from rich.tree import Tree as RichTree
 
 from enjoyln_cli.cli.streams import console, say
 from enjoyln_cli.report.layer_names import compact
+from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import as_csv, as_markdown, cells, counts, notes
-from enjoyln_cli.report.row import Row
 from enjoyln_cli.report.verification_table import (
     Texts,
     count_inputs,
@@ -78,39 +78,39 @@ def write_json(found: Any) -> None:
 FOR_A_GPU = "for a GPU: fold with --merge bias; torch computes RMSNorm without a bias in one kernel"
 
 
-def write_rows(rows: Sequence[Row], form: str) -> None:
-    """Print the report as ``table``, ``markdown``, ``csv``, or ``json``: one line per model."""
+def write_reports(reports: Sequence[ModelReport], form: str) -> None:
+    """Print reports as ``table``, ``markdown``, ``csv``, or ``json``: one line per model."""
     if form == "table":
-        _write_table(rows)
+        _write_table(reports)
     elif form == "json":
-        for found in rows:
-            write_json(found)
+        for report in reports:
+            write_json(report.to_json())
     else:
-        print(as_csv(rows) if form == "csv" else as_markdown(rows), end="")
+        print(as_csv(reports) if form == "csv" else as_markdown(reports), end="")
 
 
-def _write_table(rows: Sequence[Row]) -> None:
-    shown = [found for found in rows if found["layernorms"]]
+def _write_table(reports: Sequence[ModelReport]) -> None:
+    shown = [report for report in reports if report.plan.norms]
     if shown:
         head, body = cells(shown)
         table = Table()
         table.add_column(head[0], overflow="fold")
         for name in head[1:]:
             table.add_column(name, justify="right", overflow="fold")
-        for found, texts in zip(shown, body, strict=True):
-            style = _colour(found["become_rmsnorm"], found["layernorms"])
+        for report, texts in zip(shown, body, strict=True):
+            style = _colour(len(report.plan.folded), len(report.plan.norms))
             numbers = [f"{int(text):,}" for text in texts[1:]]
             table.add_row(texts[0], numbers[0], Text(numbers[1], style=style), *numbers[2:])
         _show(table)
-        if any("options" in found for found in shown):
+        if any(report.options for report in shown):
             say("with an option: how many become RMSNorm without an added mean subtraction", "dim")
-        if any("paper" in found for found in shown):
+        if any(report.paper is not None for report in shown):
             say("paper's Algorithm 1: as printed; never used to convert", "dim")
-    for found in rows:
-        for line in notes(found):
+    for report in reports:
+        for line in notes(report):
             say(line)
-    merges = ("merged_norms", "unmerged_norms")
-    if any(row["become_rmsnorm"] and not any(row[key] for key in merges) for row in rows):
+    plans = [report.plan for report in reports]
+    if any(plan.folded and not plan.merged and not plan.unmerged for plan in plans):
         say(FOR_A_GPU, "dim")
 
 
@@ -134,17 +134,17 @@ def write_tree(tree: Tree) -> None:
     console().print(root)
 
 
-def write_fold(found: Row) -> None:
+def write_fold(report: ModelReport, found: Mapping[str, Any]) -> None:
     """Print the closing lines of a fold and the next command to run; for a dry run, the plan."""
     from enjoyln_cli.kernels.environment import lost_without_kernels
 
-    dry = found["dry_run"]
-    does, did = ("convert", "converted") if found["become_rmsnorm"] else ("rotate", "rotated")
-    say(f"{f'would {does}' if dry else did} {counts(found)}", "green")
-    for line in notes(found):
+    plan, dry = report.plan, found["dry_run"]
+    does, did = ("convert", "converted") if plan.folded else ("rotate", "rotated")
+    say(f"{f'would {does}' if dry else did} {counts(plan)}", "green")
+    for line in notes(report, found["bytes_added"]):
         say(line)
     if dry:
-        for name in compact(entry["tensor"] for entry in found["centred_tensors"]):
+        for name in compact(writer.tensor for writer in plan.writers):
             say(f"  centre {name}")
         wrote = f"{found['tensors']} tensors, {size(found['bytes_written'])}"
         if "bytes_kept" in found:
@@ -177,7 +177,7 @@ def write_fold(found: Row) -> None:
     say(f"verified: {checked['summary']}" if checked else unchecked)
     if checked and (rows := [*quantisation_rows(checked), *reader_rows(checked)]):
         _show_checks(checked, rows)
-    if found["become_rmsnorm"] and (lost := lost_without_kernels()):
+    if plan.folded and (lost := lost_without_kernels()):
         say(lost)
     if "pushed" in found:
         say(f"pushed to {found['pushed']['repo_id']}: {found['pushed']['url']}", "green")
@@ -187,7 +187,7 @@ def write_fold(found: Row) -> None:
         say(f"next: enjoyln verify {found['out']}{which}")
 
 
-def write_unfold(found: Row) -> None:
+def write_unfold(found: Mapping[str, Any]) -> None:
     """Print what the new directory holds, and whether it is the original bit for bit."""
     wrote = f"{size(found['bytes_written'])} to {found['back']} in {found['seconds']:.1f} s"
     if found["restored"]:

@@ -184,7 +184,8 @@ def _convert(
     watching = watch_job(not chatty, f"opening {model}")
     with watching as watch, processes.join_group(watch.event) as us:
         from enjoyln_cli.conversion.fold import adapter_for, as_dtype, prepare, write
-        from enjoyln_cli.conversion.results import fold_row
+        from enjoyln_cli.conversion.results import fold_json
+        from enjoyln_cli.report.model_report import ModelReport
         from enjoyln_cli.rewrite.directory import WriteOptions  # takes seconds
 
         opening = make_opening(options.pop("opening"))
@@ -202,11 +203,12 @@ def _convert(
         return
     from enjoyln_cli.cli.console import write_fold, write_json
 
-    found = fold_row(model, ready, result, writing, watch.warnings) | push_it(out)
+    report = ModelReport(model, ready.plan)
+    found = fold_json(report, ready, result, writing, watch.warnings) | push_it(out)
     if as_json:
         write_json(found)
     elif not quiet:
-        write_fold(found)
+        write_fold(report, found)
 
 
 @help.command()
@@ -236,9 +238,9 @@ def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any)
     with watch_job(quiet or as_json, f"restoring the original of {folded}") as watch:
         from enjoyln_cli import unfold as restore
         from enjoyln_cli.cli.console import write_json, write_unfold
-        from enjoyln_cli.conversion.results import unfold_row  # takes seconds
+        from enjoyln_cli.conversion.results import unfold_json  # takes seconds
 
-        found = unfold_row(restore(folded, back, on_progress=watch.progress, **options))
+        found = unfold_json(restore(folded, back, on_progress=watch.progress, **options))
     if as_json:
         write_json(found)
     elif not quiet:

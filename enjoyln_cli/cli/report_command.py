@@ -90,12 +90,12 @@ def report(
     from enjoyln_cli.cli.progress import watch_job
 
     with watch_job(form != "table", f"analysing {names[0]}") as watch:
-        from enjoyln_cli.cli.console import say, write_rows, write_tree
+        from enjoyln_cli.cli.console import say, write_reports, write_tree
         from enjoyln_cli.conversion.inspect import recipe_text  # takes seconds
 
         found, failed = _inspect_all(names, bool(types), opening, watch.event)
         if not (save or why or show["picture"]):
-            rows = [one.row(show["paper"], show["options"]) for one in found]
+            reports = [one.report(show["paper"], show["options"]) for one in found]
     if show["picture"]:
         _draw(names[0], found[0].analysis, show["picture"], why)
     elif why:
@@ -104,7 +104,7 @@ def report(
         write_file(save, recipe_text(found).encode())
         say(f"wrote {save}")
     elif not save:
-        write_rows(rows, form)
+        write_reports(reports, form)
     if failed:
         raise click.exceptions.Exit(1)
 

@@ -428,6 +428,6 @@ def _ways_to_convert(found: Analysis, options: Options, alone: Mapping[str, Anal
     more = (*suggestions(found, options), *better(found.plan, by_class))
     gains = found.gains()
     return [
-        *(suggestion(vars(one)) for one in more),
+        *(suggestion(one) for one in more),
         *(f"--outputs {','.join(gain.outputs)} would convert {gain.norms}" for gain in gains),
     ]

@@ -1,4 +1,4 @@
-"""Opens and analyses a model before anything is folded, and makes the row of its report.
+"""Opens and analyses a model before anything is folded, and makes its report.
 
 Decides what ``analyze`` accepts: a Hub id, a directory, a configuration or a live module. The
 analysis reads only the configuration, and no weights.
@@ -20,7 +20,7 @@ from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.holders import holds_a_model, models_in
 from enjoyln_cli.plan.plan import PLAIN, Options
-from enjoyln_cli.report.row import Row, row
+from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class Inspection:
     analysis: Analysis
     options: Options = PLAIN
 
-    def row(self, paper: bool = False, options: bool = False) -> Row:
-        """The report's row; on request with the paper's count, or with the plan for each option."""
+    def report(self, paper: bool = False, options: bool = False) -> ModelReport:
+        """The report; on request with the paper's norms, or with the plan for each option."""
         from enjoyln_cli.report.placement import norm_places  # imports torch's tracing
 
         found = self.analysis
@@ -75,7 +75,7 @@ class Inspection:
             name: _plan_under(found, replace(self.options, **setting))
             for name, setting in (OPTIONS if options else {}).items()
         }
-        return row(
+        return ModelReport(
             self.name,
             found.plan,
             found.paper if paper else None,

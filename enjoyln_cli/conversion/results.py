@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from enjoyln_cli.report.row import Row, row
+from enjoyln_cli.report.model_report import ModelReport
 
 if TYPE_CHECKING:
     from enjoyln_cli.conversion.fold import PreparedFold
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     from enjoyln_cli.rewrite.directory import FoldResult, WriteOptions
 
 
-def fold_row(
-    model: str,
+def fold_json(
+    report: ModelReport,
     ready: PreparedFold,
     result: FoldResult | None,
     options: WriteOptions,
     warnings: Sequence[str] = (),
-) -> Row:
-    """What ``enjoyln fold --json`` prints: the report's row, what was written, what was verified.
+) -> dict[str, Any]:
+    """What ``enjoyln fold --json`` prints: the report, what was written, what was verified.
 
     Without a ``result`` it is a dry run, and ``bytes_written`` is what would be written. With
     ``keep_means`` there is also ``bytes_kept``, the size of the data that restores the original; in
     a dry run it is estimated from samples of the weights. ``resumed`` is the number of weight files
     that an earlier run had finished.
     """
-    found = row(model, ready.plan) | {"dry_run": result is None, "warnings": list(warnings)}
+    found = report.to_json() | {"dry_run": result is None, "warnings": list(warnings)}
     if options.keep_means:
         found["bytes_kept"] = result.bytes_kept if result else ready.bytes_to_keep()
-    copies = {one["tensor"] for one in found["untied"]}
+    copies = {copy.tensor for copy in report.plan.untied}
     found["tensors"] = len(copies | ready.checkpoint.tensors.keys())
     found["bytes_added"] = ready.bytes_added(options.dtype)
     if result is None:
@@ -43,6 +43,6 @@ def fold_row(
     return found | {"verification": checked}
 
 
-def unfold_row(result: UnfoldResult) -> Row:
+def unfold_json(result: UnfoldResult) -> dict[str, Any]:
     """What ``enjoyln unfold --json`` prints."""
     return {**vars(result), "back": str(result.back)}

@@ -35,8 +35,8 @@ from enjoyln_cli.checkpoint.result_files import BENCH_FILE, RECIPE_FILE, VERIFY_
 from enjoyln_cli.checkpoint.sentence_transformers import MODULES
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import UNTIED, counts, notes
-from enjoyln_cli.report.row import row
 from enjoyln_cli.report.verification_table import (
     NONE,
     count_inputs,
@@ -151,16 +151,15 @@ def values(
     """
     dtype = str(options.get("dtype") or "").removeprefix("torch.")
     name = display_name(source)
-    found = row(name, plan)
     origin = f"A local directory named `{name}`"
     if source.revision:
         origin = f"[{name}](https://huggingface.co/{name}) at revision `{source.revision}`"
     return {
         "title": out.name,
         "origin": origin,
-        "folded": found["become_rmsnorm"],
-        "norms": found["layernorms"],
-        "done": _plan_lines(found, dtype),
+        "folded": len(plan.folded),
+        "norms": len(plan.norms),
+        "done": _plan_lines(ModelReport(name, plan), dtype),
         "recipe": RECIPE_FILE,
         "outputs": ", ".join(f"`{key}`" for key in plan.outputs),
         "classes": ", ".join(f"`{cls}`" for cls in plan.classes),
@@ -179,10 +178,11 @@ def values(
     }
 
 
-def _plan_lines(found: Values, dtype: str) -> list[str]:
+def _plan_lines(report: ModelReport, dtype: str) -> list[str]:
     """The lines that ``enjoyln fold`` prints for a plan."""
-    further = (line for line in notes(found)[1:] if UNTIED not in line)  # the card has a section
-    lines = [f"{'converted' if found['become_rmsnorm'] else 'rotated'} {counts(found)}", *further]
+    further = (line for line in notes(report)[1:] if UNTIED not in line)  # the card has a section
+    done = "converted" if report.plan.folded else "rotated"
+    lines = [f"{done} {counts(report.plan)}", *further]
     return [*lines, f"  all floating weights were converted to {dtype}"] if dtype else lines
 
 

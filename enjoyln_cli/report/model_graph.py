@@ -40,7 +40,6 @@ from enjoyln_cli.report.graph_layout import (
 from enjoyln_cli.report.layer_groups import Part, collapse_groups
 from enjoyln_cli.report.layer_names import compact, layers_in
 from enjoyln_cli.report.notes import counts
-from enjoyln_cli.report.row import row
 from enjoyln_cli.trace.trace import Trace
 
 VERDICTS: dict[str, tuple[Tone, str]] = {
@@ -89,7 +88,7 @@ def model_picture(name: str, analysis: Analysis) -> Picture:
     title = f"{name} ({plan.model_class}{more})"
     return Picture(
         title,
-        ("converts " + counts(row(name, plan)),),
+        ("converts " + counts(plan),),
         collapse_groups(_sort_parts(found), found.links),
     )
 

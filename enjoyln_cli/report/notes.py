@@ -1,17 +1,30 @@
-"""A report's row as plain text: for CSV, for Markdown, and as lines for the terminal."""
+"""A report as plain text: for CSV, for Markdown, and as lines for the terminal."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import TYPE_CHECKING, TypeVar
 
 from enjoyln_cli.plan import call_text
-from enjoyln_cli.plan.plan import NOT_ASKED
+from enjoyln_cli.plan.plan import (
+    NOT_ASKED,
+    Basis,
+    Merge,
+    Plan,
+    UnmergedNorm,
+    Verdict,
+    Widening,
+)
 from enjoyln_cli.report.layer_names import compact
-from enjoyln_cli.report.row import Row
+from enjoyln_cli.report.model_report import ModelReport, counts_of
 from enjoyln_cli.text import counted, size
+
+if TYPE_CHECKING:
+    from enjoyln_cli.analysis.output_gains import Gain
+    from enjoyln_cli.analysis.suggest import Suggestion
 
 UNTIED = "an engine that ignores the copy gives wrong results; docs/untied_heads.md has a check"
 """Warning for a result with untied weights."""
@@ -20,13 +33,12 @@ MOST_CALLS = 3
 """Number of proven calls that are named in one line."""
 
 _COLUMNS = {
-    "model": "model",
     "LayerNorms": "layernorms",
     "become RMSNorm": "become_rmsnorm",
     "of these with an added mean subtraction": "with_added_subtraction",
     "stay": "stay_layernorm",
 }
-"""Column heads of the report's table, and the key of a ``Row`` for each."""
+"""Column heads of the report's table, and the field of ``Counts`` for each."""
 _FURTHER_COLUMNS = {
     "added mean subtractions": "added_subtractions",
     "tensors centred": "tensors_centred",
@@ -35,94 +47,106 @@ _FURTHER_COLUMNS = {
 """Further columns of CSV and Markdown, which have no notes below the table."""
 
 
-def cells(rows: Sequence[Row], further: bool = False) -> tuple[list[str], list[list[str]]]:
-    """The column heads, and one list of cell texts for each row."""
+def cells(
+    reports: Sequence[ModelReport], further: bool = False
+) -> tuple[list[str], list[list[str]]]:
+    """The column heads, and one list of cell texts for each model."""
     columns = _COLUMNS | (_FURTHER_COLUMNS if further else {})
-    options = list(dict.fromkeys(name for found in rows for name in found.get("options", ())))
-    paper = any("paper" in found for found in rows)
-    head = [*columns, *(f"with --{name}" for name in options), *["paper's Algorithm 1"] * paper]
+    options = list(dict.fromkeys(name for report in reports for name in report.options))
+    paper = any(report.paper is not None for report in reports)
+    head = ["model", *columns, *(f"with --{name}" for name in options)]
+    head += ["paper's Algorithm 1"] * paper
     body = []
-    for found in rows:
-        texts = [str(found[key]) for key in columns.values()]
-        texts += [str(found["options"][name]["in_weights_alone"]) for name in options]
-        texts += [str(len(found["paper"]))] if paper else []
+    for report in reports:
+        texts = [report.model, *(str(getattr(report.counts, key)) for key in columns.values())]
+        texts += [str(counts_of(report.options[name]).in_weights_alone) for name in options]
+        texts += [str(len(report.paper or ()))] if paper else []
         body.append(texts)
     return head, body
 
 
-def reasons(found: Row) -> list[tuple[str, list[dict[str, Any]]]]:
-    """The kept norms of a row, grouped by their reason."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for kept in found["norms_that_stay"]:
-        groups.setdefault(kept["reason"], []).append(kept)
-    return list(groups.items())
+Kept = Verdict | UnmergedNorm | Basis
+"""Something that stays as it is."""
+K = TypeVar("K", bound=Kept)
 
 
-def notes(found: Row) -> list[str]:
-    """The lines below the table for one model: what is added or merged, and why norms stay."""
-    model, already = found["model"], sum(found["already_rmsnorm"].values())
-    rotates = bool(found["rotated"] or found["not_rotated"])
-    if not found["layernorms"] and not rotates:
+def by_reason(some: Iterable[K]) -> dict[str, list[K]]:
+    """What stays, grouped by its reason."""
+    groups: dict[str, list[K]] = {}
+    for kept in some:
+        groups.setdefault(kept.reason, []).append(kept)
+    return groups
+
+
+def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
+    """The lines below the table for one model: what is added or merged, and why norms stay.
+
+    ``bytes_added`` is how many bytes a result has more than the original, if that is known.
+    """
+    plan, already = report.plan, sum(many for _, many in report.plan.other_norms)
+    if not plan.norms and not plan.bases:
         if already:
-            line = f"{model}: {already} norms are RMSNorm already, no LayerNorm to convert"
-            return [line, *_place_lines(found)]
-        return [f"{model}: no LayerNorm in this model"]
-    lines = [f"{model} ({found['model_class']})", *_place_lines(found)]
-    if found["outputs"]:
-        lines.append(f"  only these outputs stay the same: {', '.join(found['outputs'])}")
-    for op in found["subtractions"]:
-        where = f"{'result' if op['place'] == 'output' else 'input'} of {op['module']}"
-        lines.append(f"  subtract the mean from the {where}: {op['reason']}")
-    lines += _rotated_lines(found)
-    lines += _widened_lines(found["widened"])
-    lines += _merged_lines(found)
-    for copy in found["untied"]:
-        lines.append(f"  store {copy['tensor']} separately{_copy_of(copy)}")
-    if found["untied"]:
+            line = f"{report.model}: {already} norms are RMSNorm already, no LayerNorm to convert"
+            return [line, *_place_lines(report)]
+        return [f"{report.model}: no LayerNorm in this model"]
+    lines = [f"{report.model} ({plan.model_class})", *_place_lines(report)]
+    if plan.outputs:
+        lines.append(f"  only these outputs stay the same: {', '.join(plan.outputs)}")
+    for op in plan.ops:
+        where = f"{'result' if op.place == 'output' else 'input'} of {op.module}"
+        lines.append(f"  subtract the mean from the {where}: {op.reason}")
+    lines += _rotated_lines(plan)
+    lines += _widened_lines(plan.widened)
+    lines += _merged_lines(plan)
+    for copy in plan.untied:
+        same = copy.tensor == copy.stored
+        of = "" if same else f", as a copy of {copy.stored}"
+        lines.append(f"  store {copy.tensor} separately{of}")
+    if plan.untied:
         lines.append(f"    {UNTIED}")
-    if more := _added_size(found):
+    if more := _added_size(plan, bytes_added):
         lines.append(f"  {more} more than the original")
-    for reason, kept in reasons(found):
+    for reason, kept in by_reason(plan.kept).items():
         if reason == NOT_ASKED:
             continue
         lines.append(
             f"  {'1 stays' if len(kept) == 1 else f'{len(kept)} stay'} LayerNorm: {reason}"
         )
-        lines.append(f"    {', '.join(compact(k['name'] for k in kept))}")
+        lines.append(f"    {', '.join(compact(verdict.norm for verdict in kept))}")
         lines += _because(kept)
-    lines += [f"  {suggestion(one)}" for one in found["suggestions"]]
-    lines += [_gain_line(gain, found) for gain in found["gains"]]
-    if found["by_example"]:
-        called = ", ".join(found["by_example"])
+    lines += [f"  {suggestion(one)}" for one in report.suggestions]
+    lines += [_gain_line(gain, plan) for gain in report.gains]
+    if plan.by_example:
+        called = ", ".join(plan.by_example)
         lines.append(f"  proven on example inputs, since shapes depend on input values: {called}")
-    only_rotated = found["rotated"] and not found["become_rmsnorm"]
-    if found["calls"] is not None:
+    only_rotated = plan.turned and not plan.folded
+    if report.calls is not None:
         other = "may give wrong outputs" if only_rotated else "is refused"
-        lines.append(_proven_calls(found["calls"], other))
-    elif found["unproven"]:
-        unproven = ", ".join(compact(found["unproven"]))
+        lines.append(_proven_calls(report.calls, other))
+    elif plan.unproven:
+        unproven = ", ".join(compact(plan.unproven))
         what = "not proven for" if only_rotated else "LayerNorm is used in"
         lines.append(f"  {what} calls with {unproven}")
     return lines if len(lines) > 1 else []
 
 
-def _because(rows: Sequence[Row]) -> list[str]:
-    """One line with what prevents the change of all ``rows``; none if nothing is named."""
-    culprits = compact(dict.fromkeys(one["culprit"] for one in rows if one["culprit"]))
+def _because(some: Iterable[Kept]) -> list[str]:
+    """One line with what prevents the change of all; none if nothing is named."""
+    culprits = compact(dict.fromkeys(kept.culprit for kept in some if kept.culprit))
     return [f"    because of {'; '.join(culprits)}"] if culprits else []
 
 
-def _place_lines(found: Row) -> list[str]:
+def _place_lines(report: ModelReport) -> list[str]:
     """Where the norms of each kind stand; ``docs/commands/report.md`` explains the places."""
     lines = []
-    for kind, places in found.get("norm_places", {}).items():
+    for kind, places in report.norm_places.items():
         counts = (f"{count} {place.replace('_', ' ')}" for place, count in places.items())
         lines.append(f"  {kind}s: {', '.join(counts)}")
     return lines
 
 
 def _proven_calls(calls: Sequence[str], other: str) -> str:
-    """The proven calls in one short line; the marker and the row have them in full.
+    """The proven calls in one short line; the marker and the JSON have them in full.
 
     ``other`` says what becomes of any other call.
     """
@@ -134,140 +158,134 @@ def _proven_calls(calls: Sequence[str], other: str) -> str:
     return f"  proven for calls with {named}{more}; any other call {other}"
 
 
-def _rotated_lines(found: Row) -> list[str]:
+def _rotated_lines(plan: Plan) -> list[str]:
     """What an orthogonal matrix turns, and what it does not, and why."""
     lines = [
-        f"  turn {_bases_in_words(found['rotated'], kind)}"
+        f"  turn {_bases_in_words(plan.turned, kind)}"
         for kind in ("stream", "heads", "values")
-        if any(one["kind"] == kind for one in found["rotated"])
+        if any(basis.kind == kind for basis in plan.turned)
     ]
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for one in found["not_rotated"]:
-        groups.setdefault((one["kind"], one["reason"]), []).append(one)
-    for (kind, reason), here in groups.items():
-        lines.append(f"  not turned: {_bases_in_words(here, kind)}: {reason}")
-        lines += _because(here)
-    if inputs := list(dict.fromkeys(name for one in found["rotated"] for name in one["inputs"])):
+    groups: dict[tuple[str, str], list[Basis]] = {}
+    for basis in plan.bases:
+        if basis.reason:
+            groups.setdefault((basis.kind, basis.reason), []).append(basis)
+    for (kind, reason), kept in groups.items():
+        lines.append(f"  not turned: {_bases_in_words(kept, kind)}: {reason}")
+        lines += _because(kept)
+    if inputs := list(dict.fromkeys(name for basis in plan.turned for name in basis.inputs)):
         named = " and ".join(inputs)
         lines.append(f"  {named} must come from the rotated model itself, if they are passed")
     return lines
 
 
-def _bases_in_words(bases: Sequence[Row], kind: str) -> str:
-    here = [one for one in bases if one["kind"] == kind]
-    sizes = ", ".join(map(str, dict.fromkeys(one["size"] for one in here)))
+def _bases_in_words(bases: Iterable[Basis], kind: str) -> str:
+    some = [basis for basis in bases if basis.kind == kind]
+    sizes = ", ".join(map(str, dict.fromkeys(basis.size for basis in some)))
     if kind == "values":
-        return f"the values of {counted(len(here), 'attention')}, {sizes} features in each head"
-    names = ", ".join(compact(one["name"] for one in here if one["name"]))
+        return f"the values of {counted(len(some), 'attention')}, {sizes} features in each head"
+    names = ", ".join(compact(basis.name for basis in some if basis.name))
     if kind == "heads":
         return f"the heads of {names}, {sizes} features each"
-    return f"{counted(len(here), 'stream')} of {sizes} features ({names})"
+    return f"{counted(len(some), 'stream')} of {sizes} features ({names})"
 
 
-def _copy_of(copy: Row) -> str:
-    same = copy["tensor"] == copy["copy_of"]
-    return "" if same else f", as a copy of {copy['copy_of']}"
+def suggestion(one: Suggestion) -> str:
+    """The line for an option that converts more norms."""
+    return f"{one.option} would convert {one.become_rmsnorm} of {one.layernorms}"
 
 
-def suggestion(one: Row) -> str:
-    """The line for a ``suggest.Suggestion``, given as plain data."""
-    return f"{one['option']} would convert {one['become_rmsnorm']} of {one['layernorms']}"
-
-
-def _widened_lines(mlps: Sequence[Row]) -> list[str]:
+def _widened_lines(mlps: Sequence[Widening]) -> list[str]:
     """One line for each config attribute that gives the width of MLPs, and each change of it."""
-    groups: dict[tuple[str, int, int], list[Row]] = {}
-    for one in mlps:
-        groups.setdefault((one["attribute"], one["from"], one["to"]), []).append(one)
+    groups: dict[tuple[str, int, int], list[Widening]] = {}
+    for mlp in mlps:
+        groups.setdefault((mlp.attribute, mlp.size, mlp.to), []).append(mlp)
     lines = []
-    for (attribute, units, to), here in groups.items():
-        many = counted(len(here), "MLP")
-        names = ", ".join(compact(one["tensor"] for one in here if one["subtracts"]))
+    for (attribute, units, to), some in groups.items():
+        many = counted(len(some), "MLP")
+        names = ", ".join(compact(mlp.second.tensor for mlp in some if mlp.subtracts))
         text = f"  add {to - units} hidden units to {many} ({attribute} {units} becomes {to})"
         lines.append(f"{text}, which subtract the mean of the residual stream: {names}")
     return lines
 
 
-def _merged_lines(found: Row) -> list[str]:
+def _merged_lines(plan: Plan) -> list[str]:
     """Which norms are merged into the layers after them, and why others are not."""
-    groups: dict[str, list[Row]] = {}
-    for one in found["merged_norms"]:
-        moving = " and ".join(name for name in ("weight", "bias") if one[name])
-        groups.setdefault(moving, []).append(one)
+    groups: dict[str, list[Merge]] = {}
+    for merge in plan.merged:
+        moving = " and ".join(name for name in ("weight", "bias") if getattr(merge, name))
+        groups.setdefault(moving, []).append(merge)
     lines = []
-    for moving, here in groups.items():
-        norms = ", ".join(compact(one["name"] for one in here))
-        into = ", ".join(compact(dict.fromkeys(name for one in here for name in one["into"])))
+    for moving, some in groups.items():
+        norms = ", ".join(compact(merge.norm for merge in some))
+        readers = (reader.weight.tensor for merge in some for reader in merge.readers)
+        into = ", ".join(compact(dict.fromkeys(readers)))
         lines.append(f"  merge the {moving} of {norms} into {into}")
-    kept: dict[str, list[Row]] = {}
-    for one in found["unmerged_norms"]:
-        kept.setdefault(one["reason"], []).append(one)
-    for reason, here in kept.items():
-        norms = ", ".join(compact(one["name"] for one in here))
+    for reason, kept in by_reason(plan.unmerged).items():
+        norms = ", ".join(compact(norm.norm for norm in kept))
         lines.append(f"  not merged: {norms}: {reason}")
-        lines += _because(here)
+        lines += _because(kept)
     return lines
 
 
-def _added_size(found: Row) -> str:
+def _added_size(plan: Plan, bytes_added: int | None) -> str:
     """How much larger a result is than the original: in bytes if known, else in parameters."""
-    if "bytes_added" in found:
-        return size(found["bytes_added"]) if found["bytes_added"] else ""
-    parameters = sum(copy["parameters"] for copy in found["untied"])
+    if bytes_added is not None:
+        return size(bytes_added) if bytes_added else ""
+    parameters = sum(prod(copy.shape) for copy in plan.untied)
     return f"{parameters:,} parameters" if parameters else ""
 
 
-def _gain_line(gain: Row, found: Row) -> str:
-    norms = f"{gain['norms']} more LayerNorm" + ("s become" if gain["norms"] != 1 else " becomes")
-    alone = f"; for {found['model_class']} alone" if len(found["classes"]) > 1 else ""
-    outputs = ",".join(gain["outputs"])
-    changed = ", ".join(gain["without"])
+def _gain_line(gain: Gain, plan: Plan) -> str:
+    norms = f"{gain.norms} more LayerNorm" + ("s become" if gain.norms != 1 else " becomes")
+    alone = f"; for {plan.model_class} alone" if len(plan.classes) > 1 else ""
+    outputs, changed = ",".join(gain.outputs), ", ".join(gain.without)
     return f"  if {changed} may change: {norms} RMSNorm (--outputs {outputs}{alone})"
 
 
-def counts(found: Row) -> str:
+def counts(plan: Plan) -> str:
     """``25 of 25 LayerNorms, using 1 added mean subtraction; 49 tensors centred (...)``."""
-    if found["rotated"] and not found["become_rmsnorm"]:
-        turned = {name for one in found["rotated"] for name in one["tensors"]}
-        merged = counted(len(found["merged_norms"]), "norm")
+    if plan.turned and not plan.folded:
+        turned = {edited.tensor for basis in plan.turned for edited in basis.tensors}
+        merged = counted(len(plan.merged), "norm")
         return f"{counted(len(turned), 'tensor')}; {merged} merged into the layers that read them"
-    norms = f"{found['become_rmsnorm']} of {found['layernorms']} LayerNorms"
-    added = found["added_subtractions"]
+    many, added = counts_of(plan), len(plan.ops)
+    norms = f"{many.become_rmsnorm} of {many.layernorms} LayerNorms"
     using = f"using {counted(added, 'added mean subtraction')}" if added else "in the weights alone"
-    tensors = counted(found["tensors_centred"], "tensor")
+    tensors = counted(many.tensors_centred, "tensor")
+    scales = {edited.scale.tensor for edited in plan.edited_tensors if edited.scale}
     more = (
-        ("merged_scales", "scale", "merged into them"),
-        ("merged_norms", "norm", "merged into the layers that read them"),
-        ("widened", "MLP", "widened"),
+        (scales, "scale", "merged into them"),
+        (plan.merged, "norm", "merged into the layers that read them"),
+        (plan.widened, "MLP", "widened"),
     )
-    shown = [f"{counted(len(found[key]), noun)} {what}" for key, noun, what in more if found[key]]
-    centred = f"{tensors} centred ({found['parameters_centred']:,} parameters)"
+    shown = [f"{counted(len(some), noun)} {what}" for some, noun, what in more if some]
+    centred = f"{tensors} centred ({many.parameters_centred:,} parameters)"
     return f"{norms}, {using}; {', '.join([centred, *shown])}"
 
 
-def as_csv(rows: Sequence[Row]) -> str:
+def as_csv(reports: Sequence[ModelReport]) -> str:
     """A line of column heads, then one line per model."""
-    head, body = cells(rows, further=True)
+    head, body = cells(reports, further=True)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*head, "why they stay"])
-    for found, texts in zip(rows, body, strict=True):
-        writer.writerow([*texts, _reason_counts(found)])
+    for report, texts in zip(reports, body, strict=True):
+        writer.writerow([*texts, _reason_counts(report.plan)])
     return text.getvalue()
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
+def as_markdown(reports: Sequence[ModelReport]) -> str:
     """A Markdown table, for example for a README or a pull request."""
-    head, body = cells(rows, further=True)
+    head, body = cells(reports, further=True)
     lines = ["| " + " | ".join([*head, "why they stay"]) + " |"]
     lines.append("|---|" + "---:|" * (len(head) - 1) + "---|")
-    for found, texts in zip(rows, body, strict=True):
-        line = [text.replace("|", "\\|") for text in [*texts, _reason_counts(found)]]
+    for report, texts in zip(reports, body, strict=True):
+        line = [text.replace("|", "\\|") for text in [*texts, _reason_counts(report.plan)]]
         lines.append("| " + " | ".join(line) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _reason_counts(found: Row) -> str:
-    if not found["layernorms"] and found["already_rmsnorm"]:
+def _reason_counts(plan: Plan) -> str:
+    if not plan.norms and plan.other_norms:
         return "RMSNorm already"
-    return "; ".join(f"{len(kept)} x {reason}" for reason, kept in reasons(found))
+    return "; ".join(f"{len(kept)} x {reason}" for reason, kept in by_reason(plan.kept).items())

@@ -36,8 +36,8 @@ from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.recipe.compare import differences
 from enjoyln_cli.recipe.follow import follow
 from enjoyln_cli.recipe.from_plan import recipe_of
-from enjoyln_cli.report.notes import UNTIED
-from enjoyln_cli.report.row import row
+from enjoyln_cli.report.model_report import ModelReport
+from enjoyln_cli.report.notes import UNTIED, notes
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 
@@ -563,15 +563,17 @@ def test_a_report_of_options_shows_the_gain_in_the_weights() -> None:
     assert body[head.index("become RMSNorm")] == "7" and body[head.index("with --untie")] == "7"
     always = tf.ViltConfig(**SMALL, intermediate_size=40, image_size=16, patch_size=8)
     found = Inspection("x", always, analyze_config(always, model_class="ViltForMaskedLM"))
-    shown = found.row(options=True)
+    shown = found.report(options=True).to_json()
     assert shown["options"]["untie"]["become_rmsnorm"] == shown["become_rmsnorm"]
 
 
 def test_the_report_counts_the_copy() -> None:
-    found = row("x", gpt2_plan())
-    copied = {"tensor": "lm_head.weight", "copy_of": "transformer.wte.weight"}
-    assert found["untied"] == [copied | {"parameters": 61 * 24}]
-    assert found["settings"] == {"tie_word_embeddings": False}
+    report = ModelReport("x", gpt2_plan())
+    assert f"  {61 * 24:,} parameters more than the original" in notes(report)
+    plan = report.to_json()["plan"]
+    copied = {"parameter": "lm_head.weight", "source": "transformer.wte.weight"}
+    assert plan["untied"] == [copied | {"shape": [61, 24]}]
+    assert plan["settings"] == [{"name": "tie_word_embeddings", "value": False}]
 
 
 def test_a_model_in_memory_is_edited_in_the_same_way() -> None:

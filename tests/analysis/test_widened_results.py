@@ -489,7 +489,7 @@ def test_fold_says_what_it_widens(tmp_path: Path) -> None:
     assert (found["become_rmsnorm"], found["in_weights_alone"]) == (3, 3)
     assert found["added_subtractions"] == 0
     assert found["verification"]["passed"]
-    assert [(one["from"], one["to"], one["attribute"]) for one in found["widened"]] == [
+    assert [(mlp["size"], mlp["to"], mlp["attribute"]) for mlp in found["plan"]["widened"]] == [
         (320, 384, "intermediate_size")
     ] * 3
     assert BertForMaskedLM.from_pretrained(tmp_path / "out").config.intermediate_size == 384

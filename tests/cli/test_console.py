@@ -17,27 +17,29 @@ from rich.table import Table
 from warm_process import on_a_terminal, run
 
 from enjoyln_cli.cli import console, progress
+from enjoyln_cli.plan.plan import Merge, NamedParameter, Plan, Reader, UnmergedNorm, Verdict
 from enjoyln_cli.proof.explain import Tree
 from enjoyln_cli.publish.push import File, Upload
 from enjoyln_cli.report import layer_names, notes
-from enjoyln_cli.report.row import row
+from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.text import number, size
 from enjoyln_cli.verification.verify import Verification
 
 
-def test_a_row_counts_what_the_plan_says() -> None:
-    found = row("m", PLAN, paper=("h.0.ln", "h.1.ln", "h.2.ln"))
+def test_a_report_counts_what_the_plan_says() -> None:
+    found = ModelReport("m", PLAN, paper=("h.0.ln", "h.1.ln", "h.2.ln")).to_json()
     assert (found["layernorms"], found["in_weights_alone"], found["become_rmsnorm"]) == (5, 1, 2)
     assert (found["added_subtractions"], found["tensors_centred"]) == (1, 2)
     assert found["parameters_centred"] == 42
-    assert found["norms_that_stay"][0] == {
-        "name": "h.2.ln",
+    assert found["plan"]["norms"][2] == {
+        "norm": "h.2.ln",
+        "status": "kept",
         "reason": REASON,
         "culprit": "embed.ln",
         "path": ["h.2", "embed.ln"],
     }
     assert found["paper"] == ["h.0.ln", "h.1.ln", "h.2.ln"]
-    assert "paper" not in row("m", PLAN)
+    assert "paper" not in ModelReport("m", PLAN).to_json()
     assert json.loads(json.dumps(found)) == found
 
 
@@ -94,26 +96,30 @@ def test_sizes_are_decimal() -> None:
 
 
 def test_notes_name_ops_reasons_and_culprits() -> None:
-    text = "\n".join(notes.notes(row("m", PLAN)))
+    text = "\n".join(notes.notes(ModelReport("m", PLAN)))
     assert "subtract the mean from the result of wte: it is tied to the head" in text
     assert f"2 stay LayerNorm: {REASON}\n    h.2-3.ln" in text
     assert "because of embed.ln" in text
     assert "LayerNorm is used in calls with inputs_embeds" in text
 
 
-MERGED = {"name": "h.0.ln", "weight": False, "bias": True, "into": ["h.0.fc.weight"]}
+MERGED = Merge(
+    "h.0.ln",
+    bias="h.0.ln.bias",
+    readers=(Reader(NamedParameter("h.0.fc.weight"), 1, NamedParameter("h.0.fc.bias")),),
+)
 
 
 def test_a_model_without_layernorm_says_why() -> None:
-    assert notes.notes(row("LLaMA", ONLY_RMS)) == [
+    assert notes.notes(ModelReport("LLaMA", ONLY_RMS)) == [
         "LLaMA: 33 norms are RMSNorm already, no LayerNorm to convert"
     ]
     bare = replace(ONLY_RMS, other_norms=())
-    assert notes.notes(row("vgg", bare)) == ["vgg: no LayerNorm in this model"]
+    assert notes.notes(ModelReport("vgg", bare)) == ["vgg: no LayerNorm in this model"]
 
 
 def test_csv_can_be_read_back() -> None:
-    text = notes.as_csv([row("m", PLAN), row("LLaMA", ONLY_RMS)])
+    text = notes.as_csv([ModelReport("m", PLAN), ModelReport("LLaMA", ONLY_RMS)])
     lines = list(csv.DictReader(io.StringIO(text)))
     assert [line["model"] for line in lines] == ["m", "LLaMA"]
     assert (lines[0]["LayerNorms"], lines[0]["become RMSNorm"], lines[0]["stay"]) == ("5", "2", "3")
@@ -122,19 +128,21 @@ def test_csv_can_be_read_back() -> None:
 
 
 def test_markdown_has_as_many_columns_in_every_line() -> None:
-    lines = notes.as_markdown([row("m", PLAN, paper=())]).splitlines()
+    lines = notes.as_markdown([ModelReport("m", PLAN, paper=())]).splitlines()
     bars = [line.replace("\\|", "").count("|") for line in lines]
     assert len(lines) == 3 and len(set(bars)) == 1
 
 
 def test_json_is_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
-    both = [row("m", PLAN), row("LLaMA", ONLY_RMS)]
-    console.write_rows(both, "json")
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == both
+    both = [ModelReport("m", PLAN), ModelReport("LLaMA", ONLY_RMS)]
+    console.write_reports(both, "json")
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert shown == [report.to_json() for report in both]
 
 
 def test_the_table_shows_the_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    console.write_rows([row("m", PLAN, ("h.0.ln",)), row("LLaMA", ONLY_RMS)], "table")
+    reports = [ModelReport("m", PLAN, ("h.0.ln",)), ModelReport("LLaMA", ONLY_RMS)]
+    console.write_reports(reports, "table")
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if line.startswith("│ m "))
     assert [cell.strip() for cell in line.strip("│").split("│")] == [
@@ -145,18 +153,21 @@ def test_the_table_shows_the_counts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_form_for_gpus_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
-    found = row("m", PLAN)
-    console.write_rows([found, {**found, "model": "n"}], "table")
+    console.write_reports([ModelReport("m", PLAN), ModelReport("n", PLAN)], "table")
     assert capsys.readouterr().out.count("for a GPU: fold with --merge bias") == 1
-    unmerged = {"name": "h.0.ln", "reason": "a sum reads it", "culprit": ""}
-    cases = ({"become_rmsnorm": 0}, {"merged_norms": [MERGED]}, {"unmerged_norms": [unmerged]})
-    for others in cases:
-        console.write_rows([{**found, **others}], "table")
+    kept = tuple(Verdict(one.norm, "kept", reason=REASON) for one in PLAN.norms)
+    unmerged = (UnmergedNorm("h.0.ln", "a sum reads it"),)
+    for other in (
+        replace(PLAN, norms=kept),
+        replace(PLAN, merged=(MERGED,)),
+        replace(PLAN, unmerged=unmerged),
+    ):
+        console.write_reports([ModelReport("m", other)], "table")
         assert "for a GPU" not in capsys.readouterr().out
 
 
 def test_without_layernorms_there_is_no_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
-    console.write_rows([row("LLaMA", ONLY_RMS)], "table")
+    console.write_reports([ModelReport("LLaMA", ONLY_RMS)], "table")
     assert capsys.readouterr().out == (
         "LLaMA: 33 norms are RMSNorm already, no LayerNorm to convert\n"
     )
@@ -236,10 +247,12 @@ def test_what_an_earlier_run_has_written_is_no_speed(
 SHOW = """
 from report_cases import CHECKED, ONLY_RMS, PLAN
 from enjoyln_cli.cli import console, progress
+from enjoyln_cli.plan.plan import Merge, NamedParameter, Plan, Reader, UnmergedNorm, Verdict
 from enjoyln_cli.proof.explain import Tree
 from enjoyln_cli.publish.push import File, Upload
-from enjoyln_cli.report.row import row
-console.write_rows([row("a/long/model/名前", PLAN, ()), row("LLaMA", ONLY_RMS)], "table")
+from enjoyln_cli.report.model_report import ModelReport
+reports = [ModelReport("a/long/model/名前", PLAN, ()), ModelReport("LLaMA", ONLY_RMS)]
+console.write_reports(reports, "table")
 console.write_tree(Tree("→ root", True, (Tree("leaf", False),)))
 console.write_verification(CHECKED)
 with progress.watch_job(False, "écrire") as watch:
@@ -287,7 +300,7 @@ def every_table() -> None:
     names = ("tests/checkpoints/gpt2", "sentence-transformers/all-mpnet-base-v2")
     options = {"untie": PLAN, "widen-mlp": PLAN}
     for more in ({}, {"options": options}, {"options": options, "paper": ("h.0.ln",)}):
-        console.write_rows([row(name, PLAN, **more) for name in names], "table")
+        console.write_reports([ModelReport(name, PLAN, **more) for name in names], "table")
     rotated = {f"W{bits}A8": {"original": 0.125, "converted": 0.0625} for bits in (4, 8)}
     console.write_verification(replace(CHECKED, quantised=rotated))
     files = tuple(File(name, 10**9) for name in ("config.json", "model.safetensors"))
@@ -333,13 +346,12 @@ def test_no_color_is_respected() -> None:
 PAGE = ROOT / "docs" / "formats.md"
 
 
-def test_every_key_of_a_plan_is_documented() -> None:
-    found = row("m", PLAN, paper=(), options={"untie": PLAN})
+def test_every_key_of_a_report_is_documented() -> None:
+    found = ModelReport("m", PLAN, paper=(), options={"untie": PLAN}).to_json()
     page = set(re.findall(r"`(\w+)`", PAGE.read_text(encoding="utf-8")))
-    inner = [*found["verdicts"], *found["norms_that_stay"], *found["subtractions"]]
-    inner += [*found["centred_tensors"], found["options"]["untie"]]
-    named = set(found).union(*inner)
-    assert {"in_weights_alone", "verdict", "culprit", "place", "shape"} <= named
+    named = set(found) | set(found["options"]["untie"])
+    named |= {field.name for field in fields(Plan) if field.name != "covered"}
+    assert {"in_weights_alone", "writers", "calls"} <= named
     assert named <= page
 
 

@@ -124,11 +124,11 @@ def test_options_that_look_like_these_and_go_together(tmp_path: Path) -> None:
 def test_report_as_json_has_one_object_per_model(llama: Path) -> None:
     lines = good("report", GPT2, llama, "--format", "json", "--paper").splitlines()
     gpt2, other = (json.loads(line) for line in lines)
-    assert (gpt2["model"], gpt2["model_class"]) == (GPT2, "GPT2LMHeadModel")
+    assert (gpt2["model"], gpt2["plan"]["model_class"]) == (GPT2, "GPT2LMHeadModel")
     assert gpt2["layernorms"] == gpt2["become_rmsnorm"] == len(gpt2["paper"]) == 7
     assert (gpt2["in_weights_alone"], gpt2["added_subtractions"]) == (0, 1)
-    assert gpt2["norms_that_stay"] == []
-    assert other["layernorms"] == 0 and sum(other["already_rmsnorm"].values()) == 5
+    assert gpt2["stay_layernorm"] == 0
+    assert other["layernorms"] == 0 and sum(many for _, many in other["plan"]["other_norms"]) == 5
 
 
 def test_report_has_the_option_of_the_other_commands(llama: Path) -> None:
@@ -141,8 +141,8 @@ def test_report_names_what_forbids(tmp_path: Path) -> None:
     """From a config alone: BERT with its tied head keeps every norm."""
     shutil.copy(CHECKPOINTS / "bert" / "config.json", tmp_path)
     found = json.loads(good("report", tmp_path, "--format", "json"))
-    assert found["become_rmsnorm"] == 0 and len(found["norms_that_stay"]) == found["layernorms"] > 0
-    assert all(kept["reason"] and kept["culprit"] for kept in found["norms_that_stay"])
+    assert found["become_rmsnorm"] == 0 and found["stay_layernorm"] == found["layernorms"] > 0
+    assert all(kept["reason"] and kept["culprit"] for kept in found["plan"]["norms"])
 
 
 def test_report_can_be_narrowed_to_a_class() -> None:

@@ -18,7 +18,6 @@ from enjoyln_cli.errors import BadCheckpoint, RecipeError
 from enjoyln_cli.plan.axis import Axis, centre
 from enjoyln_cli.plan.edits import Edit, Vector
 from enjoyln_cli.report.notes import counts
-from enjoyln_cli.report.row import row
 from enjoyln_cli.rewrite.writer import write_shards
 
 SMALL = {
@@ -65,7 +64,7 @@ def test_a_model_with_layer_scale_folds_whole(
     assert [v.status for v in plan.norms] == ["static"] * 5
     scales = {w.scale.tensor for w in plan.writers if w.scale}
     assert len(scales) == 4 and sum(w.scale is not None for w in plan.writers) == 8
-    assert counts(row("m", plan)).endswith("4 scales merged into them")
+    assert counts(plan).endswith("4 scales merged into them")
     before, after = written(tmp_path / "source"), written(tmp_path / "out")
     assert all(torch.equal(after[name], torch.ones_like(after[name])) for name in scales)
     assert all(float(before[name][3]) == 0 for name in scales)

@@ -11,7 +11,7 @@ from tiny_models import BERT, GPT2, PHI, TOKENS
 from torch import nn
 
 from enjoyln_cli import analyze
-from enjoyln_cli.cli.console import write_rows
+from enjoyln_cli.cli.console import write_reports
 from enjoyln_cli.conversion.inspect import Inspection
 from enjoyln_cli.report.placement import norm_places
 
@@ -165,7 +165,7 @@ def test_models(model_type: str, settings: Any, places: Any) -> None:
 
 def test_the_report_says_where_norms_stand(capsys: pytest.CaptureFixture[str]) -> None:
     config = transformers.CONFIG_MAPPING["olmo2"](**DECODER)
-    row = Inspection("one", config, analyze(config, model_class="Olmo2Model")).row()
-    assert row["norm_places"]["RMSNorm"]["branch_end"] == 4
-    write_rows([row], "table")
+    report = Inspection("one", config, analyze(config, model_class="Olmo2Model")).report()
+    assert report.to_json()["norm_places"]["RMSNorm"]["branch_end"] == 4
+    write_reports([report], "table")
     assert "  RMSNorms: 4 branch end, 1 final, 4 inside\n" in capsys.readouterr().out

@@ -36,8 +36,8 @@ from enjoyln_cli.recipe.compare import differences
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.read import load_recipe, parse_recipe
 from enjoyln_cli.recipe.write import dump_recipe
-from enjoyln_cli.report.notes import counts, notes
-from enjoyln_cli.report.row import row
+from enjoyln_cli.report.model_report import ModelReport
+from enjoyln_cli.report.notes import notes
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.modules import RMSNorm
@@ -362,7 +362,7 @@ def test_nothing_of_bert_is_merged_and_the_report_says_so() -> None:
         transformers.AutoConfig.from_pretrained(CHECKPOINTS / "bert"),
         model_class="BertModel", options=BIAS,
     ).plan  # fmt: skip
-    text = "\n".join(notes(row("bert", plan)))
+    text = "\n".join(notes(ModelReport("bert", plan)))
     assert "not merged: embeddings.LayerNorm: its result is read by add" in text
     assert "because of encoder.layer.0.attention.output" in text
 
@@ -454,12 +454,12 @@ def test_a_recipe_chooses_and_is_followed_or_refused(
         "      - {weight: a.weight, dim: 0}\n      weight: a.b\n"
         "    model.nobody:\n      keep:",
     )
-    with pytest.raises(
-        RecipeError, match="q_layernorm, which is not part of the proof: its result"
-    ):
+    with pytest.raises(RecipeError, match="q_layernorm is not part of the proof: its result"):
         follow(unproven)
     plain = text.replace("options: {merge: affine}\n", "")
-    with pytest.raises(RecipeError, match="which is not part of the proof; see --merge"):
+    with pytest.raises(
+        RecipeError, match="is not part of the proof; write keep for it, or see"
+    ):
         follow(plain)
 
 
@@ -479,14 +479,13 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     command = ["fold", str(CHECKPOINTS / "phi"), "--merge", "bias", "--dry-run", "--json"]
     done = CliRunner().invoke(main, command)
     found = json.loads(done.stdout)
-    assert [one["name"] for one in found["merged_norms"]] == [
-        f"model.layers.{i}.input_layernorm" for i in range(4)
-    ]
-    assert all((one["weight"], one["bias"]) == (False, True) for one in found["merged_norms"])
-    assert "model.final_layernorm" in {one["name"] for one in found["unmerged_norms"]}
-    text = "\n".join(notes(found))
+    names = [f"model.layers.{i}.input_layernorm" for i in range(4)]
+    assert [one["norm"] for one in found["plan"]["merged"]] == names
+    assert all("bias" in one and "weight" not in one for one in found["plan"]["merged"])
+    assert "model.final_layernorm" in {one["norm"] for one in found["plan"]["unmerged"]}
+    text = " ".join(CliRunner().invoke(main, command[:-1]).stdout.split())
     assert "merge the bias of model.layers.0-3.input_layernorm into model.layers.0-3.self" in text
-    assert "4 norms merged into the layers that read them" in counts(found)
+    assert "4 norms merged into the layers that read them" in text
     wrong = CliRunner().invoke(main, ["fold", "x", "-o", str(tmp_path / "o"), "--merge", "gamma"])
     assert wrong.exit_code == 2 and "affine" in wrong.output
 

@@ -36,8 +36,8 @@ from enjoyln_cli.plan.covered_calls import (
     is_stock,
 )
 from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import notes
-from enjoyln_cli.report.row import row
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 from enjoyln_cli.runtime.modules import Folded
@@ -352,7 +352,7 @@ def test_a_flag_that_was_set_since_is_refused_by_name() -> None:
 
 def test_proven_calls_are_listed_in_one_line() -> None:
     def line(model: nn.Module, *given: Any, **named: Any) -> str:
-        return notes(row("it", analyze(model, *given, **named).plan))[-1].strip()
+        return notes(ModelReport("it", analyze(model, *given, **named).plan))[-1].strip()
 
     falls_back = "any other call is refused"
     assert line(Labels(), x().float()) == f"proven for calls with x; {falls_back}"
