@@ -304,8 +304,8 @@ def write_doubts(found: Upload) -> None:
     """Print the warnings before a push."""
     for warning in found.warnings:
         say(f"warning: {warning}", "yellow", stderr=True)
-    if found.complaint:
-        say(f"forced, as the card will say: {found.complaint}", "yellow", stderr=True)
+    if found.forced:
+        say(f"forced, as the card will say: {found.forced}", "yellow", stderr=True)
 
 
 def upload_line(found: Upload) -> str:

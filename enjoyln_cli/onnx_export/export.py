@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from enjoyln_cli.onnx_export.graph import (
 )
 from enjoyln_cli.onnx_export.preconditions import require_export, weights_file
 from enjoyln_cli.onnx_export.runtimes import installed
+from enjoyln_cli.plan import schema
 from enjoyln_cli.recipe.read import tried_to_merge
 from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.runtime.loading import optimize, saved_class
@@ -86,7 +87,8 @@ class Exported:
 
     def to_json(self) -> dict[str, Any]:
         """All fields as plain values."""
-        return asdict(self)
+        found: dict[str, Any] = schema.to_json(self)
+        return found
 
 
 def export(

@@ -16,6 +16,8 @@ from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, GetPydanticSchema, TypeAdapter, ValidationError
+from pydantic_core import from_json
+from pydantic_core import to_json as dump_json
 from pydantic_core.core_schema import none_schema
 
 from enjoyln_cli.text import did_you_mean
@@ -79,6 +81,14 @@ def plain(value: Any, without: Collection[str] = ()) -> Any:
     if isinstance(value, (tuple, list)):
         return [plain(item, without) for item in value]
     return value
+
+
+def to_json(value: Any) -> Any:
+    """The plain data of any dataclass, with all its fields, for a program that reads JSON.
+
+    Paths become text, and numbers that JSON does not have become ``None``.
+    """
+    return from_json(dump_json(value, inf_nan_mode="null"))
 
 
 def _is_default(value: Any, field: Any) -> bool:

@@ -18,7 +18,7 @@ import glob
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, PushRefused
 from enjoyln_cli.fs.digests import digest_of_file
 from enjoyln_cli.fs.whole_file import write_whole
+from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.publish import card
 from enjoyln_cli.publish.repository import (
@@ -75,7 +76,7 @@ class Upload:
     files: tuple[File, ...]
     card: str | None
     """The new text of the model card; ``None`` if there is no card."""
-    complaint: str
+    forced: str
     """Why the push needs ``force``; empty if it does not."""
     warnings: tuple[str, ...]
     url: str = ""
@@ -88,20 +89,10 @@ class Upload:
         return sum(file.size for file in self.files)
 
     def to_json(self) -> dict[str, Any]:
-        """All fields as plain values."""
-        return {
-            "out": str(self.out),
-            "repo_id": self.repo_id,
-            "revision": self.revision,
-            "create_pr": self.create_pr,
-            "private": self.private,
-            "files": [asdict(file) for file in self.files],
-            "bytes": self.size,
-            "forced": self.complaint,
-            "warnings": list(self.warnings),
-            "url": self.url,
-            "commit": self.commit,
-        }
+        """All fields but the card as plain values, and the size in bytes."""
+        found = {**schema.to_json(self), "bytes": self.size}
+        del found["card"]
+        return found
 
 
 # Cards.

@@ -34,7 +34,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ from enjoyln_cli.comparison.user_data import read_user_data, seconds_of
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
 from enjoyln_cli.events import Event, default_listener, write_or_warn
 from enjoyln_cli.fs.digests import digest_of_file
+from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import read_plan
@@ -124,15 +125,7 @@ class Verification(Measurement):
 
     def to_json(self) -> dict[str, Any]:
         """All fields as plain values; infinite and undefined numbers become ``None``."""
-        return _plain({**asdict(self), "summary": self.summary})
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return {**schema.to_json(self), "summary": self.summary}
 
 
 def verify(

@@ -457,9 +457,7 @@ def test_a_recipe_chooses_and_is_followed_or_refused(
     with pytest.raises(RecipeError, match="q_layernorm is not part of the proof: its result"):
         follow(unproven)
     plain = text.replace("options: {merge: affine}\n", "")
-    with pytest.raises(
-        RecipeError, match="is not part of the proof; write keep for it, or see"
-    ):
+    with pytest.raises(RecipeError, match="is not part of the proof; write keep for it, or see"):
         follow(plain)
 
 
