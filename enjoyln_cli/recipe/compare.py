@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from enjoyln_cli.errors import RecipeError
+from enjoyln_cli.plan import differences as nested
+from enjoyln_cli.plan.differences import ABSENT
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.from_plan import layers_in, variant_of
 from enjoyln_cli.recipe.model import (
@@ -66,26 +68,23 @@ def compare(recipe: Variant, proof: Variant, config: Mapping[str, Any]) -> list[
 
     ``config`` gives the values of named sizes. Raises ``RecipeError`` for a size without a value.
     """
-    differences = []
+    return [
+        Difference(section, "".join(name), *(NOTHING if one is ABSENT else one for one in texts))
+        for (section, *name), *texts in nested.differences(
+            _texts(recipe, config), _texts(proof, config)
+        )
+    ]
+
+
+def _texts(variant: Variant, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The text of each line by section and name, and that of each list."""
+    found: dict[str, Any] = {}
     for section in (*SECTIONS, "config"):
-        ours, theirs = (_texts(variant, section, config) for variant in (recipe, proof))
-        for name in dict.fromkeys([*theirs, *ours]):
-            texts = ours.get(name, NOTHING), theirs.get(name, NOTHING)
-            if texts[0] != texts[1]:
-                differences.append(Difference(section, name, *texts))
-    for field in _LISTS:
-        texts = list_names(getattr(recipe, field)), list_names(getattr(proof, field))
-        if texts[0] != texts[1]:
-            differences.append(Difference(field, "", *texts))
-    return differences
-
-
-def _texts(variant: Variant, section: str, config: Mapping[str, Any]) -> dict[str, str]:
-    texts = {}
-    for name, line in getattr(variant, section).items():
-        with prefix_errors(f"{section}: {name}"):
-            texts[name] = _text(line, config)
-    return texts
+        lines = found[section] = {}
+        for name, line in getattr(variant, section).items():
+            with prefix_errors(f"{section}: {name}"):
+                lines[name] = _text(line, config)
+    return found | {field: list_names(getattr(variant, field)) for field in _LISTS}
 
 
 def keeps(line: Any) -> bool:

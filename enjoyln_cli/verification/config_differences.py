@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from enjoyln_cli.analysis.untying import FLAG
 from enjoyln_cli.checkpoint.config import MARKER, with_entries
 from enjoyln_cli.checkpoint.marker import Marker
+from enjoyln_cli.plan.differences import ABSENT, differences
 from enjoyln_cli.plan.plan import Plan, Setting, size_settings
 
 ORIGIN = ("_name_or_path", "_commit_hash", "transformers_version")
 DTYPES = ("dtype", "torch_dtype")
 MOST_NAMED = 3
-_ABSENT = object()
 
 
 def differing_settings(
@@ -47,11 +47,10 @@ def differing_settings(
         one.name: one.value
         for one in (*size_settings(plan.widened), *filter(_unties, plan.settings))
     }
-    expected = dict(_entries(_read(config_class, with_entries(original, allowed))))
-    found = dict(_entries(_read(config_class, folded)))
+    expected = _read(config_class, with_entries(original, allowed))
     wrong = []
-    for path in dict.fromkeys((*expected, *found)):
-        want, got = expected.get(path, _ABSENT), found.get(path, _ABSENT)
+    for keys, want, got in differences(expected, _read(config_class, folded)):
+        path = ".".join(keys)
         if not (_same(want, got) or _may_differ(path, got, marker, dtype)):
             wrong.append(f"{path} ({_text_of(got)}, in the original {_text_of(want)})")
     if not wrong:
@@ -70,18 +69,8 @@ def _read(config_class: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _entries(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting with its dotted path; an empty mapping is one setting."""
-    for key, value in config.items():
-        below = f"{path}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from _entries(value, f"{below}.")
-        else:
-            yield below, value
-
-
 def _same(a: Any, b: Any) -> bool:
-    if a is _ABSENT or b is _ABSENT:
+    if a is ABSENT or b is ABSENT:
         return a is b or None in (a, b)
     return bool(a == b) or _json(a) == _json(b)
 
@@ -91,9 +80,9 @@ def _may_differ(path: str, got: Any, marker: Marker, dtype: str) -> bool:
     if key in ORIGIN or path == MARKER or path.startswith(f"{MARKER}."):
         return True
     if key in DTYPES:
-        return got in (None, _ABSENT) or str(got).removeprefix("torch.") == dtype
+        return got in (None, ABSENT) or str(got).removeprefix("torch.") == dtype
     if path == "architectures":
-        return got in (None, _ABSENT) or set(got) <= {marker.model_class, *marker.classes}
+        return got in (None, ABSENT) or set(got) <= {marker.model_class, *marker.classes}
     return False
 
 
@@ -102,4 +91,4 @@ def _json(value: Any) -> str:
 
 
 def _text_of(value: Any) -> str:
-    return "not set" if value is _ABSENT else f"{_json(value):.60}"
+    return "not set" if value is ABSENT else f"{_json(value):.60}"
