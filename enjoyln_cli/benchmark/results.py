@@ -36,7 +36,7 @@ import torch
 from enjoyln_cli.benchmark.timing import WARM_UP
 from enjoyln_cli.kernels.environment import kernels_on
 from enjoyln_cli.text import counted
-from enjoyln_cli.version import __version__
+from enjoyln_cli.version import versions
 
 VERSION = 1
 """Version of ``enjoyln_bench.json``."""
@@ -242,8 +242,6 @@ class Bench:
 
     def to_json(self) -> dict[str, Any]:
         """The content of ``enjoyln_bench.json``: the result, versions and hardware."""
-        import transformers
-
         return {
             "version": VERSION,
             "date": date.today().isoformat(),
@@ -251,12 +249,7 @@ class Bench:
             "device": self.device,
             "threads": torch.get_num_threads(),
             "kernels": kernels_on(torch.device(self.device).type),
-            "versions": {
-                "enjoyln": __version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": versions("torch", "transformers") | {"python": platform.python_version()},
             "source": self.source,
             "model_class": self.model_class,
             "dtype": self.dtype,

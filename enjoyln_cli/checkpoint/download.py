@@ -168,25 +168,17 @@ def snapshot(
     all files of the checkpoint; with ``stream`` all except the weight files, which the ``Remote``
     downloads one by one. Raises as ``open_source`` does.
     """
-    from huggingface_hub import HfApi, errors, hf_hub_download, snapshot_download
+    from huggingface_hub import errors, hf_hub_download, snapshot_download
 
-    unreachable, what = None, "is not in the cache"
+    fetch, what = access_keywords(access), "is not in the cache"
     try:
-        unreachable = _unreachable(model, revision, access)
-        is_offline = unreachable is not None
-        fetch = {**access_keywords(access), "local_files_only": is_offline}
         path = Path(hf_hub_download(model, CONFIG, revision=revision, **fetch)).parent
         if b'"auto_map"' in (path / CONFIG).read_bytes():
             snapshot_download(model, revision=path.name, allow_patterns=["*.py"], **fetch)
         if not weights:
             return path, None
         what = "is in the cache without its weights"
-        if not is_offline:
-            names = HfApi(token=access.token).list_repo_files(model, revision=path.name)
-        else:
-            names = [found.name for found in path.iterdir()]
-            if not set(names) & set(WEIGHTS):
-                raise errors.LocalEntryNotFoundError(what)
+        names, is_offline = _names(model, path, access)
         first = weights_among(names, model)
         shards: tuple[str, ...] = ()
         if first.endswith(".json"):
@@ -205,9 +197,27 @@ def snapshot(
     except errors.LocalEntryNotFoundError as error:
         if isinstance(answer := error.__cause__, errors.HfHubHTTPError):
             raise _hub_error(answer, model, revision) from answer
-        raise _not_cached(model, what, unreachable or error) from error
+        raise _not_cached(model, what, error) from error
     except Exception as error:  # by huggingface_hub, its HTTP library, or the cache's disk
         raise _hub_error(error, model, revision) from error
+
+
+def _names(model: str, path: Path, access: HubAccess) -> tuple[list[str], bool]:
+    """The files of a commit; those in its cache directory ``path`` if the Hub cannot be reached.
+
+    The second result says whether that is so.
+    """
+    from huggingface_hub import HfApi, errors
+
+    try:
+        return HfApi(token=access.token).list_repo_files(model, revision=path.name), False
+    except errors.HfHubHTTPError:
+        raise
+    except (errors.HTTPError, errors.OfflineModeIsEnabled) as error:
+        names = [found.name for found in path.iterdir()]
+        if not set(names) & set(WEIGHTS):
+            raise errors.LocalEntryNotFoundError("no weights") from error
+        return names, True
 
 
 def blobs(path: Path) -> set[str]:
@@ -237,23 +247,10 @@ def require_digests(path: Path, names: Iterable[str], cached: set[str], model: s
             )
 
 
-def _unreachable(model: str, revision: str | None, access: HubAccess) -> Exception | None:
-    """Why the Hub cannot be reached; ``None`` if it sends any response, even an error."""
-    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
-
-    try:
-        get_hf_file_metadata(hf_hub_url(model, CONFIG, revision=revision), token=access.token)
-    except errors.HfHubHTTPError:
-        return None
-    except (errors.HTTPError, errors.OfflineModeIsEnabled) as error:
-        return error
-    return None
-
-
 def _not_cached(model: str, what: str, error: Exception) -> ModelNotFound:
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants
 
-    if isinstance(error, errors.OfflineModeIsEnabled):
+    if constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE is set"
     else:
         cause = error.__cause__ or error

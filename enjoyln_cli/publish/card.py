@@ -24,7 +24,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from importlib import resources
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
 from importlib.metadata import metadata as package_metadata
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from enjoyln_cli.report.verification_table import (
     verification_heads,
     verification_rows,
 )
-from enjoyln_cli.version import __version__
+from enjoyln_cli.version import versions
 
 BEGIN = "<!-- enjoyln: this section is written anew by `enjoyln push` -->"
 END = "<!-- enjoyln: end of the section -->"
@@ -62,6 +62,9 @@ METADATA_OF_ORIGINAL = (
     "datasets",
     "tags",
 )
+
+BESIDE = ("torch", "transformers", "safetensors", "huggingface_hub")
+"""The libraries whose versions a card names."""
 
 MAX_LIST_ENTRIES = 1000
 """Longest list that is copied from the original's metadata."""
@@ -173,7 +176,7 @@ def values(
         "end": END,
         "state": state,
         "command": command(source, out, options),
-        "versions": ", ".join(_versions()),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions(*BESIDE).items()),
         "card": card.strip(),
     }
 
@@ -184,16 +187,6 @@ def _plan_lines(report: ModelReport, dtype: str) -> list[str]:
     done = "converted" if report.plan.folded else "rotated"
     lines = [f"{done} {counts(report.plan)}", *further]
     return [*lines, f"  all floating weights were converted to {dtype}"] if dtype else lines
-
-
-def _versions() -> list[str]:
-    found = [f"enjoyln {__version__}"]
-    for name in ("torch", "transformers", "safetensors", "huggingface_hub"):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: str = "") -> Values:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from enjoyln_cli.errors import RecipeError
@@ -28,6 +27,7 @@ from enjoyln_cli.plan.plan import (
 from enjoyln_cli.recipe.model import SECTIONS, VERSION, Recipe, Variant, as_mapping
 from enjoyln_cli.recipe.sizes import name_size, named_axis
 from enjoyln_cli.recipe.templates import KEEP, join_layers, layers_of
+from enjoyln_cli.version import versions
 
 DEPENDS = ("tie_word_embeddings",)
 """Config attributes that every variant records as a condition, if the config has them."""
@@ -64,7 +64,7 @@ def recipe_of(
         model_type=plan.model_type,
         variants=(replace(each, when=when, **joined),),
         options=options,
-        versions=_versions(),
+        versions=versions("torch", "transformers"),
     )
 
 
@@ -172,13 +172,3 @@ def merge_recipes(recipes: Iterable[Recipe]) -> Recipe:
     if len({recipe.model_type for recipe in found}) != 1:
         raise RecipeError("a recipe is for one model type: pass recipes of one family")
     return Recipe(version=VERSION, model_type=found[0].model_type, variants=tuple(variants))
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in ("enjoyln", "torch", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -64,7 +64,7 @@ from enjoyln_cli.verification.nonfinite import failure
 from enjoyln_cli.verification.runs import Measurement, measure, worst_first
 from enjoyln_cli.verification.stored_tensors import check_centred_tensors, check_tensors
 from enjoyln_cli.verification.subject import Subject
-from enjoyln_cli.version import __version__
+from enjoyln_cli.version import versions
 
 IDENTITY_BOUND = 1e-12
 DIGESTED = 5e8
@@ -331,16 +331,9 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 def _write(result: Verification, of: Source, event: Event) -> None:
     """Write the result, versions and the digests of the files to ``enjoyln_verify.json``."""
-    import transformers
-
     report = {
         **result.to_json(),
-        "versions": {
-            "enjoyln": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions("torch", "transformers") | {"python": platform.python_version()},
         "sha256": {name: digest_of_file(of.root / name) for name in verified_files(of)},
     }
     write_or_warn(of.path / VERIFY_FILE, json.dumps(report, indent=2) + "\n", event)
