@@ -92,11 +92,11 @@ def to_json(value: Any) -> Any:
 
 
 def _is_default(value: Any, field: Any) -> bool:
-    held = getattr(value, field.name)
+    entry = getattr(value, field.name)
     default = field.default if field.default_factory is MISSING else field.default_factory()
     if default is not MISSING and field.name in SAME_AS:
         default = getattr(value, SAME_AS[field.name])
-    return bool(type(held) is type(default) and held == default)
+    return bool(type(entry) is type(default) and entry == default)
 
 
 def checked(check: Callable[[Any], Any]) -> Any:
@@ -137,9 +137,9 @@ def quote(value: Any) -> str:
 
 def _most_helpful(error: ValidationError) -> Any:
     """The first error; if it is a missing key beside an unknown one, the unknown key."""
-    found = error.errors(include_url=False)
-    beside = [one for one in found if one["loc"][:-1] == found[0]["loc"][:-1]]
-    return min(beside, key=lambda one: one["type"] != "unexpected_keyword_argument")
+    errors = error.errors(include_url=False)
+    beside = [other for other in errors if other["loc"][:-1] == errors[0]["loc"][:-1]]
+    return min(beside, key=lambda other: other["type"] != "unexpected_keyword_argument")
 
 
 def _problem(kind: Any, error: Any) -> tuple[Sequence[int | str], str]:
@@ -183,8 +183,8 @@ def _keys_of(kind: Any, where: Sequence[int | str]) -> list[str]:
     """The fields of the dataclass at a place."""
     for step in where:
         kind = _inside(_class_of(kind), step)
-    found = _class_of(kind)
-    return [field.name for field in fields(found)] if is_dataclass(found) else []
+    cls = _class_of(kind)
+    return [field.name for field in fields(cls)] if is_dataclass(cls) else []
 
 
 def _inside(kind: Any, step: int | str) -> Any:

@@ -68,23 +68,22 @@ def compare(recipe: Variant, proof: Variant, config: Mapping[str, Any]) -> list[
 
     ``config`` gives the values of named sizes. Raises ``RecipeError`` for a size without a value.
     """
+    found = nested.differences(_texts(recipe, config), _texts(proof, config))
     return [
-        Difference(section, "".join(name), *(NOTHING if one is ABSENT else one for one in texts))
-        for (section, *name), *texts in nested.differences(
-            _texts(recipe, config), _texts(proof, config)
-        )
+        Difference(section, "".join(name), *(NOTHING if text is ABSENT else text for text in texts))
+        for (section, *name), *texts in found
     ]
 
 
 def _texts(variant: Variant, config: Mapping[str, Any]) -> dict[str, Any]:
     """The text of each line by section and name, and that of each list."""
-    found: dict[str, Any] = {}
-    for section in (*SECTIONS, "config"):
-        lines = found[section] = {}
+    texts: dict[str, Any] = {}
+    for section in ("config", *SECTIONS):
+        lines = texts[section] = {}
         for name, line in getattr(variant, section).items():
             with prefix_errors(f"{section}: {name}"):
                 lines[name] = _text(line, config)
-    return found | {field: list_names(getattr(variant, field)) for field in _LISTS}
+    return texts | {field: list_names(getattr(variant, field)) for field in _LISTS}
 
 
 def keeps(line: Any) -> bool:
@@ -109,20 +108,21 @@ def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str,
     layers is one line.
     """
     proof = variant_of(plan, {})
+    layers = layers_in(proof)
     try:
         variant = variant_for(recipe, plan.model_type, plan.model_class, config)
-        found = compare(expanded(variant, proof), proof, as_mapping(config))
+        compared = compare(expanded(variant, proof), proof, as_mapping(config))
     except RecipeError as error:
         return (f"{recipe.where}: {error}",)
-    grouped: dict[Difference, list[Difference]] = {}
-    for one in found:
-        if one.section != "norms" and {one.recipe, one.proof} == {KEEP, NOTHING}:
-            continue
-        template = to_template(one.name, layers_in(proof))
-        grouped.setdefault(Difference(one.section, template, one.recipe, one.proof), []).append(one)
+    by_layer: dict[Difference, list[Difference]] = {}
+    for difference in compared:
+        texts = {difference.recipe, difference.proof}
+        if difference.section == "norms" or texts != {KEEP, NOTHING}:
+            general = replace(difference, name=to_template(difference.name, layers))
+            by_layer.setdefault(general, []).append(difference)
     return tuple(
         str(same[0]) if len(same) == 1 else f"{general} ({len(same)} layers)"
-        for general, same in grouped.items()
+        for general, same in by_layer.items()
     )
 
 

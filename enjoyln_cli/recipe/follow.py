@@ -103,13 +103,13 @@ def _is_known(section: str, name: str, proof: Variant) -> bool:
 def _obstacles(plan: Plan) -> dict[tuple[str, str], str]:
     """Why names of the plan are not edited, by section and name."""
     kept: list[tuple[str, str, Verdict | UnmergedNorm | Basis]] = [
-        *(("norms", one.norm, one) for one in plan.kept),
-        *(("merge", one.norm, one) for one in plan.unmerged),
-        *(("rotate", one.name, one) for one in plan.bases if one.reason),
+        *(("norms", verdict.norm, verdict) for verdict in plan.kept),
+        *(("merge", norm.norm, norm) for norm in plan.unmerged),
+        *(("rotate", basis.name, basis) for basis in plan.bases if basis.reason),
     ]
     return {
-        (section, name): f": {one.reason}{f' ({one.culprit})' if one.culprit else ''}"
-        for section, name, one in kept
+        (section, name): f": {edit.reason}{f' ({edit.culprit})' if edit.culprit else ''}"
+        for section, name, edit in kept
     }
 
 
@@ -127,21 +127,21 @@ def _chosen(recipe: Variant, plan: Plan) -> Plan:
         raise RecipeError(
             f"merges {name}, which it does not fold; also write keep for it under merge"
         )
-    stay = [one for one in plan.unmerged if one.norm in folded or plan.bases]
-    for move in plan.merged:
-        if (move.norm in folded or plan.bases) and move.norm not in names["merge"]:
-            line = recipe.merge.get(move.norm, NOTHING)
-            stay.append(UnmergedNorm(move.norm, *_reason(line, "merge")))
-    widened = tuple(one for one in plan.widened if one.second.parameter in names["widen"])
-    sizes = {one.attribute for one in plan.widened} - {one.attribute for one in widened}
+    unmerged = [norm for norm in plan.unmerged if norm.norm in folded or plan.bases]
+    for merge in plan.merged:
+        if (merge.norm in folded or plan.bases) and merge.norm not in names["merge"]:
+            line = recipe.merge.get(merge.norm, NOTHING)
+            unmerged.append(UnmergedNorm(merge.norm, *_reason(line, "merge")))
+    widened = tuple(mlp for mlp in plan.widened if mlp.second.parameter in names["widen"])
+    sizes = {mlp.attribute for mlp in plan.widened} - {mlp.attribute for mlp in widened}
     return replace(
         plan,
         norms=norms,
-        writers=tuple(one for one in plan.writers if one.parameter in names["centre"]),
+        writers=tuple(w for w in plan.writers if w.parameter in names["centre"]),
         ops=tuple(op for op in plan.ops if op.module in names["centring_ops"]),
         widened=widened,
-        merged=tuple(one for one in plan.merged if one.norm in names["merge"]),
-        unmerged=tuple(stay),
+        merged=tuple(merge for merge in plan.merged if merge.norm in names["merge"]),
+        unmerged=tuple(unmerged),
         bases=tuple(_basis(basis, basis.name in names["rotate"]) for basis in plan.bases),
         settings=tuple(setting for setting in plan.settings if setting.name not in sizes),
     )
@@ -175,19 +175,19 @@ def _basis(proven: Basis, turned: bool) -> Basis:
     return replace(proven, tensors=(), norms=(), reason="the recipe does not turn it")
 
 
-def _missing_edits(found: Plan, plan: Plan) -> Iterator[str]:
+def _missing_edits(chosen: Plan, plan: Plan) -> Iterator[str]:
     """A message for each omitted edit that the chosen ones need."""
-    attributes = {one.attribute for one in found.widened}
-    for one in plan.widened:
-        if one.attribute in attributes and one not in found.widened:
+    attributes = {mlp.attribute for mlp in chosen.widened}
+    for mlp in plan.widened:
+        if mlp.attribute in attributes and mlp not in chosen.widened:
             yield (
-                f"{one.attribute} also sets the hidden units of {one.second.parameter}; "
+                f"{mlp.attribute} also sets the hidden units of {mlp.second.parameter}; "
                 "list that under widen too, or list no MLP of this attribute"
             )
-    centred = {writer.parameter for writer in found.writers}
-    mlps = {one.second.parameter for one in found.widened}
-    left = {op.module: op.place for op in plan.ops if op not in found.ops}
-    for verdict in found.folded:
+    centred = {writer.parameter for writer in chosen.writers}
+    mlps = {mlp.second.parameter for mlp in chosen.widened}
+    left = {op.module: op.place for op in plan.ops if op not in chosen.ops}
+    for verdict in chosen.folded:
         folds = f"folds {verdict.norm}, which needs"
         for name in verdict.needs:
             if name not in centred:
@@ -204,12 +204,12 @@ def _missing_edits(found: Plan, plan: Plan) -> Iterator[str]:
                     f"{folds} the centring of {name} (its {left[name]}); "
                     "list that under centring_ops, or keep the norm"
                 )
-    moved = {one.norm for one in found.merged}
-    for basis in found.turned:
+    merged = {merge.norm for merge in chosen.merged}
+    for basis in chosen.turned:
         for name in basis.norms:
-            if name not in moved:
+            if name not in merged:
                 yield f"turns {basis.name}, which needs {name} merged; list that under merge"
-    scales = {writer.scale for writer in found.writers if writer.scale}
+    scales = {writer.scale for writer in chosen.writers if writer.scale}
     for writer in plan.writers:
         if writer.scale in scales and writer.parameter not in centred:
             yield (

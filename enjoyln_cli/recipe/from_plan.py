@@ -82,7 +82,7 @@ def variant_of(plan: Plan, config: Mapping[str, Any]) -> Variant:
         widen=_section(plan.widened, "second", config),
         rotate=_section(plan.turned, "name", config),
         untie=_section(plan.untied, "parameter", config),
-        config={one.name: one.value for one in plan.settings if one not in sizes},
+        config={entry.name: entry.value for entry in plan.settings if entry not in sizes},
         entry_inputs=plan.entry_inputs,
         unproven=plan.unproven,
         calls=tuple(map(call_text.to_text, plan.covered.forms)) if plan.covered else (),
@@ -101,11 +101,11 @@ def _section(edits: Iterable[Any], key: str, config: Mapping[str, Any]) -> dict[
     """
     lines: dict[str, list[Any]] = {}
     for edit in edits:
-        named = getattr(edit, key)
-        name = named if isinstance(named, str) else named.parameter
-        some, line = lines.setdefault(name, []), _line(edit, key, config)
-        some += [] if line in some else [line]
-    return {name: some[0] if len(some) == 1 else some for name, some in lines.items()}
+        name = getattr(edit, key)
+        name = name if isinstance(name, str) else name.parameter
+        lines.setdefault(name, []).append(_line(edit, key, config))
+    unique = {name: _without_repeats(parts) for name, parts in lines.items()}
+    return {name: parts[0] if len(parts) == 1 else parts for name, parts in unique.items()}
 
 
 def _line(edit: Any, key: str, config: Mapping[str, Any]) -> Any:
@@ -145,10 +145,14 @@ def _short(data: Any) -> Any:
     if isinstance(data, Mapping):
         only_name = data.keys() == {"parameter"}
         return data["parameter"] if only_name else {k: _short(item) for k, item in data.items()}
-    if isinstance(data, list):
-        some = [_short(item) for item in data]
-        return [item for at, item in enumerate(some) if item not in some[:at]]
-    return data
+    return _without_repeats(map(_short, data)) if isinstance(data, list) else data
+
+
+def _without_repeats(items: Iterable[Any]) -> list[Any]:
+    unique: list[Any] = []
+    for item in items:
+        unique += [] if item in unique else [item]
+    return unique
 
 
 def merge_recipes(recipes: Iterable[Recipe]) -> Recipe:
@@ -157,9 +161,9 @@ def merge_recipes(recipes: Iterable[Recipe]) -> Recipe:
     Raises ``RecipeError`` if two variants differ but have the same class and conditions, or if the
     recipes are for different model types.
     """
-    found = list(recipes)
+    recipes = list(recipes)
     variants: list[Variant] = []
-    for variant in (variant for recipe in found for variant in recipe.variants):
+    for variant in (variant for recipe in recipes for variant in recipe.variants):
         for other in variants:
             same = (other.model_class, other.when) == (variant.model_class, variant.when)
             if same and other != variant:
@@ -169,6 +173,6 @@ def merge_recipes(recipes: Iterable[Recipe]) -> Recipe:
                 )
         if variant not in variants:
             variants.append(variant)
-    if len({recipe.model_type for recipe in found}) != 1:
+    if len({recipe.model_type for recipe in recipes}) != 1:
         raise RecipeError("a recipe is for one model type: pass recipes of one family")
-    return Recipe(version=VERSION, model_type=found[0].model_type, variants=tuple(variants))
+    return Recipe(version=VERSION, model_type=recipes[0].model_type, variants=tuple(variants))

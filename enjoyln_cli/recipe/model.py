@@ -100,8 +100,8 @@ class Variant:
         object.__setattr__(self, "classes", self.classes or (self.model_class,))
 
 
-SECTIONS = ("norms", "centre", "centring_ops", "merge", "widen", "rotate", "untie")
-"""The fields of ``Variant`` with an edit for each name."""
+SECTIONS = ("untie", "norms", "centre", "centring_ops", "merge", "widen", "rotate")
+"""The fields of ``Variant`` with an edit for each name. Differences of the first cause others."""
 
 
 def _some(variants: tuple[Variant, ...]) -> tuple[Variant, ...]:

@@ -26,7 +26,7 @@ _MULTIPLES = range(2, 9)
 def named_axis(axis: Axis, config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of an axis with named sizes, without those that say nothing."""
     heads = axis.outer > 1 or axis.inner > 1
-    found = {
+    named = {
         "dim": axis.dim,
         "start": name_size(axis.start, config, heads=heads, multiples=True),
         "outer": name_size(axis.outer, config, counts=True),
@@ -35,7 +35,7 @@ def named_axis(axis: Axis, config: Mapping[str, Any]) -> dict[str, Any]:
         "step": name_size(axis.step, config, heads=heads, multiples=True),
     }
     usual = {"start": 0, "outer": 1, "inner": 1, "step": 0}
-    return {key: value for key, value in found.items() if value != usual.get(key)}
+    return {key: value for key, value in named.items() if value != usual.get(key)}
 
 
 def in_numbers(line: Any, config: Mapping[str, Any]) -> Any:
@@ -66,13 +66,13 @@ def size_value(size: str, config: Mapping[str, Any]) -> int:
 
 def numbers_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
     """The integers above 1 of a config by name; those of nested configs have dotted names."""
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for name, value in config.items():
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            found |= numbers_of(value, f"{prefix}{name}.")
+            numbers |= numbers_of(value, f"{prefix}{name}.")
         elif type(value) is int and value > 1:
-            found[prefix + str(name)] = value
-    return found
+            numbers[prefix + str(name)] = value
+    return numbers
 
 
 def name_size(
@@ -106,9 +106,9 @@ def name_size(
     if equal:
         return equal[0]
     for times in _MULTIPLES if multiples and number else ():
-        one = name_size(number // times, config, heads=heads) if number % times == 0 else 0
-        if isinstance(one, str) and (one in WIDTHS or "head" in one):
-            return f"{times} * {one}"
+        unit = name_size(number // times, config, heads=heads) if number % times == 0 else 0
+        if isinstance(unit, str) and (unit in WIDTHS or "head" in unit):
+            return f"{times} * {unit}"
     return number
 
 

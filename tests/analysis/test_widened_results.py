@@ -293,7 +293,7 @@ def asking(out: Path, into: Path, name: str, fields: dict[str, Any]) -> Path:
         (FIRST.format("{i}", "weight"), {}, "not part of the proof; .*widen_mlp: true"),
         (
             WIDENED.replace("{i}", "1"),
-            {},
+            {"first": FIRST.format(1, "weight"), "bias": FIRST.format(1, "bias")},
             "also sets the hidden units of bert.encoder.layer.0.output.dense.weight",
         ),
         ("", {}, "needs the MLP of bert.encoder.layer.0.output.dense.weight"),
@@ -519,13 +519,10 @@ def test_a_report_of_what_options_gain() -> None:
     assert body[head.index("become RMSNorm")] == "1"
     assert body[head.index("with --widen-mlp")] == "4"
     found = json.loads(enjoyln(*alone, "--options", "--format", "json").stdout)
-    assert found["options"]["widen-mlp"] == {
-        "become_rmsnorm": 4,
-        "in_weights_alone": 4,
-        "with_added_subtraction": 0,
-        "added_subtractions": 0,
-    }
-    assert "options" not in json.loads(enjoyln(*alone, "--format", "json").stdout)
+    gained = found["options"]["widen-mlp"]
+    assert (gained["become_rmsnorm"], gained["in_weights_alone"]) == (4, 4)
+    assert (gained["with_added_subtraction"], gained["added_subtractions"]) == (0, 0)
+    assert json.loads(enjoyln(*alone, "--format", "json").stdout)["options"] == {}
     shown = enjoyln(*alone, "--options").stdout
     assert "with an option: how many become RMSNorm without an added mean subtraction" in " ".join(
         shown.split()
