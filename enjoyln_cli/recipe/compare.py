@@ -78,7 +78,7 @@ def compare(recipe: Variant, proof: Variant, config: Mapping[str, Any]) -> list[
 def _texts(variant: Variant, config: Mapping[str, Any]) -> dict[str, Any]:
     """The text of each line by section and name, and that of each list."""
     texts: dict[str, Any] = {}
-    for section in ("config", *SECTIONS):
+    for section in (*SECTIONS, "config"):
         lines = texts[section] = {}
         for name, line in getattr(variant, section).items():
             with prefix_errors(f"{section}: {name}"):

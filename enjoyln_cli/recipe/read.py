@@ -1,44 +1,8 @@
 """Read recipes from YAML text: the edits made to a checkpoint, or those to make.
 
-    version: 1
-    model_type: gpt2
-    variants:
-    - model_class: GPT2LMHeadModel
-      classes: [GPT2LMHeadModel, GPT2Model]
-      outputs: [logits]                          # outputs that stay unchanged; without it, all
-      when: {tie_word_embeddings: true}          # required values of config attributes
-      norms:                                     # fold, keep, fold_with: [modules], keep: reason
-        transformer.h.{i}.ln_1: {fold_with: [transformer.wte]}
-        transformer.h.{i}.ln_2: {keep: why, culprit: where}
-      centre:                                    # parameters: W <- W - mean(W)
-        transformer.wpe.weight: {dim: 1}
-        transformer.h.{i}.attn.c_proj.weight: {dim: 1}
-      centring_ops:
-        transformer.wte: {place: output, dim: -1, size: n_embd, reason: why}
-      merge:                                     # norms merged into linear layers; or keep: reason
-        transformer.h.{i}.ln_2:                  # its weight becomes ones, its bias zeros
-          weight: transformer.h.{i}.ln_2.weight
-          bias: transformer.h.{i}.ln_2.bias
-          readers:
-          - {weight: transformer.h.{i}.mlp.fc.weight, dim: 0, bias: transformer.h.{i}.mlp.fc.bias}
-      rotate:                                    # values that an orthogonal matrix turns
-        transformer.wte.weight: {kind: stream, size: n_embd, fixes_ones: true}
-      widen:                                     # MLPs that grow, by their second weight
-        encoder.layer.{i}.output.dense.weight:
-          {first: encoder.layer.{i}.inter.weight, bias: encoder.layer.{i}.inter.bias,
-          size: 3072, to: 3080, features: 768, attribute: intermediate_size, subtracts: true}
-      untie:                                     # tied parameters that are stored as copies
-        lm_head.weight: {source: transformer.wte.weight}
-      config: {tie_word_embeddings: false}       # entries of config.json that change
-      entry_inputs: [inputs_embeds]
-      unproven: [cross_attn_head_mask]
-      calls: ["Net(x=float[a, b])"]              # for custom code: the only proven calls
-    options: {widen_mlp: true}                   # those of ``plan.Options``
-    versions: {torch: 2.13.0}
-
-The keys are the fields of ``recipe.model.Variant``, and in a line those of the plan's dataclasses.
-``keep`` in any section leaves a name as it is. A name with ``{i}`` stands for every layer; a line
-with a layer number overrides it.
+``docs/formats.md`` explains the format. The keys are the fields of ``recipe.model.Variant``, and in
+a line those of the plan's dataclasses. ``keep`` in any section leaves a name as it is. A name with
+``{i}`` stands for every layer; a line with a layer number overrides it.
 """
 
 from __future__ import annotations
