@@ -33,8 +33,8 @@ from enjoyln_cli.models import classes
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import without_weights
 from enjoyln_cli.models.outputs import config_returning
-from enjoyln_cli.plan.covered_calls import is_stock
 from enjoyln_cli.plan.plan import PLAIN, Options, Plan
+from enjoyln_cli.plan.trusted_code import is_stock
 from enjoyln_cli.proof import explain
 from enjoyln_cli.proof.explain import Tree
 from enjoyln_cli.proof.layer_norms import layer_norms
@@ -262,7 +262,9 @@ def calls_of(
     else:
         calls = []
     calls += further
-    return [*calls, *(two for call in calls for two in in_two_rows(model, call))]
+    if is_stock(model):
+        return calls  # a single row stands for any number of rows
+    return [*calls, *(two for call in calls for two in in_two_rows(call))]
 
 
 @no_collections()
@@ -324,7 +326,7 @@ def _trace_class(
     model = found.model
     captures = Captures(model, classes.naming_between(model, reference.model), inner)
     calls = likely_calls(captures)
-    doubled = [two for call in more for two in in_two_rows(model, call)]
+    doubled = [] if captures.is_stock else [two for call in more for two in in_two_rows(call)]
     traced = trace_calls(captures, [*calls, *more, *doubled])
     if apart is not None:
         require_same(apart.before[found.name].model, model, calls[0])

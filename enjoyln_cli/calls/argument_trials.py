@@ -19,13 +19,10 @@ from enjoyln_cli.calls.calls import Call, example, keeps_cache
 from enjoyln_cli.calls.input_forms import accepted_by
 from enjoyln_cli.calls.input_spec import Spec
 from enjoyln_cli.plan.cache_argument import NAMES
-from enjoyln_cli.plan.covered_calls import is_stock
 
 
 def further_calls(model: Any, main: Call) -> Iterator[Call]:
-    """Calls to trace in addition to ``main``; a model may reject some. None for stock classes."""
-    if is_stock(model):
-        return
+    """Calls to trace in addition to ``main``; a model may reject some."""
     masked = main.steps[0][1]
     bare = {name: value for name, value in masked.items() if name != "attention_mask"}
     forms = {tuple(form): form for form in (masked, bare)}

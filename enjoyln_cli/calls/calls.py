@@ -41,7 +41,7 @@ from enjoyln_cli.models.classes import dtype_of
 from enjoyln_cli.models.meta_device import weightless, without_weights
 from enjoyln_cli.models.outputs import tensors_in
 from enjoyln_cli.plan.cache_argument import cache_argument
-from enjoyln_cli.plan.covered_calls import is_stock
+from enjoyln_cli.plan.trusted_code import is_stock
 
 BATCH, TOKENS = 2, 7
 MAX_ELEMENTS = 1 << 30

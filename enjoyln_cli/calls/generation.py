@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from enjoyln_cli.calls.calls import BATCH, TOKENS, Call
 from enjoyln_cli.models.meta_device import weightless, without_weights
 from enjoyln_cli.plan.cache_argument import CACHE, NAMES, cache_argument, returned_cache
-from enjoyln_cli.plan.covered_calls import is_stock
 
 _TURN = 3
 """Number of tokens in the next turn."""
@@ -35,8 +34,8 @@ Step = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def generated_calls(model: Any) -> Iterator[Call]:
-    """The calls of ``forward`` by ``generate``. Empty for stock classes, which do not need them."""
-    if is_stock(model) or not (hasattr(model, "can_generate") and model.can_generate()):
+    """The calls of ``forward`` by ``generate``; empty for an encoder-decoder."""
+    if not (hasattr(model, "can_generate") and model.can_generate()):
         return
     if getattr(model.config, "is_encoder_decoder", False):
         return

@@ -12,7 +12,7 @@ every run of ``forward``:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -24,18 +24,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules import module as hooks_of_all
 
+from enjoyln_cli.plan.trusted_code import foreign_hooks
+
 METHODS = ("__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward")
 """Methods that run before ``forward`` when a module is called."""
 ACCESS = ("__getattr__", "__getattribute__", "__setattr__", "__delattr__")
 """Methods that read and write attributes of a module."""
-HARMLESS = (
-    "enjoyln_cli",
-    "transformers.integrations.neftune",
-    "transformers.modeling_utils",
-    "transformers.utils.output_capturing",
-)
-"""Python modules whose hooks change no values in eval mode: they record values, or request
-gradients."""
 PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -80,17 +74,6 @@ def interference(module: nn.Module) -> str | None:
 def forward_hooks(module: nn.Module) -> tuple[Any, ...]:
     """All forward hooks of ``module``, including torch's global ones."""
     return *module._forward_hooks.values(), *hooks_of_all._global_forward_hooks.values()
-
-
-def foreign_hooks(hooks: Iterable[Any]) -> bool:
-    """Whether any of ``hooks`` is defined in code that is not known to be harmless."""
-    for hook in hooks:
-        while hasattr(hook, "func"):  # unwrap functools.partial
-            hook = hook.func
-        home = f"{getattr(hook, '__module__', '')}."
-        if not any(home.startswith(f"{name}.") for name in HARMLESS):
-            return True
-    return False
 
 
 def has_replaced_forward(module: nn.Module) -> bool:

@@ -14,11 +14,11 @@ needs
 
 No argument name is special here: ``labels`` is an argument like any other.
 
-Models that consist of transformers' own classes (``is_stock``) are the exception, since these
-share conventions that hold without a trace: labels are only used after the outputs are computed,
-``output_attentions`` and similar flags choose what is returned and not what is computed, and sizes
-decide nothing but shapes. For such models every argument is covered unless it is listed as
-unproven (``calls.optional_inputs``). A single module or base class from elsewhere ends the
+Models that consist of transformers' own classes (``trusted_code.is_stock``) are the exception,
+since these share conventions that hold without a trace: labels are only used after the outputs are
+computed, ``output_attentions`` and similar flags choose what is returned and not what is computed,
+and sizes decide nothing but shapes. For such models every argument is covered unless it is listed
+as unproven (``calls.optional_inputs``). A single module or base class from elsewhere ends the
 exception, since nothing is known about how its code uses an argument.
 
 As text, a form is a readable Python expression::
@@ -39,6 +39,7 @@ from torch import nn
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan.cache_argument import in_plans, is_same_argument
+from enjoyln_cli.plan.trusted_code import is_defined_in
 
 OTHER_CALLS = "any other call"
 """Entry of ``Plan.unproven``: every call whose form was not traced."""
@@ -175,23 +176,6 @@ class ProvenCalls:
                 return []
         found = [_differing(form, given) for form in self.forms]
         return min(found, key=len) if found else list(given) or [OTHER_CALLS]
-
-
-_LAYERS = ("torch", "timm")
-"""Libraries whose modules transformers' own models contain (timm: the backbones of DETR)."""
-
-
-def is_stock(model: nn.Module) -> bool:
-    """Whether all modules are transformers' own classes, or layers of torch and timm."""
-    own = _from(type(model), ("transformers",))
-    return own and all(_from(type(m), ("transformers", *_LAYERS)) for m in model.modules())
-
-
-def _from(cls: type, packages: tuple[str, ...]) -> bool:
-    """Whether a class and its ``forward`` are both defined in one of the packages."""
-    code = getattr(cls, "forward", cls)
-    modules = (cls.__module__, getattr(code, "__module__", cls.__module__))
-    return all(module.partition(".")[0] in packages for module in modules)
 
 
 Signature = tuple[tuple[str, ...], tuple[tuple[str, Plain], ...], bool]
@@ -372,7 +356,7 @@ def attributes_of(model: nn.Module) -> tuple[tuple[str, str, Plain], ...]:
 
         internal |= {*PreTrainedModel.__init__.__code__.co_names}
     for path, module in model.named_modules():
-        if not _from(type(module), ("transformers", "torch")):
+        if not is_defined_in(type(module), ("transformers", "torch")):
             for name, value in vars(module).items():
                 if type(value) in PLAIN_TYPES and name not in internal and "_hf_" not in name:
                     found[f"{path}.{name}" if path else name] = value

@@ -17,7 +17,6 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.norm_modules import (
     become,
     first_names,
-    foreign_hooks,
     forward_hooks,
     has_replaced_forward,
     interference,
@@ -26,6 +25,7 @@ from enjoyln_cli.models.norm_modules import (
 from enjoyln_cli.models.norm_probe import Known, LayerNormForm, examine, group_norm_form
 from enjoyln_cli.plan.covered_calls import OTHER_CALLS, CoveredCalls
 from enjoyln_cli.plan.plan import Centring
+from enjoyln_cli.plan.trusted_code import foreign_hooks
 from enjoyln_cli.runtime.entries import add_entries, be_called
 from enjoyln_cli.runtime.modules import Folded, centred_subclass, rms_spelled_out, rms_subclass
 from enjoyln_cli.runtime.structure import KeepStructure

@@ -23,6 +23,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, UnsupportedModel
+from enjoyln_cli.plan.trusted_code import foreign_hooks
 from enjoyln_cli.runtime.adapters import replaced_message
 from enjoyln_cli.runtime.entries import Entry
 from enjoyln_cli.runtime.modules import Folded, stock_class
@@ -35,9 +36,6 @@ So are those of ``transformers.activations``, and its ``Conv1D``.
 """
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Classes that may call a child that is added later."""
-RECORDING = ("transformers.", "enjoyln_cli.", "torch.utils.", "torch.distributed.fsdp.")
-"""Prefixes of modules whose hooks change no value, or gather split weights (FSDP)."""
-
 _OR = "or keep LayerNorm"
 _TRAINING = itemgetter("training")
 _check_lock = threading.RLock()
@@ -156,8 +154,7 @@ def _was_exchanged(cls: type, before: type) -> bool:
 
 
 def _check_hooks(path: str, hooks: list[Any]) -> None:
-    homes = (str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks)
-    if not all(home.startswith(RECORDING) for home in homes):
+    if foreign_hooks(hooks):
         raise NotCentred(
             f"{path}: has a forward hook that was not there at conversion and may change its "
             f"output; remove it, {_OR}"

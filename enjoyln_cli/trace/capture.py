@@ -35,6 +35,7 @@ from enjoyln_cli.models.meta_device import (
     without_memory,
 )
 from enjoyln_cli.models.norm_modules import first_names
+from enjoyln_cli.plan.trusted_code import is_stock
 from enjoyln_cli.trace.annotate import CallToTrace, Weights, annotate, fields_of
 from enjoyln_cli.trace.export import export_call
 from enjoyln_cli.trace.failure_reasons import say_why
@@ -56,6 +57,8 @@ class Captures:
         self.model = model
         self.naming = naming
         self.inner = inner
+        self.is_stock = is_stock(model)
+        """Whether the model follows transformers' conventions (see ``plan.trusted_code``)."""
         self._recordings: dict[int, tuple[Call, Trace | None]] = {}
         """By the ``id`` of a call. The call itself is kept, so that its ``id`` is not reused."""
 

@@ -39,7 +39,6 @@ from enjoyln_cli.plan.covered_calls import (
     Length,
     TensorForm,
     call_form,
-    is_stock,
     sizes_in,
     value_of,
 )
@@ -66,11 +65,8 @@ def traced_forms(model: nn.Module, trace: Trace) -> tuple[CallForm, ...]:
     return () if form is None else (form,)
 
 
-def in_two_rows(model: nn.Module, call: Call) -> Iterator[Call]:
-    """The same call with two rows if it has one, since torch may broadcast a single row.
-
-    Nothing for transformers' classes, where a single row stands for any number of rows.
-    """
+def in_two_rows(call: Call) -> Iterator[Call]:
+    """The same call with two rows if it has one, since torch may broadcast a single row."""
 
     def doubled(value: Any) -> Any:
         single = isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == 1
@@ -78,7 +74,7 @@ def in_two_rows(model: nn.Module, call: Call) -> Iterator[Call]:
 
     steps = pytree.tree_map(doubled, call.steps)
     leaves = zip(pytree.tree_leaves(steps), pytree.tree_leaves(call.steps), strict=True)
-    if not is_stock(model) and any(new is not old for new, old in leaves):
+    if any(new is not old for new, old in leaves):
         yield replace(call, label=f"{call.label}, in two rows", steps=steps, required=False)
 
 
@@ -99,14 +95,14 @@ class _Before:
         self.known.append(len(self.environment.guards) if self.environment else 0)
 
 
-def in_one_row(model: nn.Module, call: Call, forms: Iterable[CallForm]) -> Iterator[Call]:
+def in_one_row(call: Call, forms: Iterable[CallForm]) -> Iterator[Call]:
     """The same call with a single row, if not all of its ``forms`` hold for one.
 
     torch broadcasts a single row, so code may take another path with it.
     """
     leaves = pytree.tree_leaves(call.steps)
     rows = next((leaf.shape[0] for leaf in leaves if torch.is_tensor(leaf) and leaf.ndim), 1)
-    if rows == 1 or is_stock(model) or all(map(_holds_for_one, forms)):
+    if rows == 1 or all(map(_holds_for_one, forms)):
         return
 
     def single(value: Any) -> Any:

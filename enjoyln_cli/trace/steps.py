@@ -33,9 +33,10 @@ from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.graph.insertion_points import Places, mark_insertion_points
 from enjoyln_cli.models.known_answers import KnownAnswers
 from enjoyln_cli.models.meta_device import answers_without_values
-from enjoyln_cli.models.norm_modules import NormRuns, foreign_hooks, watch_norms
+from enjoyln_cli.models.norm_modules import NormRuns, watch_norms
 from enjoyln_cli.models.outputs import by_field, tensors_in
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument, returned_cache
+from enjoyln_cli.plan.trusted_code import foreign_hooks
 from enjoyln_cli.trace.escapes import WatchReads, changed_attributes, held_by_modules
 
 _LATER = (Iterator, FunctionType, MethodType, partial)

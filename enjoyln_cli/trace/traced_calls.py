@@ -24,7 +24,6 @@ from enjoyln_cli.plan.covered_calls import (
     CallForm,
     CoveredCalls,
     attributes_of,
-    is_stock,
 )
 from enjoyln_cli.plan.plan import Setting
 from enjoyln_cli.trace.capture import Captures
@@ -63,6 +62,8 @@ def likely_calls(captures: Captures) -> list[Call]:
     calls = accepted_calls(captures) or next(iter(ways_to_call(model)), None)
     if calls is None:
         raise UnsupportedModel(f"no inputs can be made up for {type(model).__name__}")
+    if captures.is_stock:
+        return calls
     return [*calls, *further_calls(model, calls[0]), *generated_calls(model)]
 
 
@@ -105,8 +106,8 @@ def with_forms(traced: TracedModel) -> TracedModel:
     for trace in traced.traces:
         found = traced_forms(traced.model, trace)
         forms += found
-        if not trace.by_example:
-            alone = in_one_row(traced.model, trace.call, found)
+        if not (trace.by_example or traced.captures.is_stock):
+            alone = in_one_row(trace.call, found)
             more = trace_calls(traced.captures, alone).traces
             traces += more
             forms += [form for one in more for form in traced_forms(traced.model, one)]
@@ -178,7 +179,7 @@ def unproven_inputs(traced: Sequence[TracedModel]) -> list[str]:
 
 
 def _are_stock(traced: Sequence[TracedModel]) -> bool:
-    return all(is_stock(one.model) for one in traced)
+    return all(one.captures.is_stock for one in traced)
 
 
 def _have_forms(traced: Sequence[TracedModel]) -> bool:

@@ -33,9 +33,9 @@ from enjoyln_cli.plan.covered_calls import (
     CoveredCalls,
     Items,
     TensorForm,
-    is_stock,
 )
 from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.plan.trusted_code import is_stock
 from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import notes
 from enjoyln_cli.rewrite.in_memory import centre_parameters
