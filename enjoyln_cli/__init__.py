@@ -16,7 +16,7 @@
 
     Options(untie=True)    what a fold may do besides centring
     BenchOptions()         what ``bench`` is to measure
-    centre_parameters(model, plan), install(model, plan)   the two halves of a fold in memory
+    fold_in_memory(model, plan)   a fold of a live model: ``centre_parameters``, then ``install``
 
 Every refusal is an ``EnjoyLNError``. Names are looked up on first use: importing this package
 imports neither torch nor transformers.
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.publish.push import push
     from enjoyln_cli.recipe.read import load_recipe
     from enjoyln_cli.rewrite.in_memory import centre_parameters
-    from enjoyln_cli.runtime.install import install
+    from enjoyln_cli.runtime.install import fold_in_memory, install
     from enjoyln_cli.runtime.loading import from_pretrained, refold
     from enjoyln_cli.runtime.quantizer import EnjoyLNConfig
     from enjoyln_cli.verification.measured_norms import optimize
@@ -84,6 +84,7 @@ __all__ = [
     "centre_parameters",
     "export",
     "fold",
+    "fold_in_memory",
     "from_pretrained",
     "install",
     "load_recipe",
@@ -103,6 +104,7 @@ _LAZY = {
     "centre_parameters": ("enjoyln_cli.rewrite.in_memory", "centre_parameters"),
     "export": ("enjoyln_cli.onnx_export.export", "export"),
     "fold": ("enjoyln_cli.conversion.fold", "convert"),
+    "fold_in_memory": ("enjoyln_cli.runtime.install", "fold_in_memory"),
     "from_pretrained": ("enjoyln_cli.runtime.loading", "from_pretrained"),
     "install": ("enjoyln_cli.runtime.install", "install"),
     "load_recipe": ("enjoyln_cli.recipe.read", "load_recipe"),

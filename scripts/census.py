@@ -237,9 +237,8 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
     from enjoyln_cli.analysis.analyze import analyze_config
     from enjoyln_cli.errors import UnsupportedModel
     from enjoyln_cli.plan.plan import Options
-    from enjoyln_cli.rewrite.in_memory import centre_parameters
     from enjoyln_cli.runtime.entries import input_means
-    from enjoyln_cli.runtime.install import install
+    from enjoyln_cli.runtime.install import fold_in_memory
 
     options = Options()
     if mode == "options":
@@ -301,9 +300,8 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
         row["dtype"] = str(dtype).removeprefix("torch.")
         row["status"] = "not folded"
         folded = copy.deepcopy(model)
-        centre_parameters(folded, plan)
+        fold_in_memory(folded, plan)
         names = [verdict.norm for verdict in plan.folded]
-        install(folded, names, plan.ops, plan.entry_inputs, plan.unproven, covered=plan.covered)
         with input_means(folded) as means:
             apart = [differing(outputs_of(run, folded, dtype), expected[run]) for run in expected]
         row["error"] = max(apart)

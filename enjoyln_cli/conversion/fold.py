@@ -102,16 +102,18 @@ def prepare(
     from enjoyln_cli.recipe.read import load_recipe
 
     event = on_event or default_listener
-    if local_folder(str(model)) is None:
+    is_local = local_folder(str(model)) is not None
+    if not is_local:
         event("download", f"looking up {model} on the Hub")
-    source = open_named(str(model), opening)
+    source = open_named(str(model), opening, weights=is_local)
     config = load_config(source, opening.trust_remote_code)
     require_unfolded(config, source.model)
     if out is not None:
         check_place(Path(out), source=source.root, force=force, resume=resume)
-    source = open_named(str(model), replace(opening, revision=source.revision), weights=True)
+    if not is_local:
+        source = open_named(str(model), replace(opening, revision=source.revision), weights=True)
+        config = load_config(source, opening.trust_remote_code)  # with a pipeline's settings
     checkpoint = open_checkpoint(source)
-    config = load_config(source, opening.trust_remote_code)  # with a pipeline's settings
     asked = None if opening.recipe is None else load_recipe(opening.recipe)
     model_class, outputs = opening.model_class, opening.outputs
     outputs = outputs or (outputs_asked(asked, model_class, config) if asked else ())

@@ -24,8 +24,9 @@ from enjoyln_cli.models.norm_modules import (
 )
 from enjoyln_cli.models.norm_probe import Known, LayerNormForm, examine, group_norm_form
 from enjoyln_cli.plan.covered_calls import OTHER_CALLS, CoveredCalls
-from enjoyln_cli.plan.plan import Centring
+from enjoyln_cli.plan.plan import Centring, Plan
 from enjoyln_cli.plan.trusted_code import foreign_hooks
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.entries import add_entries, be_called
 from enjoyln_cli.runtime.modules import Folded, centred_subclass, rms_spelled_out, rms_subclass
 from enjoyln_cli.runtime.structure import KeepStructure
@@ -105,6 +106,25 @@ def install(
         if isinstance(module, Folded) or hasattr(module, "centrings"):
             module._enjoyln_fold = fold  # type: ignore[assignment]
     return model
+
+
+def install_plan(model: nn.Module, plan: Plan) -> nn.Module:
+    """``install`` for everything that ``plan`` says about a model whose weights are centred."""
+    norms = [verdict.norm for verdict in plan.folded]
+    merged = bool(plan.merged)
+    return install(
+        model, norms, plan.ops, plan.entry_inputs, plan.unproven, merged, covered=plan.covered
+    )
+
+
+def fold_in_memory(model: nn.Module, plan: Plan) -> nn.Module:
+    """Carry out ``plan`` on a live model, in place: its edits of weights, then its RMSNorms.
+
+    The weights are not watched afterwards, as those of a converted checkpoint are. Returns
+    ``model``. Raises as ``centre_parameters`` and ``install`` do.
+    """
+    centre_parameters(model, plan)
+    return install_plan(model, plan)
 
 
 def locate(

@@ -22,6 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from enjoyln_cli.checkpoint.config import MARKER
+from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.checkpoint.result_files import PLAN_FILE, RECIPE_FILE
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.fs.whole_file import write_whole
@@ -31,18 +33,15 @@ from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import plan_text
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.entries import entry_of
-from enjoyln_cli.runtime.install import install
-from enjoyln_cli.runtime.loading import marker_of, optimize_unchecked
-from enjoyln_cli.runtime.weight_check import (
-    require_unquantised,
-    tensor_at,
-    watch_list_of,
-    with_adapters,
-)
-from enjoyln_cli.runtime.weight_watch import KeepCentred, watch_weights, weight_checks
-from enjoyln_cli.train.free_means import centred_tensors
+from enjoyln_cli.runtime.loading import marker_of, optimize_unchecked, watched_weights
+from enjoyln_cli.runtime.weight_check import require_unquantised, tensor_at, with_adapters
+from enjoyln_cli.runtime.weight_watch import KeepCentred, weight_checks
 from enjoyln_cli.train.optimizers import warn_of_dependence
-from enjoyln_cli.train.trained_fold import mark_trained, plan_in_training, recipe_in_training
+from enjoyln_cli.train.trained_fold import (
+    marker_in_training,
+    plan_in_training,
+    recipe_in_training,
+)
 
 Every = Literal["evaluation", "step"]
 """When weights are centred: before each evaluation and save, or also after each optimizer step."""
@@ -140,21 +139,17 @@ def _start(model: Any, plan: Plan | None) -> list[Any]:
     """Fold ``model`` in memory and centre its weights from now on; the handles of its hooks."""
     _require_whole(model)
     plan = plan_in_training(model, plan)
-    weights = centred_tensors(plan)
-    ops = [op.module for op in plan.ops]
-    watch = with_adapters(model, watch_list_of(model, weights, ops))
+    entry = marker_in_training(model, plan)
+    marker = read_marker({MARKER: entry})
+    watch = with_adapters(model, watched_weights(model, marker))
     require_unquantised(model, watch.tensors)
     if any(writer.scale for writer in plan.writers):
         centre_parameters(model, plan)
     if hasattr(getattr(model, "config", None), "to_dict"):
-        mark_trained(model, plan)
-        optimize_unchecked(model, marker_of(model))
+        setattr(model.config, MARKER, entry)
+        marker = marker_of(model)
         model.save_pretrained = SaveWithRecipe(model, plan)
-    else:
-        norms = [verdict.norm for verdict in plan.folded]
-        how = (plan.entry_inputs, plan.unproven)
-        install(model, norms, plan.ops, *how, covered=plan.covered)
-        watch_weights(model, weights, ops)
+    optimize_unchecked(model, marker)
     for _, check in weight_checks(model):
         check.recentres = True
     _centre(model)

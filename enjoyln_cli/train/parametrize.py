@@ -23,9 +23,9 @@ from enjoyln_cli.models.load import values_of
 from enjoyln_cli.plan.axis import Axis, centre
 from enjoyln_cli.plan.edits import Edit, edits_of
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.rewrite.in_memory import centre_parameters, require_fit
+from enjoyln_cli.rewrite.in_memory import require_fit
 from enjoyln_cli.runtime.entries import Entry, entries, entry_of
-from enjoyln_cli.runtime.install import install, locate
+from enjoyln_cli.runtime.install import fold_in_memory, install_plan, locate
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.structure import KeepStructure, Snapshot, set_trouble, trouble_with
 from enjoyln_cli.train.training_plan import analyze_training, dropout_rates
@@ -88,8 +88,7 @@ def reparametrize(
         ).plan
     _require_usable(model, plan, approximate)
     edits = _by_tensor(model, plan)
-    norms = [verdict.norm for verdict in plan.folded]
-    install(model, norms, plan.ops, plan.entry_inputs, plan.unproven, covered=plan.covered)
+    install_plan(model, plan)
     for module, name, axes in edits:
         parametrize.register_parametrization(module, name, Centre(axes))
         parametrisation: Any = module.parametrizations
@@ -120,9 +119,7 @@ def merge(model: nn.Module) -> nn.Module:
         _own_class(module)
         parametrize.remove_parametrizations(module, name, leave_parametrized=False)
     entry.fold.training_plan, entry.fold.was_proven = None, False
-    centre_parameters(model, plan)
-    norms = [verdict.norm for verdict in plan.folded]
-    return install(model, norms, plan.ops, plan.entry_inputs, plan.unproven, covered=plan.covered)
+    return fold_in_memory(model, plan)
 
 
 class KeepParametrised(KeepStructure):

@@ -113,18 +113,15 @@ def _require_frozen_scales(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def mark_trained(model: Any, plan: Plan) -> None:
-    """Put the marker of ``plan`` into the config of ``model``; it says that the model is trained.
+def marker_in_training(model: Any, plan: Plan) -> dict[str, Any]:
+    """The marker of ``plan`` as an entry for a config; it says that the model is trained.
 
-    Its source is the checkpoint that training began from.
+    Its source is the checkpoint that training began from, if that is known.
     """
-    found = marker_in(model)
-    start, revision = (
-        (found.source, found.revision)
-        if found
-        else (model.config._name_or_path, getattr(model.config, "_commit_hash", None))
-    )
-    setattr(model.config, MARKER, marker(plan, Source(start or "", Path(), revision), trained=True))
+    before, config = marker_in(model), getattr(model, "config", None)
+    start = before.source if before else getattr(config, "_name_or_path", "")
+    revision = before.revision if before else getattr(config, "_commit_hash", None)
+    return marker(plan, Source(start or "", Path(), revision), trained=True)
 
 
 def recipe_in_training(model: Any, plan: Plan) -> str:
