@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401 (defines an op)
 
 aten = torch.ops.aten
 Case = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]

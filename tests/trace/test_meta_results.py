@@ -80,7 +80,7 @@ def test_cached_results_are_those_of_torch(family: str, monkeypatch: pytest.Monk
             raise
         except Exception:  # torch takes no such operands, or a value is read
             continue
-    assert (compared and meta_results._results) or family in HOLD_VALUES
+    assert compared or family in HOLD_VALUES
 
 
 def plain(x: torch.Tensor) -> Any:
