@@ -8,6 +8,7 @@ functions here match patterns with fields, and tell which fields must always sta
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import accumulate, chain
@@ -68,7 +69,7 @@ def _walk(
     parts: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
         parts = value.items()
-    elif isinstance(value, (list, tuple, set)):
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         parts = enumerate(value)
     elif id(value) in opened:
         return

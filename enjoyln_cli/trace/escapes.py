@@ -6,8 +6,6 @@ code may read the value of a tensor as a number. The graph shows neither.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from enjoyln_cli.errors import TraceFailed
-from enjoyln_cli.models.outputs import instance_attributes
+from enjoyln_cli.models.outputs import tensors_in
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 READS = {
@@ -26,8 +24,8 @@ READS = {
     "numpy", "storage", "tolist", "untyped_storage",
 }  # fmt: skip
 """Functions by which Python gets the values of a tensor, or access to them."""
-_DEPTH = 6
-"""How many levels of nested objects in a module's attributes are compared."""
+_COMPARED = (bool, int, str, type(None))
+"""Types of attributes that show whether the next call may take another path."""
 
 
 class WatchReads(TorchFunctionMode):
@@ -57,57 +55,13 @@ class WatchReads(TorchFunctionMode):
         return result
 
 
-State = dict[tuple[str, str], Any]
-
-
-def held_by_modules(model: nn.Module) -> tuple[State, list[torch.Tensor]]:
-    """The attributes of each module by ``(path, name)``, in comparable form, and their tensors.
-
-    Plain values are compared as such, tensors by dtype and number of dimensions, other objects by
-    their kind and attributes. An object that several modules hold, such as a config, is described
-    once.
-    """
-    state: State = {}
-    tensors: list[torch.Tensor] = []
-    known: dict[int, tuple[Any, Any]] = {}
+def held_by_modules(model: nn.Module) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """The plain attributes of all modules by path, and every tensor that an attribute leads to."""
     with torch._C.DisableTorchFunction():  # what is read here is not read by the model
-        for path, module in model.named_modules():
-            for name, value in vars(module).items():
-                if id(value) not in known:
-                    described = _described(value, _DEPTH, frozenset(), tensors)
-                    known[id(value)] = value, described
-                state[path, name] = known[id(value)][1]
-    return state, tensors
-
-
-def changed_attributes(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> list[Any]:
-    """The attributes, as ``(path, name)``, whose descriptions differ."""
-    names = dict.fromkeys((*before, *after))
-    return [name for name in names if before.get(name) != after.get(name)]
-
-
-_BY_VALUE = {bool, int, str, bytes, type(None), torch.dtype}
-
-
-def _described(value: Any, depth: int, around: frozenset[int], tensors: list[torch.Tensor]) -> Any:
-    """What two states compare of ``value``; its tensors are added to ``tensors``."""
-    kind = type(value)
-    if kind in _BY_VALUE:
-        return kind, value
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return "tensor", value.dim(), value.dtype
-    if isinstance(value, (*_BY_VALUE, float, complex)):
-        return kind, repr(value)  # NaN does not equal itself
-    if isinstance(value, nn.Module):
-        return "module", id(value)
-    if depth == 0 or id(value) in around or callable(value):
-        return kind
-    inside = around | {id(value)}
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return kind, *[_described(part, depth - 1, inside, tensors) for part in list(value)]
-    held = value if isinstance(value, Mapping) else instance_attributes(value)
-    return kind, *[
-        (repr(key), _described(part, depth - 1, inside, tensors))
-        for key, part in list(held.items())
-    ]
+        plain = {
+            f"{path}.{name}" if path else name: value
+            for path, module in model.named_modules()
+            for name, value in vars(module).items()
+            if type(value) in _COMPARED
+        }
+        return plain, tensors_in(model)

@@ -37,7 +37,7 @@ from enjoyln_cli.models.norm_modules import NormRuns, watch_norms
 from enjoyln_cli.models.outputs import by_field, tensors_in
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument, returned_cache
 from enjoyln_cli.plan.trusted_code import foreign_hooks
-from enjoyln_cli.trace.escapes import WatchReads, changed_attributes, held_by_modules
+from enjoyln_cli.trace.escapes import WatchReads, held_by_modules
 
 _LATER = (Iterator, FunctionType, MethodType, partial)
 
@@ -111,8 +111,8 @@ class Steps(nn.Module):
             if written or not known.issuperset(map(id, kept)) or state != after:
                 returned = returned + self._run(steps)
                 again, kept = held_by_modules(self.model)
-                if moving := changed_attributes(after, again):
-                    where = ".".join(filter(None, moving[0]))
+                if moving := {*after.items()} ^ {*again.items()}:
+                    where = min(name for name, _ in moving)
                     raise TraceFailed(
                         f"each call changes {where}, so the next call may compute something else"
                     )
