@@ -26,10 +26,6 @@ from torch.nn.modules import module as hooks_of_all
 
 from enjoyln_cli.plan.trusted_code import foreign_hooks
 
-METHODS = ("__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward")
-"""Methods that run before ``forward`` when a module is called."""
-ACCESS = ("__getattr__", "__getattribute__", "__setattr__", "__delattr__")
-"""Methods that read and write attributes of a module."""
 PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -44,27 +40,14 @@ def interference(module: nn.Module) -> str | None:
         return "its forward was replaced on the instance"
     bases = (base for base in cls.__mro__ if issubclass(base, nn.Module))
     plain = next(base for base in bases if "made_by" not in vars(base))  # without ours
-    own = [name for name in METHODS if getattr(plain, name) is not getattr(nn.Module, name)]
-    own += [name for name in METHODS if name in vars(module)]
-    if own:
-        return f"its class replaces {own[0]}"
+    if plain.__call__ is not nn.Module.__call__:
+        return "its class replaces __call__"
     if getattr(module, "_compiled_call_impl", None) is not None:
         return "it was compiled separately, by its own compile method"
-    if type(cls).__module__ != "enjoyln_cli.runtime.modules" and type(cls) is not type:
-        return f"its class has the metaclass {type(cls).__name__}, so it cannot be replaced"
-    if not inspect.isfunction(inspect.getattr_static(cls, "forward", None)):
-        return "its forward is not a plain method"
-    if any("__init_subclass__" in vars(base) for base in cls.__mro__[:-1]):
-        return "its class replaces __init_subclass__"
-    own = [name for name in ACCESS if getattr(cls, name) is not getattr(nn.Module, name)]
-    if own:
-        return f"its class replaces {own[0]}"
     tensors = {**module._parameters, **module._buffers}
     for name in dict.fromkeys((*tensors, "weight", "bias", "eps", "normalized_shape")):
         if hasattr(inspect.getattr_static(cls, name, None), "__get__"):
             return f"its {name} is computed (by a parametrisation, or a property)"
-        if name in tensors and name in vars(module):
-            return f"its {name} is a parameter and another attribute"
     for name, tensor in tensors.items():
         if tensor is not None and type(tensor) not in PLAIN:
             return f"its {name} is a {type(tensor).__name__}, not a plain tensor"

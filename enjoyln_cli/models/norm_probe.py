@@ -10,9 +10,9 @@ over the last dimension or over the channels (dimension 1 of N, C, ...). The gai
 1. The module is run on inputs of many magnitudes.
 2. Its ops are examined (see ``arithmetic``). Most modules only call torch's ``layer_norm``. Any
    other must not branch on its input, and must consist of ops with one formula for all values.
-3. The module is run on inputs for which other formulas differ from LayerNorm: rows of zeros and of
-   one value, a single row, magnitudes around the root of eps; with parameters that are zero,
-   negative, tiny and huge, and with its own.
+3. So a few inputs decide whether that formula is LayerNorm. The module is run on those for which
+   others differ from it: rows of zeros and of one value, magnitudes around the root of eps; with
+   parameters that are zero and negative.
 
 A module may compute something else for inputs with another number of dimensions, so the result
 holds for the tested numbers of dimensions only.
@@ -212,7 +212,7 @@ def examine(module: nn.Module, known: Known) -> LayerNormForm | str | None:
         known[kind] = found
     elif kind is not None:
         _others.add(kind)
-    return _by_own(module, found) if isinstance(found, LayerNormForm) else found
+    return found
 
 
 _others: set[Any] = set()
@@ -279,23 +279,15 @@ def _objection(module: nn.Module, roles: _Roles, form: LayerNormForm) -> str | N
         found = decision(probe.module, probe.size(form.dim, rank), probe.fixed(form.dim, rank))
         if found is not None:
             return found
-    before = repr(sorted((n, v) for n, v in vars(probe.module).items() if n not in _INTERNAL))
-    every_kind = itertools.islice(_parameters(probe), 1 if torchs else None)
-    for number, (what, weight, bias) in enumerate(every_kind):
-        for part in (probe.weight, probe.bias):
+    for what, weight, bias in itertools.islice(_parameters(probe), 1 if torchs else None):
+        for part, values in ((probe.weight, weight), (probe.bias, bias)):
             if part is not None:
-                part.copy_((weight if part is probe.weight else bias).reshape(part.shape))
+                part.copy_(values.reshape(part.shape))
         for rank in form.ranks or ():
             if not _is_exact(probe, form, _every_row(probe, form, rank)):
                 return (
                     f"it does not compute LayerNorm of rows that are tiny, huge or constant{what}"
                 )
-            kinds = _inputs(probe, form, rank) if number == 0 else iter(())
-            for where, x in itertools.islice(kinds, 1 if torchs else None):
-                if not _is_exact(probe, form, x, gradients=True):
-                    return f"it does not compute LayerNorm of {where}"
-    if repr(sorted((n, v) for n, v in vars(probe.module).items() if n not in _INTERNAL)) != before:
-        return "its forward changes the module"
     return next(filter(None, (_objection_in(d, d, module, roles, form) for d in NARROW)), None)
 
 
@@ -312,7 +304,7 @@ def _objection_in(
     ``unsupported`` is the answer for a module that raises an error with these.
     """
     probe = _probe(module, roles)
-    nn.Module.to(probe.module, held)
+    probe.module.to(held)
     x = probe.input(form.dim, (form.ranks or (3,))[0]).to(dtype)
     weight, bias = (getattr(probe.module, n or "", None) for n in (roles.weight, roles.bias))
     wide = (None if part is None else part.double() for part in (weight, bias))
@@ -341,15 +333,10 @@ def _parameters(probe: _Probe) -> Iterator[tuple[str, Any, Any]]:
     generator = torch.Generator().manual_seed(2)
     like = next((p for p in (probe.weight, probe.bias) if p is not None), torch.ones(probe.shape))
     one, two = (torch.randn(like.shape, generator=generator, dtype=torch.float64) for _ in range(2))
-    zero, sparse = torch.zeros_like(one), one * (two > 0)
     yield "", one, two
-    if probe.weight is probe.bias:  # both are None
-        return
-    yield " where its parameters are negative", -one.abs() - 0.1, -two.abs() - 0.1
-    yield " where its parameters are zero", zero, zero
-    yield " where some of its parameters are zero", sparse, two * (one > 0)
-    yield " where its parameters are tiny", 1e-9 * one, 1e-9 * two
-    yield " where its parameters are huge", 1e9 * one, 1e9 * two
+    if probe.weight is not probe.bias:  # both are None
+        yield " where its parameters are negative", -one.abs() - 0.1, -two.abs() - 0.1
+        yield " where its parameters are zero", torch.zeros_like(one), torch.zeros_like(two)
 
 
 def _every_row(probe: _Probe, form: LayerNormForm, rank: int) -> torch.Tensor:
@@ -362,62 +349,14 @@ def _every_row(probe: _Probe, form: LayerNormForm, rank: int) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def _inputs(probe: _Probe, form: LayerNormForm, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """More inputs to test, each with words for the error message."""
-    x = probe.input(form.dim, rank) + 0.7
-    yield "huge inputs", EXTREMES[-1] * x
-    yield "tiny inputs", EXTREMES[0] * x
-    yield "rows of zeros", torch.zeros_like(x)
-    yield "an input that is not contiguous", x.mT.contiguous().mT
-    for dim in set(range(rank)) - probe.fixed(form.dim, rank):
-        x = x.narrow(dim, 0, 1)
-    yield "a single row", x
-
-
-def _is_exact(probe: _Probe, form: LayerNormForm, x: torch.Tensor, gradients: bool = False) -> bool:
-    """Whether the module computes LayerNorm of ``x`` and changes neither ``x`` nor its weights."""
-    held = [tensor for tensor in (probe.weight, probe.bias) if tensor is not None]
-    given, before, x = x, [tensor.clone() for tensor in held], x.clone()
-    expected = layer_norm(given, form, probe.weight, probe.bias).movedim(form.dim, -1)
-    for enabled in (False, True)[: 1 + gradients]:
-        try:
-            with torch.set_grad_enabled(enabled), InFloat64():
-                y = probe.module(x.requires_grad_(enabled))
-        except Exception:  # a custom module may fail, but then it returns no wrong result
-            continue
-        if not isinstance(y, torch.Tensor) or y.shape != x.shape:
-            return False
-        if not torch.equal(x, given) or not all(map(torch.equal, held, before)):
-            return False
-        y = y.detach().double().movedim(form.dim, -1)
-        largest = expected.abs().amax(-1, keepdim=True)
-        close = (y - expected).abs() <= EXACTLY * largest
-        if not (close | (y.isnan() & expected.isnan())).all():
-            return False
-    return True
-
-
-def _by_own(module: nn.Module, form: LayerNormForm) -> LayerNormForm | str:
-    """``form`` if the module also computes LayerNorm with its own weights, else the reason."""
-    tensors = [*module.parameters(), *module.buffers()]
-    if (
-        not tensors
-        or any(tensor.is_meta for tensor in tensors)
-        or not all(t.isfinite().all() for t in tensors)
-    ):
-        return form
-    copied = _bare(module)
-    nn.Module.cpu(copied)
-    nn.Module.double(copied)
-    weight, bias = (getattr(copied, name, None) for name in (form.weight, form.bias))
-    roles = (weight if form.gain != "1" else None), (bias if form.biased else None)
-    probe = _Probe(copied, tuple(per_feature(tensors[0]).shape), *roles)
-    x = probe.input(form.dim, (form.ranks or (3,))[0]) + 0.7
-    return (
-        form
-        if _is_exact(probe, form, x)
-        else "it does not compute LayerNorm with its own parameters"
-    )
+def _is_exact(probe: _Probe, form: LayerNormForm, x: torch.Tensor) -> bool:
+    """Whether the module computes LayerNorm of ``x``, in float64."""
+    y, expected = probe.run(x), layer_norm(x, form, probe.weight, probe.bias)
+    if y is None:
+        return False
+    y, expected = y.movedim(form.dim, -1), expected.movedim(form.dim, -1)
+    close = (y - expected).abs() <= EXACTLY * expected.abs().amax(-1, keepdim=True)
+    return bool((close | (y.isnan() & expected.isnan())).all())
 
 
 def computes_rms_norm(module: nn.Module) -> bool:
@@ -463,37 +402,20 @@ def _roles(module: nn.Module) -> list[_Roles]:
 
 
 def _bare(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` in eval mode, without hooks, whose methods are those of its class.
-
-    Its parameters need no gradients. Raises ``ValueError`` if the module's own code returns a copy
-    that shares memory with it, since the copy is written to.
-    """
+    """A copy of ``module`` in eval mode without hooks; its parameters need no gradients."""
     bare = object.__new__(type(module))
     bare.__dict__.update(vars(module))
     for name, value in vars(module).items():
         if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
             bare.__dict__[name] = type(value)()
-    replaced = {name for name in vars(module) if name not in _INTERNAL and hasattr(nn.Module, name)}
-    for name in replaced | {"_old_forward", "_hf_hook"}:
+    for name in ("forward", "_old_forward", "_hf_hook"):
         bare.__dict__.pop(name, None)
-    copied = copy.deepcopy(bare)
-    if not _memory(copied).isdisjoint(_memory(module)):
-        raise ValueError("a copy of the module shares its parameters")
-    copied.training = False
-    nn.Module.requires_grad_(copied, False)
-    return copied
-
-
-def _memory(module: nn.Module) -> set[int]:
-    """The storages of what a module registers."""
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
+    return copy.deepcopy(bare).eval().requires_grad_(False)
 
 
 def _probe(module: nn.Module, roles: _Roles) -> _Probe:
     copied = _bare(module)
-    nn.Module.to_empty(copied, device="cpu")
-    nn.Module.double(copied)
+    copied.to_empty(device="cpu").double()
     generator = torch.Generator().manual_seed(0)
     found = dict(copied.named_parameters()) | dict(copied.named_buffers())
     for tensor in found.values():

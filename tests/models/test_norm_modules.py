@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import copy
 from collections.abc import Callable
 from dataclasses import replace
@@ -111,30 +110,9 @@ def patched(norm: Any) -> Any:
     return norm
 
 
-def wrapped(norm: Any) -> Any:
-    norm._call_impl = lambda x: type(norm).forward(norm, x.exp())
-    return norm
-
-
 class Calls(nn.LayerNorm):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return super().__call__(x * torch.arange(D))
-
-
-class CallImpl(nn.LayerNorm):
-    def _call_impl(self, x: torch.Tensor) -> torch.Tensor:
-        return self.forward(x.exp())
-
-
-class Looks(nn.LayerNorm):
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        return value.abs() if name == "weight" else value
-
-
-class Reads(nn.LayerNorm):
-    def __getattribute__(self, name: str) -> Any:
-        return super().__getattribute__(name)
 
 
 class Property(nn.LayerNorm):
@@ -148,28 +126,8 @@ def with_property() -> nn.Module:
     return norm
 
 
-class Abstract(nn.LayerNorm, abc.ABC):
-    """Its class has a metaclass, so that no subclass can be made in the usual way."""
-
-
 class Positive(torch.Tensor):
     """A tensor subclass, which may compute anything."""
-
-
-class Instance:
-    """A ``forward`` that does not get the module as ``self``."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (D,))
-
-
-class Attribute(nn.LayerNorm):
-    forward = Instance()
-
-
-class Final(nn.LayerNorm):
-    def __init_subclass__(cls) -> None:
-        raise TypeError("nothing is derived from this class")
 
 
 def compiled(norm: Any) -> Any:
@@ -199,14 +157,7 @@ HOOK = "a forward hook may change its input or output"
         (parametrised(nn.LayerNorm(D)), "its weight is computed"),
         (with_property(), "its weight is computed"),
         (patched(nn.LayerNorm(D)), "its forward was replaced on the instance"),
-        (wrapped(nn.LayerNorm(D)), "its class replaces _call_impl"),
         (Calls(D), "its class replaces __call__"),
-        (CallImpl(D), "its class replaces _call_impl"),
-        (Looks(D), "its class replaces __getattr__"),
-        (Reads(D), "its class replaces __getattribute__"),
-        (Abstract(D), "its class has the metaclass ABCMeta"),
-        (Final(D), "its class replaces __init_subclass__"),
-        (Attribute(D, elementwise_affine=False), "its forward is not a plain method"),
         (compiled(nn.LayerNorm(D)), "it was compiled separately, by its own compile method"),
         (weight_normed(nn.LayerNorm(D)), HOOK),
     ],
@@ -254,7 +205,7 @@ def test_a_module_edited_after_the_analysis_is_refused_and_nothing_is_changed() 
     model = randomised(nn.Sequential(Block(), nn.Linear(3, D), Block()))
     plan = analyze_module(model, given()).plan
     assert len(plan.folded) == 2
-    edits: list[Change] = [weighted, parametrised, patched, wrapped, subclassed]
+    edits: list[Change] = [weighted, parametrised, patched, subclassed]
     for edit in edits:
         edited = copy.deepcopy(model)
         centre_parameters(edited, plan)

@@ -12,7 +12,7 @@ from rounding import as_exact, exactly
 from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
-from enjoyln_cli.errors import TraceFailed, UnsupportedModel
+from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.kernels import literally
 from enjoyln_cli.models.norm_probe import LayerNormForm, computes_rms_norm, examine, layer_norm_form
 from enjoyln_cli.plan.plan import Options
@@ -323,7 +323,7 @@ class Trap(Spelled):
 
     def __init__(self, kind: str, eps: float = 1e-6) -> None:
         super().__init__("last", eps)
-        self.trap, self.calls = kind, 0
+        self.trap = kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given, trap = x, self.trap
@@ -337,12 +337,6 @@ class Trap(Spelled):
             return x
         if trap == "one token" and x.ndim > 2 and x.shape[1] == 1:
             return x * 2
-        if trap == "by gradient" and torch.is_grad_enabled():
-            return x.exp()
-        if trap == "by requires_grad" and x.requires_grad:
-            return x * 3
-        if trap == "by stride" and not x.is_contiguous():
-            return x * 3
         if trap == "half" and x.dtype == torch.bfloat16:
             return x.clamp(-3, 3)
         if trap == "input clamped":
@@ -375,9 +369,6 @@ class Trap(Spelled):
             bias = bias + 1e-8
         if trap == "scaled":
             y = y * (1 + 3e-6)
-        if trap == "counts":
-            self.calls += 1
-            y = y if self.calls < 1000 else 2 * y
         y = weight * y + bias
         if trap == "saturates":
             y = 1e12 * (y / 1e12).tanh()
@@ -396,9 +387,6 @@ TRAPS = [
     ("by rows", "branches on the number of rows"),
     ("one token", "branches on the number of rows"),
     ("loop", "branches on the number of rows"),
-    ("by gradient", "not compute LayerNorm of"),
-    ("by requires_grad", "not compute LayerNorm of"),
-    ("by stride", "not compute LayerNorm of an input that is not contiguous"),
     ("half", "computes clamp, " + MORE),
     ("input clamped", "computes clamp, " + MORE),
     ("finite", "computes nan_to_num, " + MORE),
@@ -412,7 +400,6 @@ TRAPS = [
     ("weight shifted", "where its parameters are"),
     ("constant", "where its parameters are"),
     ("scaled", "not compute LayerNorm of"),
-    ("counts", "changes the module"),
     ("saturates", "computes tanh, " + MORE),
     ("writes", "computes copy_, " + MORE),
 ]
@@ -426,8 +413,8 @@ def test_a_layer_norm_for_common_inputs_only_is_none(kind: str, reason: str) -> 
 
 
 OF_EVERY_ANSWER = (
-    "by value", "one token", "by gradient", "by requires_grad", "half", "rows together",
-    "weight absolute", "weight shifted", "counts", "writes",
+    "by value", "one token", "half", "rows together", "weight absolute", "weight shifted",
+    "writes",
 )  # fmt: skip
 """The others are slow: an analysis and an installation read no more than what is asserted above."""
 
@@ -443,47 +430,12 @@ def test_a_layer_norm_for_common_inputs_only_is_kept(kind: str, reason: str) -> 
     torch.manual_seed(0)
     norm = Trap(kind, 0.0 if kind == "eps outside" else 1e-6)
     model = Block(norm).double()
-    if kind == "counts":  # the whole model is refused, whatever else it is made of
-        with pytest.raises(TraceFailed, match="each call changes norm.calls"):
-            analyze_module(model, torch.randn(2, 5, WIDTH).double())
-    elif kind not in ("by value", "by item"):  # with these, no graph can be captured
+    if kind not in ("by value", "by item"):  # with these, no graph can be captured
         norms = analyze_module(model, torch.randn(2, 5, WIDTH).double()).plan.norms
         assert [v.status for v in norms] == ["kept"] * bool(reason)
         assert all(reason in v.reason for v in norms)
     with pytest.raises(UnsupportedModel, match="norm: Trap does not compute LayerNorm"):
         install(model, ["norm"], ())
-
-
-class Graded(nn.LayerNorm):
-    """Torch's LayerNorm, except while gradients are computed."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (2 if torch.is_grad_enabled() else 1)
-
-
-def test_torchs_layer_norm_is_tested_with_gradients_too() -> None:
-    assert examine(Graded(WIDTH), {}) == "it does not compute LayerNorm of huge inputs"
-
-
-class Itself(Spelled):
-    """A copy of it is the module itself."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Itself:
-        return self
-
-
-@pytest.mark.parametrize("name", ["train", "eval", "double", "to_empty", "requires_grad_", "class"])
-def test_a_module_whose_code_hands_out_itself_keeps_its_parameters(name: str) -> None:
-    norm = Itself() if name == "class" else Spelled()
-    for parameter in norm.parameters():
-        nn.init.normal_(parameter)
-    if name != "class":
-        setattr(norm, name, lambda *args, **kwargs: norm)
-    before = {key: value.clone() for key, value in norm.state_dict().items()}
-    found = examine(norm, {})
-    assert isinstance(found, LayerNormForm) or (found is None and name == "class")
-    assert all(value.equal(before[key]) for key, value in norm.state_dict().items())
-    assert all(parameter.requires_grad for parameter in norm.parameters()) and norm.training
 
 
 class Gain(Spelled):
