@@ -1,12 +1,14 @@
 """Opens and analyses a model before anything is folded, and makes its report.
 
 Decides what ``analyze`` accepts: a Hub id, a directory, a configuration or a live module. The
-analysis reads only the configuration, and no weights.
+analysis reads the configuration, and in a directory the headers of the weight files: they say which
+class is stored there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +18,9 @@ import torch
 from enjoyln_cli.analysis.suggest import suggestions
 from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
 from enjoyln_cli.checkpoint.config import load_config, require_no_code_of, require_unfolded
+from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.source import Source, open_source
-from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
+from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.holders import holds_a_model, models_in
 from enjoyln_cli.plan.plan import PLAIN, Options
 from enjoyln_cli.report.model_report import ModelReport
@@ -59,7 +62,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The analysis of one model for ``enjoyln report``, from its configuration alone."""
+    """The analysis of one model for ``enjoyln report``."""
 
     name: str
     config: PretrainedConfig
@@ -109,9 +112,9 @@ def analyze(
 ) -> Analysis:
     """Which LayerNorms of ``model`` can become RMSNorm, and why the others cannot.
 
-    * ``model`` is a Hub id, a directory, a configuration (weights are neither read nor downloaded),
-      or any live module together with the inputs of one call. For a pipeline or a
-      sentence-transformers model, the model inside is analysed.
+    * ``model`` is a Hub id, a directory, a configuration, or any live module together with the
+      inputs of one call. No weights are downloaded; of a directory, only the headers of its weight
+      files are read. For a pipeline or a sentence-transformers model, the model inside is analysed.
     * ``example_calls`` are further calls that have to be proven, each as a pair ``(args, kwargs)``.
       A converted model whose code is not from transformers refuses calls of any other form.
     * ``outputs`` are the fields of the model's output that have to stay the same, as names or
@@ -140,19 +143,31 @@ def analyze(
             "example inputs are for a torch.nn.Module in memory; pass example_calls for this"
         )
     config: Any = model
+    checkpoint = None
     if isinstance(model, (str, Path)):
         access = HubAccess(token=token, cache_dir=cache_dir)
         source = open_source(str(model), revision=revision, access=access)
-        config = load_config(source, trust_remote_code)
+        config, checkpoint = load_config(source, trust_remote_code), _stored_in(source)
     elif not trust_remote_code:
         require_no_code_of(config, f"this {type(config).__name__}")
     return analyze_config(
         config,
         model_class=model_class,
+        checkpoint=checkpoint,
         outputs=outputs,
         options=options,
         example_calls=example_calls,
     )
+
+
+def _stored_in(source: Source) -> Checkpoint | None:
+    """The checkpoint of a local directory, by its headers, as ``fold`` reads it.
+
+    ``None`` on the Hub, and for a directory whose weights are not there or cannot be read.
+    """
+    with suppress(BadCheckpoint, UnsupportedModel):
+        return None if source.cached else open_checkpoint(source)
+    return None
 
 
 def _only_model_in(holder: Any) -> torch.nn.Module:
@@ -167,15 +182,20 @@ def _only_model_in(holder: Any) -> torch.nn.Module:
 
 def inspect(name: str, opening: Opening, *, is_type: bool = False) -> Inspection:
     """Analyse the model ``name``, or with ``is_type`` that model type's default configuration."""
+    from enjoyln_cli.analysis.analyze import analyze_config
+
+    checkpoint = None
     if is_type:
         config = default_config(name)
     else:
         source = open_named(name, opening)
         config = load_config(source, opening.trust_remote_code)
         require_unfolded(config, source.model)
-    found = analyze(
+        checkpoint = _stored_in(source)
+    found = analyze_config(
         config,
         model_class=opening.model_class,
+        checkpoint=checkpoint,
         outputs=opening.outputs,
         options=opening.options,
     )

@@ -40,12 +40,11 @@ def compute(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     except _Unknown:
         return func(*args, **kwargs)
     if known := _results.get(key):
-        kind, forms = known
         made = [
             torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-            for shape, strides, dtype in forms
+            for shape, strides, dtype in known[1]
         ]
-        return made[0] if kind is torch.Tensor else kind(made)
+        return made[0] if known[0] is torch.Tensor else known[0](made)
     value = func(*args, **kwargs)
     if (forms := _forms(value, (args, kwargs))) is not None:
         if len(_results) >= MAX_RESULTS:

@@ -12,10 +12,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny_models import BERT, GPT2, live
 
-from enjoyln_cli import fold
+from enjoyln_cli import analyze, fold
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.conversion.fold import PreparedFold, prepare
-from enjoyln_cli.conversion.inspect import Opening
+from enjoyln_cli.conversion.inspect import Opening, inspect
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 
 CONFIGS: dict[str, Any] = {
@@ -70,6 +70,17 @@ def test_a_class_whose_head_is_not_stored_gives_way_to_the_one_that_is_filled(
     alone = prepared(source, model_class=model_class).plan
     assert len(plan.folded) == len(alone.folded) > 0
     assert fold(source, tmp_path / "out").verification.passed
+
+
+@pytest.mark.parametrize("of_weights", [True, False])
+def test_a_report_on_a_directory_plans_what_a_fold_does(of_weights: bool, tmp_path: Path) -> None:
+    source = stored(tmp_path, "MPNetModel", ["MPNetForMaskedLM"])
+    planned = prepared(source).plan
+    if not of_weights:
+        (source / "model.safetensors").unlink()
+    for found in (inspect(str(source), Opening()).analysis, analyze(source)):
+        assert (found.plan == planned) is of_weights
+        assert found.plan.model_class == ("MPNetModel" if of_weights else "MPNetForMaskedLM")
 
 
 def test_a_pipeline_of_an_encoder_whose_config_names_a_head(tmp_path: Path) -> None:
