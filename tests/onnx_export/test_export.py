@@ -15,6 +15,8 @@ import pytest
 import torch
 from commands import good, refused
 from live_models import CHECKPOINTS
+from tiny_models import BERT, live
+from transformers import MPNetConfig
 
 from enjoyln_cli import export, fold, from_pretrained
 from enjoyln_cli.checkpoint.marker import read_marker
@@ -321,3 +323,17 @@ def test_options_of_the_check_need_it(outs: Outs, tmp_path: Path) -> None:
     ask = partial(refused, "export", outs["gpt2"], "-o", tmp_path / "a.onnx", "--no-verify")
     for option in (("--against", "gpt2"), ("--max-ratio", "2")):
         assert f"{option[0]} needs the check" in ask(*option, status=2)
+
+
+@pytest.mark.slow
+def test_a_fold_for_one_class_is_exported_and_loaded_as_that_class(tmp_path: Path) -> None:
+    """The config names a masked language model, and the fold is proven for its encoder alone."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    live("MPNetForMaskedLM", MPNetConfig(**BERT)).save_pretrained(source)
+    fold(source, out, model_class="MPNetModel", dtype="float32", verify=False)
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["MPNetForMaskedLM"]
+    found = export(out, tmp_path / "mpnet.onnx")
+    assert found.model_class == type(from_pretrained(out)).__name__ == "MPNetModel"
+    assert found.nodes["RMSNormalization"] == len(read_marker(config, "out").rmsnorm) > 0
+    assert found.checks and not any("logits" in name for name in found.outputs)
