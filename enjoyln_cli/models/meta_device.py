@@ -12,7 +12,6 @@ selected experts runs for every expert.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import CellType, FunctionType
@@ -163,7 +162,7 @@ class KeepWhole(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func in _DRAWS and not args and _draws_nothing(func, **kwargs):
+        if func in _DRAWS and kwargs["tensor"].is_meta:
             return kwargs["tensor"]
         if func is torch.tensor and type(args[0]) is int:
             kwargs["device"] = "cpu"
@@ -171,24 +170,7 @@ class KeepWhole(TorchFunctionMode):
 
 
 _DRAWS = {nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_}
-_OF_LAYERS = {"a": math.sqrt(5), "mode": "fan_in", "nonlinearity": "leaky_relu"}
-"""How torch's layers call ``kaiming_uniform_``."""
-
-
-def _draws_nothing(func: Any, tensor: Any, generator: Any = None, **how: Any) -> bool:
-    """Whether torch would accept this call of one of ``_DRAWS``, and would change no value."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_meta
-    if not plain or not tensor.is_contiguous() or not tensor.numel() or generator is not None:
-        return False
-    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        return False
-    if func is nn.init.kaiming_uniform_:
-        return tensor.dim() > 1 and how == _OF_LAYERS
-    if not {int, float}.issuperset(map(type, how.values())):
-        return False
-    if func is nn.init.uniform_:
-        return bool(-1e4 < how["a"] <= how["b"] < 1e4)
-    return bool(how["std"] >= 0)
+"""Functions that pass on their arguments by name, and draw values in place."""
 
 
 def forget_stored(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.calls.calls import Call, forms
 from enjoyln_cli.comparison.batches import seeded_batches
-from enjoyln_cli.errors import TraceFailed, UnsupportedModel
+from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.models.classes import build
 from enjoyln_cli.models.meta_device import (
     Memory,
@@ -569,8 +569,3 @@ def test_random_values_are_drawn_only_for_tensors_that_have_values() -> None:
     model: Any = build(Drawing, SimpleNamespace(std=0.1))
     assert model.same and model.weight.is_meta
     assert model.held.min() >= 1
-
-
-def test_values_that_torch_cannot_draw_are_refused_without_weights_too() -> None:
-    with pytest.raises(UnsupportedModel, match="std >= 0.0"):
-        build(Drawing, SimpleNamespace(std=-1.0))
