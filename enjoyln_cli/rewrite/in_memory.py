@@ -17,6 +17,7 @@ from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.models.load import values_of
 from enjoyln_cli.models.offload import Reader, Value, reader_of
 from enjoyln_cli.plan.edits import Edit, EditInputs, apply_edit, edits_of, read_edit_inputs
+from enjoyln_cli.plan.needed_tensors import needed_tensors
 from enjoyln_cli.plan.plan import Plan
 
 
@@ -69,35 +70,27 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
 
 def require_fit(model: nn.Module, plan: Plan) -> None:
     """Raises ``BadCheckpoint`` if ``model`` is not the one that ``plan`` was made for."""
-    tensors = values_of(model)
-    for writer in plan.edited_tensors:
-        tensor = tensors.get(writer.parameter)
-        same = writer.held is not None or (tensor is not None and tensor.shape == writer.shape)
-        if tensor is None or not same:
-            shape = "no such parameter" if tensor is None else f"shape {list(tensor.shape)}"
+    tensors, kind = values_of(model), type(model).__name__
+    for needed in needed_tensors(plan):
+        tensor = tensors.get(needed.parameter)
+        if tensor is None:
             raise BadCheckpoint(
-                f"{writer.parameter}: the plan edits shape {list(writer.shape)}, but "
-                f"{type(model).__name__} has {shape}; pass the model that was analysed"
+                f"{needed.parameter}: the plan needs it, but {kind} has no such parameter; pass "
+                "the model that was analysed"
             )
+        shape = tuple(tensor.shape)
+        if not needed.is_converted and needed.expected(shape) != shape:
+            raise BadCheckpoint(
+                f"{needed.parameter}: the plan edits shape {list(needed.expected(shape))}, but "
+                f"{kind} has shape {list(shape)}; pass the model that was analysed"
+            )
+    for writer in plan.edited_tensors:
         scale = tensors.get(writer.scale.parameter) if writer.scale else None
-        if writer.scale and (scale is None or scale.numel() != tensor.shape[writer.axis.dim]):
+        rows = tensors[writer.parameter].shape[writer.axis.dim]
+        if writer.scale and (scale is None or scale.numel() != rows):
             raise BadCheckpoint(
                 f"{writer.scale.parameter}: the plan merges it into {writer.parameter}, but "
-                f"{type(model).__name__} has none that fits; pass the model that was analysed"
-            )
-    for mlp in plan.widened:
-        for part in mlp.parts:
-            tensor = tensors.get(part.parameter)
-            if tensor is None or tensor.shape[part.dim] != mlp.size:
-                raise BadCheckpoint(
-                    f"{part.parameter}: the plan expects {mlp.size} hidden units, but "
-                    f"{type(model).__name__} has another number; pass the model that was analysed"
-                )
-    for named in (name for one in plan.merged for name in one.names):
-        if named.parameter not in tensors:
-            raise BadCheckpoint(
-                f"{named.parameter}: the plan merges a norm into it, but {type(model).__name__} "
-                "has none; pass the model that was analysed"
+                f"{kind} has none that fits; pass the model that was analysed"
             )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.errors import BadCheckpoint, NothingToFold
 from enjoyln_cli.plan.edits import Edit, edits_of
+from enjoyln_cli.plan.needed_tensors import NeededTensor, needed_tensors
 from enjoyln_cli.plan.plan import Plan
 
 
@@ -23,35 +24,21 @@ def check_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
     """
     if not plan.folded and not plan.turned:
         raise NothingToFold(why_nothing_changes(plan, checkpoint.source.model))
-    copies = {one.tensor: one.stored for one in plan.untied}
-    needed = [(one.stored, one.source, one.shape) for one in plan.untied]
-    needed += [(copies.get(w.tensor, w.tensor), w.parameter, w.shape) for w in plan.edited_tensors]
-    for part, size in ((part, mlp.size) for mlp in plan.widened for part in mlp.parts):
-        stored = checkpoint.tensors.get(part.tensor)
-        found = stored.shape if stored else ()
-        shape = (*found[: part.dim], size, *found[part.dim + 1 :])
-        needed.append((part.tensor, part.parameter, shape))
-    for named in (name for one in plan.merged for name in one.names):
-        tensor = copies.get(named.tensor, named.tensor)
-        stored = checkpoint.tensors.get(tensor)
-        needed.append((tensor, named.parameter, stored.shape if stored else ()))
-    for tensor, parameter, shape in needed:
-        _require_stored(checkpoint, plan, tensor, parameter, shape)
+    for needed in needed_tensors(plan):
+        _require_stored(checkpoint, plan, needed)
     return edits_of(plan)
 
 
-def _require_stored(
-    checkpoint: Checkpoint, plan: Plan, tensor: str, parameter: str, shape: tuple[int, ...]
-) -> None:
-    stored = checkpoint.tensors.get(tensor)
+def _require_stored(checkpoint: Checkpoint, plan: Plan, needed: NeededTensor) -> None:
+    stored = checkpoint.tensors.get(needed.tensor)
     if stored is None:
         raise BadCheckpoint(
-            f"{tensor}: {checkpoint.source.model} does not store this tensor, which "
-            f"{plan.model_class} needs as {parameter}; fetch the checkpoint again"
+            f"{needed.tensor}: {checkpoint.source.model} does not store this tensor, which "
+            f"{plan.model_class} needs as {needed.parameter}; fetch the checkpoint again"
         )
-    if tuple(stored.shape) != tuple(shape):
+    if (shape := needed.expected(stored.shape)) != stored.shape:
         raise BadCheckpoint(
-            f"{tensor}: stored with shape {list(stored.shape)} in {stored.file}, but "
+            f"{needed.tensor}: stored with shape {list(stored.shape)} in {stored.file}, but "
             f"{plan.model_class} holds {list(shape)}; check config.json"
         )
 
