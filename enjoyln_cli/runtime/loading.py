@@ -37,9 +37,9 @@ from enjoyln_cli.runtime.weight_check import (
     centre_watched,
     check_centred,
     layers_of,
+    locate_watched,
     require_unquantised,
     tensor_at,
-    watch_list_of,
     with_adapters,
 )
 from enjoyln_cli.runtime.weight_watch import watch_weights, weight_checks
@@ -113,7 +113,7 @@ def optimize(model: Holder) -> Holder:
 
 def watched_weights(model: nn.Module, found: Marker) -> WatchList:
     """The weights of ``model`` that were centred; raises ``NotCentred`` if it lacks one."""
-    return watch_list_of(model, found.centred, (), found.units)
+    return locate_watched(model, WatchList(found.centred, units=found.units))
 
 
 def optimize_unchecked(model: Model, found: Marker) -> Model:
@@ -122,8 +122,9 @@ def optimize_unchecked(model: Model, found: Marker) -> Model:
     merged, covered = bool(found.weightless or found.biasless), found.covered
     recentres = any(check.recentres for _, check in weight_checks(model))
     install(model, found.rmsnorm, found.centering, found.entry_inputs, unproven, merged, covered)
-    ops = [op.module for op in found.centering]
-    watch_weights(model, found.centred, ops, found.units, found.weightless, found.biasless)
+    ops = tuple(op.module for op in found.centering)
+    norms = (found.weightless, found.biasless)
+    watch_weights(model, WatchList(found.centred, ops, found.units, *norms))
     for _, check in weight_checks(model):
         check.recentres = recentres  # a model that is trained so stays so
     kernels.prepare(kinds_of_norms(model, found.weightless, found.biasless))
@@ -170,7 +171,7 @@ def refold(model: Holder) -> Holder:
 
 def _refold(model: nn.Module) -> None:
     found = marker_of(model)
-    watch = watch_list_of(model, found.centred, (), found.units)
+    watch = watched_weights(model, found)
     tensors = with_adapters(model, watch).tensors
     require_unquantised(model, tensors)
     for path in tensors:

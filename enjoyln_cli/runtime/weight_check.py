@@ -50,7 +50,7 @@ class WatchList:
     """The tensors and modules that a folded model depends on, by their paths in a live model."""
 
     weights: tuple[CentredTensor, ...]
-    ops: tuple[str, ...]
+    ops: tuple[str, ...] = ()
     """Modules that carry an explicit centring."""
     units: tuple[Units, ...] = ()
     """Hidden units of MLPs that subtract a mean."""
@@ -67,24 +67,16 @@ class WatchList:
         return tuple(dict.fromkeys(name for found in (*pairs, *parts) for name in found if name))
 
 
-def watch_list_of(
-    model: nn.Module,
-    weights: Iterable[CentredTensor],
-    ops: Iterable[str],
-    units: Iterable[Units] = (),
-    weightless: Iterable[str] = (),
-    biasless: Iterable[str] = (),
-) -> WatchList:
-    """The watch list of ``model``, made from names of the class that was folded.
+def locate_watched(model: nn.Module, watch: WatchList) -> WatchList:
+    """``watch`` with the paths in ``model`` for the names of the class that was folded.
 
     Names of a head that ``model`` does not have are left out. Raises ``NotCentred`` if ``model``
     lacks anything else.
     """
-    weights, ops, units = tuple(weights), tuple(ops), tuple(units)
-    names = (*(one.parameter for one in weights), *ops)
+    names = (*(one.parameter for one in watch.weights), *watch.ops)
     try:
         return rename(
-            WatchList(weights, ops, units, tuple(weightless), tuple(biasless)),
+            watch,
             lambda name: locate(model, name, names, tensor_under),
             lambda name: locate(model, name, names),
         )

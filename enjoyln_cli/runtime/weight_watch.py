@@ -20,9 +20,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from enjoyln_cli.checkpoint.marker import CentredTensor
 from enjoyln_cli.models.sharding import in_shards, sharded_modules
-from enjoyln_cli.plan.mean_units import Units
 from enjoyln_cli.runtime.adapters import added_weights, require_additive_adapter
 from enjoyln_cli.runtime.entries import Entry, encoder_of, entries, entry_of
 from enjoyln_cli.runtime.modules import stock_class
@@ -39,9 +37,9 @@ from enjoyln_cli.runtime.weight_check import (
     WatchList,
     centre_watched,
     check_centred,
+    locate_watched,
     rename,
     tensor_under,
-    watch_list_of,
     with_adapters,
 )
 
@@ -275,21 +273,14 @@ def _uncentred_linears(model: nn.Module, watch: WatchList) -> list[str]:
     ]
 
 
-def watch_weights(
-    model: nn.Module,
-    weights: Iterable[CentredTensor],
-    ops: Iterable[str],
-    units: Iterable[Units] = (),
-    weightless: Iterable[str] = (),
-    biasless: Iterable[str] = (),
-) -> None:
+def watch_weights(model: nn.Module, watch: WatchList) -> None:
     """Make a model with installed norms check at its calls whether its weights are centred.
 
-    The names are those of the class that was folded. Raises ``NotCentred`` if the model lacks one.
+    ``watch`` has the names of the class that was folded. Raises ``NotCentred`` if the model lacks
+    one.
     """
-    named = tuple(weights), tuple(ops), tuple(units), tuple(weightless), tuple(biasless)
     outer: Entry | None = None
-    watch = watch_list_of(model, *named)
+    watch = locate_watched(model, watch)
     inside = {id(m): m for m in (getattr(model, "base_model", model), encoder_of(model)) if m}
     inside.pop(id(model), None)
     parts = [(module, _part_in(module, model, watch)) for module in inside.values()]

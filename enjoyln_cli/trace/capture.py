@@ -12,7 +12,7 @@ Each works on a copy of the model without weights that is made for this one grap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -39,7 +39,7 @@ from enjoyln_cli.plan.trusted_code import is_stock
 from enjoyln_cli.trace.annotate import CallToTrace, Weights, annotate, fields_of
 from enjoyln_cli.trace.export import export_call
 from enjoyln_cli.trace.failure_reasons import say_why
-from enjoyln_cli.trace.recorder import is_recordable, record, record_example
+from enjoyln_cli.trace.recorder import Recording, is_recordable, record, record_example
 from enjoyln_cli.trace.shared_storage import reason_of_sharing, reason_outside, ties
 from enjoyln_cli.trace.steps import Steps, quiet, watch
 from enjoyln_cli.trace.trace import Naming, Trace
@@ -152,44 +152,42 @@ def _normalises_unknown_shapes(graph: Graph) -> bool:
 
 def record_call(this: CallToTrace) -> Trace:
     """The recorded graph of a call. Raises an exception if a recording cannot capture it."""
-    runner = this.runner()
-    found = record(runner, this.call.steps)
-    settle(found.graph)
-    replace_private_writes(found.graph)
+    found = record(this.runner(), this.call.steps)
+    _settle(found)
     if left := mutating_ops(found.graph):
         raise TraceFailed(f"{left[0].target} writes to memory that other ops may read")
-    return annotate(
-        this,
-        found.graph,
-        parameters=found.parameters,
-        inputs=found.inputs,
-        returned=fields_of(found.returned, found.layout),
-        changed=(),
-        outside=found.constants.values(),
-    )
+    return _annotated(this, found)
 
 
 def record_example_call(this: CallToTrace) -> Trace:
     """The graph of a call with its example inputs. Raises an exception if it cannot be recorded."""
     runner = this.runner()
     found, computed = record_example(runner, this.call.steps)
-    settle(found.graph)
-    replace_private_writes(found.graph)
+    _settle(found)
     if any(map(computed.holds_real, found.constants.values())):
         raise TraceFailed("a value leaves the graph as a parameter or a tensor of another class")
     mark_written(found.graph, _sharing(this, found.parameters))
-    trace = annotate(
+    trace = _annotated(this, found, runner.replaced | runner.written)
+    read = runner.read_values or any(map(_tells_python, found.graph.nodes))
+    read |= any(map(computed.holds, found.constants.values()))
+    return replace(trace, by_example=True, by_values=read)
+
+
+def _settle(found: Recording) -> None:
+    settle(found.graph)
+    replace_private_writes(found.graph)
+
+
+def _annotated(this: CallToTrace, found: Recording, changed: Iterable[str] = ()) -> Trace:
+    return annotate(
         this,
         found.graph,
         parameters=found.parameters,
         inputs=found.inputs,
         returned=fields_of(found.returned, found.layout),
-        changed=runner.replaced | runner.written,
+        changed=changed,
         outside=found.constants.values(),
     )
-    read = runner.read_values or any(map(_tells_python, found.graph.nodes))
-    read |= any(map(computed.holds, found.constants.values()))
-    return replace(trace, by_example=True, by_values=read)
 
 
 def _tells_python(node: Node) -> bool:

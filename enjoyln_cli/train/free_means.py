@@ -40,7 +40,7 @@ from enjoyln_cli.plan.call_text import to_text
 from enjoyln_cli.plan.covered_calls import CallForm
 from enjoyln_cli.plan.plan import PLAIN, Plan
 from enjoyln_cli.proof.min_cut import Parameter, Problem
-from enjoyln_cli.runtime.weight_check import watch_list_of, with_adapters
+from enjoyln_cli.runtime.weight_check import WatchList, locate_watched, with_adapters
 from enjoyln_cli.trace.capture import Captures
 from enjoyln_cli.trace.failure_reasons import foreign_code
 from enjoyln_cli.trace.traced_calls import TracedModel, covered_calls, likely_calls, with_forms
@@ -89,14 +89,6 @@ def require_free_means(model: nn.Module, plan: Plan, config: Any) -> None:
         _require_unnoticed(state_problem(subject, PLAIN).problem, bare, plan)
         if own:
             _require_all_sizes(with_forms(traced), [form for form, _ in examples])
-
-
-def centred_tensors(plan: Plan) -> list[CentredTensor]:
-    """The parameters that ``plan`` centres, in the layout of its class."""
-    return [
-        CentredTensor(w.parameter, w.held or w.axis, w.scale.parameter if w.scale else None)
-        for w in plan.writers
-    ]
 
 
 def _without_dropout(model: nn.Module, plan: Plan, config: Any) -> nn.Module:
@@ -164,8 +156,12 @@ def _reads_draws(graph: Graph) -> bool:
 
 def _require_unnoticed(problem: Problem, model: nn.Module, plan: Plan) -> None:
     """Raise ``UnsupportedModel`` if anything notices a shift of a weight that ``plan`` centres."""
-    weights = with_adapters(model, watch_list_of(model, centred_tensors(plan), ())).weights
-    for one in weights:
+    centred = (
+        CentredTensor(w.parameter, w.held or w.axis, w.scale.parameter if w.scale else None)
+        for w in plan.writers
+    )
+    watch = locate_watched(model, WatchList(tuple(centred)))
+    for one in with_adapters(model, watch).weights:
         parameter = Parameter(problem.groups[one.parameter], one.axis)
         reason, scale = problem.obstacle(parameter), problem.scales.get(parameter.name)
         if reason is None and scale != one.scale:
