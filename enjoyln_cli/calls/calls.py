@@ -18,14 +18,16 @@ import torch
 from torch import nn
 
 from enjoyln_cli.calls.input_forms import (
+    CHOOSING,
     accepted_by,
     further_inputs,
     main_inputs,
     one_modality,
+    optional_inputs,
     spoken_inputs,
 )
+from enjoyln_cli.calls.input_makers import MAKERS
 from enjoyln_cli.calls.input_spec import (
-    MAKERS,
     Inputs,
     Spec,
     hidden_size,
@@ -300,7 +302,7 @@ def _switched(model: Any, given: Inputs) -> Iterator[Call]:
     defaults = {n: p.default for n, p in inspect.signature(model.forward).parameters.items()}
     names = [n for n in optional_inputs(model) if not n.startswith(("output_", "return_"))]
     if not is_stock(model):  # argument names say nothing about custom code
-        names = [name for name in defaults if name not in _CHOOSING]
+        names = [name for name in defaults if name not in CHOOSING]
     for name in names:
         if isinstance(default := defaults[name], bool):
             call = main_call(model, given)
@@ -379,29 +381,3 @@ def _optional_images(model: Any, pixels: Spec) -> Iterator[Call]:
         larger = example(model, Spec((rows, channels, height + patch[0], width + patch[1])))
         flags = {"interpolate_pos_encoding": True}
         yield Call("other image size", (((), {"pixel_values": larger}),), flags, required=False)
-
-
-_CHOOSING = frozenset({"use_cache", "return_dict", "output_attentions", "output_hidden_states"})
-"""Switches that choose what is returned, by transformers' own convention."""
-_CONVENTIONAL = _CHOOSING | {
-    "class_labels", "end_positions", "interpolate_pos_encoding", "labels", "logits_to_keep",
-    "mask_labels", "mc_labels", "next_sentence_label", "output_router_logits", "return_loss",
-    "sentence_order_label", "start_positions",
-}  # fmt: skip
-"""Inputs that do not change the other outputs of a transformers class: labels are used after the
-outputs are computed, or shifted into the decoder's ids, and switches choose what is returned."""
-
-
-def optional_inputs(model: Any) -> list[str]:
-    """Inputs of ``forward`` that can change the computation: all but labels and known switches.
-
-    This relies on the names of arguments, so it holds for transformers' own classes only; see
-    ``plan.covered_calls`` for others.
-    """
-    accepted = inspect.signature(model.forward).parameters.values()
-    return [
-        parameter.name
-        for parameter in accepted
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        and parameter.name not in _CONVENTIONAL
-    ]

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from enjoyln_cli.calls.input_spec import MAKERS, Inputs, Spec, ones, vocabulary
+from enjoyln_cli.calls.input_makers import MAKERS
+from enjoyln_cli.calls.input_spec import Inputs, Spec, ones, vocabulary
 from enjoyln_cli.errors import UnsupportedModel
 
 
@@ -143,3 +144,28 @@ _COMPANIONS = frozenset({
     "entity_position_ids", "prompt_pixel_values", "prompt_masks", "past_values_padding", "freq",
     "chunk_sample_lengths",
 })  # fmt: skip
+
+CHOOSING = frozenset({"use_cache", "return_dict", "output_attentions", "output_hidden_states"})
+"""Switches that choose what is returned, by transformers' own convention."""
+_CONVENTIONAL = CHOOSING | {
+    "class_labels", "end_positions", "interpolate_pos_encoding", "labels", "logits_to_keep",
+    "mask_labels", "mc_labels", "next_sentence_label", "output_router_logits", "return_loss",
+    "sentence_order_label", "start_positions",
+}  # fmt: skip
+"""Inputs that do not change the other outputs of a transformers class: labels are used after the
+outputs are computed, or shifted into the decoder's ids, and switches choose what is returned."""
+
+
+def optional_inputs(model: Any) -> list[str]:
+    """Inputs of ``forward`` that can change the computation: all but labels and known switches.
+
+    This relies on the names of arguments, so it holds for transformers' own classes only; see
+    ``plan.covered_calls`` for others.
+    """
+    accepted = inspect.signature(model.forward).parameters.values()
+    return [
+        parameter.name
+        for parameter in accepted
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and parameter.name not in _CONVENTIONAL
+    ]

@@ -18,7 +18,7 @@ Models that consist of transformers' own classes (``trusted_code.is_stock``) are
 since these share conventions that hold without a trace: labels are only used after the outputs are
 computed, ``output_attentions`` and similar flags choose what is returned and not what is computed,
 and sizes decide nothing but shapes. For such models every argument is covered unless it is listed
-as unproven (``calls.optional_inputs``). A single module or base class from elsewhere ends the
+as unproven (``input_forms.optional_inputs``). A single module or base class from elsewhere ends the
 exception, since nothing is known about how its code uses an argument.
 
 As text, a form is a readable Python expression::

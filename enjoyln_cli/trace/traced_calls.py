@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from enjoyln_cli.calls.argument_trials import further_calls
-from enjoyln_cli.calls.calls import Call, optional_inputs, ways_to_call
+from enjoyln_cli.calls.calls import Call, ways_to_call
 from enjoyln_cli.calls.generation import generated_calls
+from enjoyln_cli.calls.input_forms import optional_inputs
 from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.models.classes import base_path
 from enjoyln_cli.plan.cache_argument import CACHE, in_plans

@@ -12,9 +12,10 @@ from packaging.version import Version
 from transformers import CONFIG_MAPPING
 
 from enjoyln_cli.analysis.analyze import analyze_calls, analyze_config
-from enjoyln_cli.calls.calls import BATCH, TOKENS, Call, forms, optional_inputs, ways_to_call
-from enjoyln_cli.calls.input_forms import main_inputs
-from enjoyln_cli.calls.input_spec import MAKERS, Spec, ones, whole_numbers
+from enjoyln_cli.calls.calls import BATCH, TOKENS, Call, forms, ways_to_call
+from enjoyln_cli.calls.input_forms import main_inputs, optional_inputs
+from enjoyln_cli.calls.input_makers import MAKERS
+from enjoyln_cli.calls.input_spec import Spec, ones, whole_numbers
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import build
 from enjoyln_cli.trace.capture import Captures
