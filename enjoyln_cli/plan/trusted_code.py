@@ -1,4 +1,4 @@
-"""Whose code is trusted, by the name of the Python package that defines it.
+"""Whose code is trusted, by the name of the Python module that defines it.
 
 Trust is needed in two places. A hook may change what a module computes, unless it comes from code
 that only records, moves weights or asks for gradients. And a model may use its arguments in any
@@ -12,7 +12,15 @@ from typing import Any
 
 from torch import nn
 
-HOOKS = ("enjoyln_cli", "transformers", "torch.utils", "torch.distributed.fsdp")
+HOOKS = (
+    "enjoyln_cli",
+    "torch.distributed.fsdp",
+    "torch.utils",
+    "transformers.debug_utils",
+    "transformers.integrations.neftune",
+    "transformers.modeling_utils",
+    "transformers.utils.output_capturing",
+)
 """Their hooks change no values in eval mode: they record, request gradients or gather split
 weights."""
 MODELS = ("transformers",)

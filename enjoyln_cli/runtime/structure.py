@@ -4,8 +4,8 @@ The proof is about the whole model, so every edit that could change its function
 modules, hooks, ``forward`` on an instance, parameters that are new, and training mode. The first
 difference is reported by name. Two kinds of places may change freely, since no converted norm
 depends on their output: linear layers whose weights were not centred (so adapters and quantisation
-work there), and hooks after a norm with a weight. Hooks of transformers are allowed too: they only
-record. Plain attributes of a module, and the code of classes, are not compared.
+work there), and hooks after a norm with a weight. Hooks of ``plan.trusted_code`` are allowed too.
+Plain attributes of a module, and the code of classes, are not compared.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -216,6 +217,26 @@ def test_a_module_edited_after_the_analysis_is_refused_and_nothing_is_changed() 
             install(edited, ["0.norm", "2.norm"], plan.ops)
         assert torch.equal(edited(x), expected)
         assert not any(isinstance(module, Folded) for module in edited.modules())
+
+
+@pytest.mark.parametrize(
+    ("home", "status"),
+    [
+        ("transformers.utils.output_capturing", "static"),
+        ("torch.utils.flop_counter", "static"),
+        ("transformers.models.gpt2.modeling_gpt2", "kept"),
+        ("transformers_modules.own", "kept"),
+        ("torch.utilsother", "kept"),
+    ],
+)
+def test_a_hook_is_trusted_by_the_module_that_defines_it(home: str, status: str) -> None:
+    def hook(module: nn.Module, args: Any, output: Any) -> None: ...
+
+    hook.__module__ = home
+    model = randomised(Block())
+    cast(Any, model.norm).register_forward_hook(partial(hook))
+    (verdict,) = analyze_module(model, given()).plan.norms
+    assert verdict.status == status
 
 
 def test_hooks_that_transformers_records_with_keep_no_norm() -> None:

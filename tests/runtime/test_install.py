@@ -17,13 +17,14 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.convnext.modeling_convnext import ConvNextLayerNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from enjoyln_cli import Options, analyze
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.kernels import literally
 from enjoyln_cli.models.norm_modules import interference
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import Centring
 from enjoyln_cli.runtime.entries import input_means
-from enjoyln_cli.runtime.install import install, locate
+from enjoyln_cli.runtime.install import fold_in_memory, install, locate
 from enjoyln_cli.runtime.modules import Folded, RMSNorm, rms_norm
 
 D = 32
@@ -452,3 +453,20 @@ def test_the_norm_with_the_worst_mean_stands_out() -> None:
     assert means["transformer.ln_f"] > 0.05
     assert means["transformer.h.0.ln_2"] < 1e-14
     assert not any(model.get_submodule(name)._forward_pre_hooks for name in NORMS)
+
+
+@pytest.mark.parametrize("merge", [None, "affine"])
+def test_a_plan_is_carried_out_on_a_live_module(merge: Any) -> None:
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(5, 9), torch.nn.LayerNorm(9), torch.nn.Linear(9, 3)
+    ).double()
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, 0.7, 0.5)
+    x = torch.randn(4, 5, dtype=torch.float64)
+    expected = net.eval()(x)
+    plan = analyze(net, x, options=Options(merge=merge)).plan
+    with torch.no_grad():
+        assert (fold_in_memory(net, plan)(x) - expected).norm() < 1e-12 * expected.norm()
+        assert type(net[1]) is RMSNorm and not net[1].shifted
+        assert net[0].weight.mean(0).abs().max() < 1e-15
