@@ -1,0 +1,339 @@
+"""A grammar of models: lines of Python, by the place in a model where they may stand.
+
+A production is a name, and below it lines of Python. Lines that begin with ``self.NAME =`` belong
+to ``__init__``, the others to ``forward``. In them, ``x`` is the value that comes in, ``y`` the
+one that goes out, and ``h`` the residual stream of shape ``(batch, tokens, d)``. ``d`` is its
+width, ``i`` the width of ``x`` where a layer writes to the stream, ``m`` a module that is there
+already, and ``w`` one of the model's weights. The first productions of a rule are usual (``plain``
+says how many), the others are odd.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from textwrap import dedent
+
+
+@dataclass(frozen=True)
+class Production:
+    """Lines for one place in a model."""
+
+    name: str
+    init: str
+    forward: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one place in a model may be made of."""
+
+    plain: tuple[Production, ...]
+    odd: tuple[Production, ...]
+
+
+def rule(text: str, plain: int = 1) -> Rule:
+    """The productions in ``text``; their names are the lines that are not indented."""
+    productions = []
+    for paragraph in re.split(r"\n(?=\S)", dedent(text).strip()):
+        name, _, body = paragraph.partition("\n")
+        lines = dedent(body).splitlines()
+        init = [line for line in lines if re.match(r"self\.[\w.]+ = |m\.|nn\.utils", line)]
+        forward = [line for line in lines if line not in init]
+        productions.append(Production(name, "\n".join(init), "\n".join(forward)))
+    return Rule(tuple(productions[:plain]), tuple(productions[plain:]))
+
+
+NORMS = rule(
+    """
+    LayerNorm
+        self.norm = nn.LayerNorm(d)
+    LayerNorm, eps 1e-3
+        self.norm = nn.LayerNorm(d, eps=1e-3)
+    LayerNorm without bias
+        self.norm = nn.LayerNorm(d, bias=False)
+    LayerNorm without affine
+        self.norm = nn.LayerNorm(d, elementwise_affine=False)
+    subclass
+        return super().forward(x)
+    spelled out
+        m = x.mean(-1, keepdim=True)
+        v = (x - m).pow(2).mean(-1, keepdim=True)
+        return (x - m) / torch.sqrt(v + self.eps) * self.weight + self.bias
+    by var_mean
+        v, m = torch.var_mean(x, dim=-1, keepdim=True, correction=0)
+        return torch.addcmul(self.bias, (x - m) / (v + self.eps).sqrt(), self.weight)
+    by F.layer_norm
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+    by rms_norm of the centred
+        x = x - x.mean(-1, keepdim=True)
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps) + self.bias
+    shape (1, d)
+        self.norm = nn.LayerNorm((1, d))
+        y = self.norm(x.unsqueeze(-2)).squeeze(-2)
+    GroupNorm of rows
+        self.norm = nn.GroupNorm(1, d)
+        y = self.norm(x.reshape(-1, d)).reshape(x.shape)
+    GroupNorm of channels and tokens
+        self.norm = nn.GroupNorm(1, d)
+        y = self.norm(x.transpose(1, 2)).transpose(1, 2)
+    of a transposed view
+        self.norm = nn.LayerNorm(d)
+        y = self.norm(x.transpose(0, 1)).transpose(0, 1)
+    adaptive
+        self.norm = nn.LayerNorm(d, elementwise_affine=False)
+        self.modulation = nn.Linear(d, 2 * d)
+        shift, scale = self.modulation(torch.tanh(x.mean(1, keepdim=True))).chunk(2, -1)
+        y = self.norm(x) * (1 + scale) + shift
+    writes into its input
+        x.sub_(x.mean(-1, keepdim=True))
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+    loop over rows
+        rows = [F.layer_norm(r, r.shape[-1:], self.weight, self.bias) for r in x.unbind(1)]
+        return torch.stack(rows, 1)
+    wrong: std + large eps
+        s = x.std(-1, keepdim=True, unbiased=False)
+        return (x - x.mean(-1, keepdim=True)) / (s + 1e-3) * self.weight + self.bias
+    wrong: stray mean
+        y = F.layer_norm(x, x.shape[-1:], self.weight, self.bias)
+        return y + 1e-7 * x.mean(-1, keepdim=True)
+    wrong: large means are special
+        y = F.layer_norm(x, x.shape[-1:], self.weight, self.bias)
+        return torch.where(x.mean(-1, keepdim=True) > 0.9, -y, y)
+    wrong: long inputs are special
+        y = F.layer_norm(x, x.shape[-1:], self.weight, self.bias)
+        return x if x.shape[1] > 6 else y
+    wrong: over two parts of the features
+        a, b = x.split([3, x.shape[-1] - 3], -1)
+        y = torch.cat((F.layer_norm(a, (3,)), F.layer_norm(b, b.shape[-1:])), -1)
+        return y * self.weight + self.bias
+    """,
+    plain=4,
+)
+"""Those without ``self.norm`` are the ``forward`` of a class with a LayerNorm's parameters."""
+
+CALLS = rule(
+    """
+    call
+        y = m(x)
+    forward
+        y = m.forward(x)
+    call and forward
+        y = 0.5 * m(x) + 0.5 * m.forward(x * 2)
+    twice
+        y = m(x) + m(x.flip(1))
+    of its own output
+        y = m(m(x))
+    checkpoint
+        y = checkpoint(m, x, use_reentrant=False)
+    reentrant checkpoint
+        y = checkpoint(m, x, use_reentrant=True)
+    functional_call
+        y = functional_call(m, dict(m.named_parameters()), (x,))
+    functional_call with other weights
+        y = functional_call(m, {k: 2 * p for k, p in m.named_parameters()}, (x,))
+    tokens by halves
+        y = torch.cat([m(t) for t in x.split(3, 1)], 1)
+    no_grad
+        with torch.no_grad():
+            y = m(x)
+    second name
+        self.again = m
+        y = self.again(x)
+    both names
+        self.again = m
+        y = m(x) + self.again(-x)
+    in a list
+        self.modules_in_a_list = [m]
+        y = self.modules_in_a_list[0](x)
+    cond of two calls
+        y = torch.cond(x.sum() > 0, lambda t: m(t), lambda t: m(t) * 2, (x,))
+    a number decides
+        y = m(x) if x.mean().item() > 0.2 else m(x) - 1
+    the length decides
+        y = m(x) if x.shape[1] < 7 else m(torch.tanh(x))
+    the batch decides
+        y = m(x) if x.shape[0] > 1 else m(x * x)
+    padded with zeros
+        y = m(F.pad(x, (0, 0, 0, 2)))[:, :-2]
+    of some tokens
+        y = torch.cat((m(x[:, :1]), x[:, 1:].tanh()), 1)
+    in float32
+        y = copy.deepcopy(m).float()(x.float()).double()
+    vmap
+        y = torch.vmap(m)(x)
+    of chosen tokens
+        chosen = x[..., 0] > 0
+        y = x.tanh().masked_scatter(chosen[..., None], m(x[chosen]))
+    of rows
+        y = m(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+    """,
+)
+"""How a norm or a branch ``m`` is called."""
+
+EDITS = rule(
+    """
+    none
+    pre-hook that changes
+        m.register_forward_pre_hook(lambda _, a: (torch.tanh(a[0]),))
+    pre-hook that adds
+        m.register_forward_pre_hook(lambda _, a: (a[0] + 0.5,))
+    pre-hook that scales features
+        m.register_forward_pre_hook(lambda _, a: (a[0] * torch.linspace(1, 2, a[0].shape[-1]),))
+    pre-hook that does nothing
+        m.register_forward_pre_hook(lambda _, a: None)
+    hook that changes
+        m.register_forward_hook(lambda _, a, r: r * 1.5 + 0.1)
+    hook that adds the input
+        m.register_forward_hook(lambda _, a, r: r + a[0])
+    hook that writes
+        m.register_forward_hook(lambda _, a, r: r.mul_(0.5).tanh_())
+    hook that does nothing
+        m.register_forward_hook(lambda _, a, r: None)
+    forward replaced
+        m.forward = types.MethodType(lambda self, t: t.tanh() * 2, m)
+    forward wrapped
+        m.forward = functools.partial(lambda f, t: f(t + 0.25) * 2, m.forward)
+    frozen
+        m.requires_grad_(False)
+    """,
+)
+"""What is done to a module ``m`` after it was made."""
+
+WEIGHT_EDITS = rule(
+    """
+    none
+    parametrisation
+        nn.utils.parametrize.register_parametrization(m, "weight", nn.Tanh())
+    parametrised bias
+        nn.utils.parametrize.register_parametrization(m, "bias", nn.ELU())
+    weight_norm
+        nn.utils.parametrizations.weight_norm(m)
+    weight_norm of another dimension
+        nn.utils.parametrizations.weight_norm(m, dim=1)
+    spectral_norm
+        nn.utils.parametrizations.spectral_norm(m)
+    pruning
+        nn.utils.prune.random_unstructured(m, "weight", 0.3)
+    view of the transposed
+        m.weight = nn.Parameter(m.weight.detach().t().contiguous().t())
+    bias that the norm has
+        m.bias = nn.Parameter(m.bias.detach())
+    """,
+)
+"""What is done to a linear layer ``m``."""
+
+STEMS = rule(
+    """
+    Embedding
+        self.embed = nn.Embedding(20, d)
+        y = self.embed(x)
+    Linear of floats
+        self.embed = nn.Linear(5, d)
+        y = self.embed(x)
+    max_norm
+        self.embed = nn.Embedding(20, d, max_norm=1.0)
+        y = self.embed(x)
+    scaled
+        self.embed = nn.Embedding(20, d)
+        y = self.embed(x) * math.sqrt(d)
+    rows by index
+        self.embed = weight(20, d)
+        y = self.embed[x]
+    rows by index_select
+        self.embed = weight(20, d)
+        y = self.embed.index_select(0, x.flatten()).view(*x.shape, d)
+    rows by gather
+        self.embed = weight(20, d)
+        y = self.embed.gather(0, x.reshape(-1, 1).expand(-1, d)).view(*x.shape, d)
+    rows by one_hot
+        self.embed = weight(20, d)
+        y = F.one_hot(x, 20).to(self.embed.dtype) @ self.embed
+    EmbeddingBag of pairs
+        self.embed = nn.EmbeddingBag(20, d, mode="mean")
+        y = self.embed(torch.stack((x, x.flip(-1)), -1).flatten(0, 1)).view(*x.shape, d)
+    EmbeddingBag of largest
+        self.embed = nn.EmbeddingBag(20, d, mode="max")
+        y = self.embed(torch.stack((x, x.flip(-1)), -1).flatten(0, 1)).view(*x.shape, d)
+    product of two tables
+        self.embed = nn.Embedding(20, 4)
+        self.mix = weight(4, d)
+        y = (self.embed.weight @ self.mix)[x]
+    one table twice
+        self.embed = nn.Embedding(20, d)
+        y = self.embed(x) + self.embed((x + 1) % 20)
+    choice of two tables
+        self.embed = nn.Embedding(20, d)
+        self.second = nn.Embedding(20, d)
+        y = torch.where((x > 9).unsqueeze(-1), self.embed(x), self.second(x))
+    bins of floats
+        self.embed = nn.Embedding(4, d)
+        y = self.embed(torch.bucketize(x.sum(-1), torch.tensor([-1.0, 0.5, 1.0]).double()))
+    stored buffer
+        self.embed = nn.Buffer(floats(20, d, seed=3))
+        y = F.embedding(x, self.embed)
+    buffer over a parameter
+        self.table = nn.Embedding(20, d)
+        self.embed = nn.Buffer(self.table.weight.detach())
+        y = F.embedding(x, self.embed)
+    """,
+    plain=2,
+)
+
+POSITIONS = rule(
+    """
+    none
+        y = x
+    table
+        self.position = weight(16, d)
+        y = x + self.position[: x.shape[1]]
+    Embedding
+        self.position = nn.Embedding(16, d)
+        y = x + self.position(torch.arange(x.shape[1]))
+    stored sines
+        self.position = nn.Buffer(torch.outer(torch.arange(16.0), torch.linspace(0.1, 1, d)).sin())
+        y = x + self.position[: x.shape[1]]
+    number of the token
+        y = x + torch.arange(x.shape[1]).to(x)[:, None]
+    class token
+        self.cls = weight(1, 1, d)
+        y = torch.cat((self.cls.expand(x.shape[0], -1, -1), x), 1)
+    token of zeros
+        y = torch.cat((x.new_zeros(x.shape[0], 1, d), x), 1)
+    token of ones
+        y = torch.cat((x.new_ones(x.shape[0], 1, d), x), 1)
+    interpolated
+        self.position = weight(7, d)
+        y = x + F.interpolate(self.position[None].mT, x.shape[1], mode="linear").mT
+    interpolated over features
+        self.position = weight(16, 3)
+        y = x + F.interpolate(self.position[None], d, mode="linear")[:, : x.shape[1]]
+    repeated
+        self.position = weight(3, d)
+        y = x + self.position.repeat(6, 1)[: x.shape[1]]
+    each row four times
+        self.position = weight(4, d)
+        y = x + self.position.repeat_interleave(4, 0)[: x.shape[1]]
+    each feature as often as it takes
+        self.position = weight(16, 1)
+        y = x + self.position.repeat_interleave(d, 1)[: x.shape[1]]
+    outer product
+        self.rows = weight(16)
+        self.columns = weight(d)
+        y = x + self.rows[: x.shape[1], None] * self.columns
+    rolled features
+        self.position = weight(16, d)
+        y = x + self.position[: x.shape[1]].roll(1, -1)
+    two halves
+        self.rows = weight(16, 3)
+        self.columns = weight(16, d - 3)
+        y = x + torch.cat((self.rows[: x.shape[1]], self.columns[: x.shape[1]]), -1)
+    not for long inputs
+        self.position = weight(16, d)
+        y = x + self.position[: x.shape[1]] if x.shape[1] < 7 else x
+    row by the length
+        self.position = weight(32, d)
+        y = x + self.position[x.shape[1]]
+    """,
+    plain=3,
+)
