@@ -91,11 +91,12 @@ def test_a_folded_model_computes_what_it_did(model_type: str) -> None:
     assert not [answer for answer in row["audit"].values() if answer.startswith("missing rule")]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "model_class, model_type",
     [
-        ("ModernBertModel", "modernbert"),  # its first block has an ``nn.Identity`` for a norm
         ("DPRQuestionEncoder", "dpr"),  # its base model has a base model of its own
+        ("ModernBertModel", "modernbert"),  # its first block has an ``nn.Identity`` for a norm
         ("DINOv3ViTModel", "dinov3_vit"),  # its base model is given hidden states
         ("BigBirdModel", "big_bird"),  # exchanges its attention by the length of the input
     ],
