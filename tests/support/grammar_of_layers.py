@@ -197,6 +197,13 @@ WRITERS = rule(
     activation behind
         self.out = nn.Linear(i, d)
         y = F.gelu(self.out(x))
+    values of attention
+        self.q = nn.Linear(i, i)
+        self.v = nn.Linear(i, d)
+        y = F.scaled_dot_product_attention(self.q(x), x, self.v(x))
+    values that are the keys
+        self.v = nn.Linear(i, d)
+        y = F.scaled_dot_product_attention(self.v(x), self.v(x).tanh(), self.v(x))
     experts by mask
         self.route = nn.Linear(i, 2)
         self.experts = nn.ModuleList(nn.Linear(i, d) for _ in range(2))
