@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from click.testing import CliRunner, Result
+from commands import good
 from live_models import CHECKPOINTS, moved
 from rounding import as_exact
 from safetensors.torch import load_file, save_file
@@ -28,7 +28,6 @@ from enjoyln_cli.analysis.stored_names import Candidate
 from enjoyln_cli.analysis.untying import apart
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.checkpoint.marker import read_marker
-from enjoyln_cli.cli.main import main
 from enjoyln_cli.conversion.fold import convert, prepare
 from enjoyln_cli.conversion.inspect import Inspection, Opening
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, RecipeError, UnsupportedModel
@@ -181,32 +180,6 @@ def test_files_load_in_stock_transformers_and_agree(case: str, tmp_path: Path) -
     assert not model.all_tied_weights_keys
     for tensor in copies:
         assert torch.equal(model.get_parameter(tensor), after[tensor])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("gpt2", "float32"), ("opt", "float16"), ("bloom", "bfloat16"), ("bert", "bfloat16")],
-)  # fmt: skip
-def test_trained_checkpoints_are_as_exact_as_before(
-    family: str, dtype: str, tmp_path: Path
-) -> None:
-    source = CHECKPOINTS / family
-    if dtype != "float32":
-        auto = tf.AutoModelForMaskedLM if family == "bert" else tf.AutoModelForCausalLM
-        source = tmp_path / "model"
-        auto.from_pretrained(CHECKPOINTS / family, dtype=dtype).save_pretrained(source)
-    out = convert(source, tmp_path / "out", options=UNTIE, verify=False).out
-    found = verify(out, max_ratio=1.1, write=False)
-    assert found.passed, found.summary
-    assert found.identity_error < 1e-12
-    loaded = from_pretrained(out, dtype=dtype)
-    marker = read_marker(json.loads((out / "config.json").read_text()))
-    if family == "bert":
-        assert marker.rmsnorm == ("bert.embeddings.LayerNorm",)
-    else:
-        assert marker.layernorm == () and len(marker.centering) == (family == "bloom")
-    assert loaded.get_output_embeddings().weight is not loaded.get_input_embeddings().weight
 
 
 @pytest.mark.slow
@@ -531,34 +504,28 @@ def test_what_runs_as_rmsnorm_is_saved_and_loaded_again(tmp_path: Path) -> None:
     shutil.rmtree(out)
 
 
-def enjoyln(*arguments: object) -> Result:
-    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert done.exit_code == 0, done.output
-    return done
-
-
 @pytest.mark.slow
 def test_the_command_line_says_what_is_untied_and_what_it_costs() -> None:
     source = CHECKPOINTS / "gpt2"
     size = opened(source).tensors["transformer.wte.weight"].nbytes
-    found = json.loads(enjoyln("fold", source, "--untie", "--dry-run", "--json").stdout)
-    plain = json.loads(enjoyln("fold", source, "--dry-run", "--json").stdout)
+    found = json.loads(good("fold", source, "--untie", "--dry-run", "--json"))
+    plain = json.loads(good("fold", source, "--dry-run", "--json"))
     assert found["bytes_written"] - plain["bytes_written"] == found["bytes_added"] == size
     assert (found["in_weights_alone"], found["tensors"]) == (7, plain["tensors"] + 1)
     assert (plain["in_weights_alone"], plain["bytes_added"]) == (0, 0)
-    text = enjoyln("fold", source, "--untie", "--dry-run").stdout
+    text = good("fold", source, "--untie", "--dry-run")
     assert "store lm_head.weight separately, as a copy of transformer.wte.weight" in text
-    assert UNTIED in text and UNTIED not in enjoyln("fold", source, "--dry-run").stdout
+    assert UNTIED in text and UNTIED not in good("fold", source, "--dry-run")
     assert f"{size / 1000:.1f} kB more than the original" in text
-    counted = enjoyln("report", source, "--untie").stdout
+    counted = good("report", source, "--untie")
     assert f"{size // 4:,} parameters more than the original" in counted
-    why = enjoyln("report", source, "--untie", "--why", "transformer.h.0.ln_1").stdout
+    why = good("report", source, "--untie", "--why", "transformer.h.0.ln_1")
     assert "transformer.wte.weight (dimension 1, 96 elements): centred in the weights" in why
 
 
 @pytest.mark.slow
 def test_a_report_of_options_shows_the_gain_in_the_weights() -> None:
-    text = enjoyln("report", CHECKPOINTS / "gpt2", "--options", "--format", "csv").stdout
+    text = good("report", CHECKPOINTS / "gpt2", "--options", "--format", "csv")
     head, body = (line.split(",") for line in text.splitlines()[:2])
     assert body[head.index("become RMSNorm")] == "7" and body[head.index("with --untie")] == "7"
     always = tf.ViltConfig(**SMALL, intermediate_size=40, image_size=16, patch_size=8)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
+from commands import enjoyln
 from fold_cases import written
 from live_models import CHECKPOINTS, moved
 from rounding import as_exact, in_float64
@@ -29,7 +29,6 @@ from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.checkpoint.reader import open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
-from enjoyln_cli.cli.main import main
 from enjoyln_cli.errors import BadCheckpoint, RecipeError, VerificationFailed
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.recipe.compare import differences
@@ -333,29 +332,6 @@ def test_another_model_is_left_alone() -> None:
 
 # Checkpoints.
 
-FILES = [
-    ("gpt2", None, 6, "float32"), ("gpt2", None, 6, "float16"), ("gpt2", None, 6, "bfloat16"),
-    ("phi", "PhiForCausalLM", 5, "bfloat16"), ("opt", None, 8, "float32"),
-    ("bloom", None, 8, "float16"), ("vit", None, 7, "float32"),
-]  # fmt: skip
-
-
-@pytest.mark.one_case
-@pytest.mark.parametrize(("name", "model_class", "merged", "dtype"), FILES)
-def test_as_exact_as_the_original(
-    name: str, model_class: str | None, merged: int, dtype: str, tmp_path: Path
-) -> None:
-    plan = fold(
-        CHECKPOINTS / name, tmp_path / "out", model_class=model_class, options=AFFINE,
-        dtype=dtype, verify=False,
-    ).plan  # fmt: skip
-    assert len(plan.merged) == merged
-    found = verify(tmp_path / "out")  # from its recipe alone
-    assert found.passed, found.failures
-    assert found.identity_error is not None and found.identity_error <= 1e-12
-    assert found.ratio is not None and found.ratio <= 1.1
-    assert found.stock_ratio is not None and found.stock_ratio <= 1.1
-
 
 def test_nothing_of_bert_is_merged_and_the_report_says_so() -> None:
     plan = analyze_config(
@@ -475,16 +451,16 @@ def test_the_proof_says_where_things_go() -> None:
 
 def test_on_the_command_line(tmp_path: Path) -> None:
     command = ["fold", str(CHECKPOINTS / "phi"), "--merge", "bias", "--dry-run", "--json"]
-    done = CliRunner().invoke(main, command)
+    done = enjoyln(*command)
     found = json.loads(done.stdout)
     names = [f"model.layers.{i}.input_layernorm" for i in range(4)]
     assert [one["norm"] for one in found["plan"]["merged"]] == names
     assert all("bias" in one and "weight" not in one for one in found["plan"]["merged"])
     assert "model.final_layernorm" in {one["norm"] for one in found["plan"]["unmerged"]}
-    text = " ".join(CliRunner().invoke(main, command[:-1]).stdout.split())
+    text = " ".join(enjoyln(*command[:-1]).stdout.split())
     assert "merge the bias of model.layers.0-3.input_layernorm into model.layers.0-3.self" in text
     assert "4 norms merged into the layers that read them" in text
-    wrong = CliRunner().invoke(main, ["fold", "x", "-o", str(tmp_path / "o"), "--merge", "gamma"])
+    wrong = enjoyln("fold", "x", "-o", tmp_path / "o", "--merge", "gamma")
     assert wrong.exit_code == 2 and "affine" in wrong.output
 
 

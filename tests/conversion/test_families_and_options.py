@@ -1,0 +1,160 @@
+"""Every option for the trained checkpoints: folded in any dtype, a result is exact and complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from live_models import CHECKPOINTS
+from rounding import as_exact
+from safetensors.torch import load_file
+from stored_files import stored_plan
+from verify_cases import FAMILIES
+
+from enjoyln_cli import Options, fold, from_pretrained, load_recipe, verify
+from enjoyln_cli.plan.edits import edits_of
+from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.recipe.compare import differences
+from enjoyln_cli.recipe.from_plan import recipe_of
+from enjoyln_cli.recipe.read import parse_recipe
+from enjoyln_cli.recipe.write import dump_recipe
+from enjoyln_cli.runtime.modules import Folded
+
+OPTIONS = {
+    "plain": Options(),
+    "untie": Options(untie=True),
+    "widen": Options(widen_mlp=True),
+    "bias": Options(merge="bias"),
+    "affine": Options(merge="affine"),
+    "rotate": Options(fold=False, rotate=True, untie=True, seed=3),
+    "fold and rotate": Options(rotate=True, untie=True, seed=4),
+    "untie and widen": Options(untie=True, widen_mlp=True),
+}
+BERT = "BertForMaskedLM"
+ROWS = [
+    ("gpt2", "plain", "float32", 7),
+    ("phi", "plain", "float16", 13),
+    ("vit", "plain", "bfloat16", 7),
+    ("bert", "plain", "float32", 1),
+    ("opt", "plain", "float16", 9),
+    ("bloom", "plain", "bfloat16", 9),
+    ("gpt2", "untie", "float32", 1),
+    ("opt", "untie", "float16", 1),
+    ("bloom", "untie", "bfloat16", 1),
+    (BERT, "untie", "bfloat16", 2),
+    ("bert", "widen", "float32", 3),
+    (BERT, "untie and widen", "bfloat16", 3),
+    ("phi", "bias", "float32", 5),
+    ("gpt2", "affine", "float16", 6),
+    ("gpt2", "affine", "float32", 6),
+    ("gpt2", "affine", "bfloat16", 6),
+    ("phi", "affine", "bfloat16", 5),
+    ("opt", "affine", "float32", 8),
+    ("bloom", "affine", "float16", 8),
+    ("vit", "affine", "float32", 7),
+    ("gpt2", "rotate", "float32", 4),
+    ("opt", "rotate", "float32", 5),
+    ("phi", "rotate", "bfloat16", 5),
+    ("vit", "rotate", "float32", 4),
+    ("bloom", "rotate", "bfloat16", 4),
+    ("bert", "rotate", "float32", 3),
+    ("gpt2", "fold and rotate", "float32", 4),
+]
+"""A family, an option, the dtype that the source is stored in, and how many edits there are.
+
+GPT-2 has 3 layers, BERT and ViT too, and OPT, BLOOM and Phi have 4. Each layer has 2 norms (Phi: 3)
+and values that can turn; another norm ends the model, and BLOOM's embedding has one that stays.
+"""
+FAST = {ROWS.index(next(row for row in ROWS if row[1] == option)) for option in OPTIONS}
+"""The first row of each option; the others are slow."""
+
+
+def edited(plan: Plan, option: str) -> int:
+    """How many norms, copies, MLPs or bases the option is about."""
+    if "rotate" in option:
+        return len(plan.turned)
+    if "widen" in option:
+        return len(plan.widened)
+    if option == "untie":
+        return len(plan.untied)
+    return len(plan.folded) if option == "plain" else len(plan.merged)
+
+
+def stored_in(dtype: str, family: str, model_class: str, folder: Path) -> Path:
+    if dtype == "float32":
+        return CHECKPOINTS / family
+    cls = getattr(transformers, model_class)
+    cls.from_pretrained(CHECKPOINTS / family, dtype=dtype).save_pretrained(folder)
+    return folder
+
+
+def loaded_as(cls: Any, folder: Path) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The first output of the stock class in float64, and what of the files it did not find."""
+    model, info = cls.from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
+    return output(model), info
+
+
+def output(model: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    if model.main_input_name == "pixel_values":
+        values = torch.randn(2, 3, 32, 32, generator=generator, dtype=torch.float64)
+    else:
+        values = torch.randint(3, 500, (2, 16), generator=generator)
+    with torch.no_grad():
+        return model.eval()(values)[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "option", "dtype", "number"),
+    [
+        pytest.param(*row, marks=() if index in FAST else pytest.mark.slow)
+        for index, row in enumerate(ROWS)
+    ],
+)
+def test_a_result_is_exact_and_complete(
+    family: str, option: str, dtype: str, number: int, tmp_path: Path
+) -> None:
+    model_class = FAMILIES.get(family, family)
+    family = "bert" if family == BERT else family
+    source, out = stored_in(dtype, family, model_class, tmp_path / "source"), tmp_path / "out"
+    options = OPTIONS[option]
+    plan = fold(source, out, model_class=model_class, options=options, verify=False).plan
+    assert edited(plan, option) == number
+    if option == "untie" and family != "bert":
+        assert not plan.kept and len(plan.ops) == (family == "bloom")
+
+    found = verify(out)  # from its recipe alone
+    assert found.passed, found.failures
+    assert found.identity_error <= 1e-12
+    if not options.rotate:
+        assert found.ratio <= 1.1 and found.stock_ratio <= 1.1
+        assert max(found.norm_input_mean.values()) < 2 * torch.finfo(getattr(torch, dtype)).eps
+
+    cls = getattr(transformers, model_class)
+    exact, info = loaded_as(cls, source)
+    stock, stock_info = loaded_as(cls, out)
+    assert stock_info == info and not info["mismatched_keys"]
+    model = from_pretrained(out, cls, dtype=torch.float64)
+    assert sum(isinstance(module, Folded) for module in model.modules()) == len(plan.folded)
+    for result in (stock, output(model)):
+        assert as_exact(result, exact, exact, getattr(torch, dtype))
+
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
+    changed = edits_of(plan).keys()
+    for name in before.keys() - changed:
+        assert before[name].dtype == after[name].dtype and torch.equal(before[name], after[name])
+
+    recipe = load_recipe(out / "enjoyln_recipe.yaml")
+    config = transformers.AutoConfig.from_pretrained(source)
+    text = dump_recipe(recipe_of(plan, config=config, options=options))
+    assert text == (out / "enjoyln_recipe.yaml").read_text()
+    assert recipe.options == options and not differences(recipe, plan, config=config)
+    assert parse_recipe(dump_recipe(recipe), where="again") == recipe
+    assert edits_of(stored_plan(out)) == edits_of(plan)
+    follow = {"model_class": model_class, "recipe": out / "enjoyln_recipe.yaml"}
+    fold(source, tmp_path / "again", verify=False, **follow)
+    for name in ("model.safetensors", "enjoyln_recipe.yaml"):
+        assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes()
