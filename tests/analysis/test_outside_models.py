@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from live_models import moved
 from state_space import StateSpaceVision
+from tiny_models import converted
 from torch import nn
 
 from enjoyln_cli import analyze
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import install
-
-
-def folded(model: nn.Module, plan: Plan) -> nn.Module:
-    result = copy.deepcopy(model)
-    centre_parameters(result, plan)
-    return install(result, [v.norm for v in plan.folded], plan.ops)
 
 
 def same(model: nn.Module, plan: Plan, x: torch.Tensor) -> bool:
     with torch.no_grad():
-        return torch.allclose(folded(model, plan)(x), model(x), rtol=1e-11, atol=1e-11)
+        return torch.allclose(
+            converted(model, plan, guarded=False)(x), model(x), rtol=1e-11, atol=1e-11
+        )
 
 
 class Encoder(nn.Module):
@@ -93,7 +87,7 @@ def test_a_fused_layer_of_torch_does_not_pass_over_a_centring(gradients: bool) -
     assert [(op.module, op.place) for op in plan.ops] == [("encoder.layers.1.norm2", "output")]
     assert {v.norm for v in plan.folded} == {f"heads.{i}.0" for i in range(4)}
     with torch.set_grad_enabled(gradients):
-        expected, got = model(x, padding), folded(model, plan)(x, padding)
+        expected, got = model(x, padding), converted(model, plan, guarded=False)(x, padding)
     assert torch.allclose(got, expected, rtol=1e-11, atol=1e-11)
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner, Result
+from commands import enjoyln
 from live_models import CHECKPOINTS, moved
 from rounding import IDENTITY, relative
 
@@ -31,7 +32,6 @@ from enjoyln_cli.checkpoint.config import MARKER, load_config
 from enjoyln_cli.checkpoint.marker import marker, proof_of
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.cli import options as arguments
-from enjoyln_cli.cli.main import main
 from enjoyln_cli.clock import Clock
 from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
 from enjoyln_cli.models.load import load
@@ -298,8 +298,8 @@ def test_folded_means_optimized(out: Path) -> None:
 # The command.
 
 
-def enjoyln(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["bench", *map(str, arguments)])
+def bench_command(*arguments: object) -> Result:
+    return enjoyln("bench", *arguments)
 
 
 QUICK = ("--batch-size", "1", "--seq-len", "8", "--repeats", "3", "--device", "cpu")
@@ -308,7 +308,7 @@ QUICK = ("--batch-size", "1", "--seq-len", "8", "--repeats", "3", "--device", "c
 def test_the_command_prints_a_table_and_draws(out: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plain = ("--dtype", "bfloat16", "--original", CHECKPOINTS / "gpt2")
-    result = enjoyln(out, *QUICK, *plain, "--plot", tmp_path / "a.svg")
+    result = bench_command(out, *QUICK, *plain, "--plot", tmp_path / "a.svg")
     assert result.exit_code == 0, result.output
     for words in ("1 x 8 tokens, prefill, eager", "1 x 8 tokens, decode, eager", "no norm"):
         assert words in result.stdout
@@ -320,7 +320,7 @@ def test_the_command_prints_a_table_and_draws(out: Path, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_by_default_the_usual_sizes_are_measured(out: Path) -> None:
     """The model has positions for 64 tokens, so the usual sizes are left out."""
-    result = enjoyln(out, "--repeats", "3", "--device", "cpu")
+    result = bench_command(out, "--repeats", "3", "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert "measuring 2 cases, at most 3 rounds; the run ends after 120 s" in result.stderr
     lines = [line for line in result.stdout.splitlines() if ": no gain here, " in line]
@@ -399,7 +399,7 @@ def test_no_case_begins_without_time(out: Path) -> None:
 
 
 def test_json_is_one_object_and_nothing_else(out: Path) -> None:
-    result = enjoyln(out, *QUICK, "--json")
+    result = bench_command(out, *QUICK, "--json")
     assert result.exit_code == 0 and result.stderr == ""
     found = json.loads(result.stdout)
     assert [r["phase"] for r in found["rows"]] == ["prefill", "decode"]
@@ -419,7 +419,7 @@ def test_json_is_one_object_and_nothing_else(out: Path) -> None:
     ],
 )
 def test_usage_errors(out: Path, arguments: list[str], hint: str) -> None:
-    result = enjoyln(out, *arguments)
+    result = bench_command(out, *arguments)
     assert result.exit_code == 2 and hint in " ".join(result.stderr.split())
 
 
@@ -439,14 +439,14 @@ def test_usage_errors(out: Path, arguments: list[str], hint: str) -> None:
 @pytest.mark.usefixtures("measured")
 def test_refusals_are_one_line(out: Path, arguments: list[Any], line: str) -> None:
     before = (out / "enjoyln_bench.json").read_bytes()
-    result = enjoyln(out, *arguments)
+    result = bench_command(out, *arguments)
     assert result.exit_code == 1 and line in result.stderr.splitlines()[-1]
     assert result.stderr.splitlines()[-1].startswith("error: ")
     assert (out / "enjoyln_bench.json").read_bytes() == before
 
 
 def test_what_was_not_folded_is_refused_by_name() -> None:
-    result = enjoyln(CHECKPOINTS / "gpt2")
+    result = bench_command(CHECKPOINTS / "gpt2")
     assert result.exit_code == 1
     assert f"{CHECKPOINTS / 'gpt2'} was not folded: its config.json has no" in result.stderr
 
@@ -463,14 +463,14 @@ def test_what_cannot_be_kept_is_shown_all_the_same(
 
     monkeypatch.setattr("enjoyln_cli.events.write_whole", refuse)
     command = [measure, str(out), *(QUICK if measure == "bench" else ())]
-    result = CliRunner().invoke(main, command)
+    result = enjoyln(*command)
     assert result.exit_code == 0 and "original" in result.stdout
     warning = f"warning: {out / f'enjoyln_{measure}.json'} is not written: Permission denied"
     assert warning in result.stderr.splitlines()
 
 
 def test_quiet_is_quiet(out: Path) -> None:
-    result = enjoyln(out, *QUICK, "--quiet")
+    result = bench_command(out, *QUICK, "--quiet")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
 
 
@@ -481,14 +481,14 @@ def test_a_marker_that_the_model_cannot_run_with(tmp_path: Path) -> None:
     config["enjoyln"]["centering"][0]["axis"]["dim"] = 5
     config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
-    result = enjoyln(tmp_path / "out", *QUICK)
+    result = bench_command(tmp_path / "out", *QUICK)
     assert result.exit_code == 1
     assert "GPT2LMHeadModel does not run with the norms and" in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
 def test_a_picture_that_cannot_be_written_leaves_the_times(out: Path, tmp_path: Path) -> None:
-    result = enjoyln(out, *QUICK, "--plot", tmp_path / f"{'a' * 300}.svg")
+    result = bench_command(out, *QUICK, "--plot", tmp_path / f"{'a' * 300}.svg")
     assert result.exit_code == 1
     assert "cannot be written: File name too long" in result.stderr.splitlines()[-1]
     assert "1 x 8 tokens, prefill, eager" in result.stdout

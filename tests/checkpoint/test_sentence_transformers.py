@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import enjoyln
 from live_models import CHECKPOINTS
 from rounding import as_exact
 from safetensors.torch import save_file
@@ -18,7 +18,6 @@ from transformers import AutoModel, BertConfig, DistilBertConfig
 from enjoyln_cli import analyze, fold, verify
 from enjoyln_cli.checkpoint.sentence_transformers import transformer_folder
 from enjoyln_cli.checkpoint.source import open_source
-from enjoyln_cli.cli.main import main
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.publish.push import publishing_objection
 
@@ -149,17 +148,17 @@ def test_every_command_takes_the_whole_pipeline(
 ) -> None:
     pipeline(tmp_path / "source", kind, inside)
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(main, ["report", "source", "--format", "json"])
+    done = enjoyln("report", "source", "--format", "json")
     assert json.loads(done.output)["become_rmsnorm"] == 1, done.output
     monkeypatch.chdir(tmp_path / "source")
-    done = CliRunner().invoke(main, ["fold", ".", "-o", "../out", "--json"])
+    done = enjoyln("fold", ".", "-o", "../out", "--json")
     assert done.exit_code == 0, done.output
-    done = CliRunner().invoke(main, ["verify", "../out"])
+    done = enjoyln("verify", "../out")
     assert done.exit_code == 0, done.output
-    done = CliRunner().invoke(main, ["fold", "../out", "-o", "../again", "-q"])
+    done = enjoyln("fold", "../out", "-o", "../again", "-q")
     assert (done.exit_code, done.output.count("\n")) == (1, 1)
     assert "result of an earlier fold" in done.output
-    done = CliRunner().invoke(main, ["fold", ".", "-o", "new"])
+    done = enjoyln("fold", ".", "-o", "new")
     assert done.exit_code == 1 and "lies inside the source" in done.output
 
 
@@ -215,7 +214,7 @@ def test_a_path_that_leads_nowhere(path: Any, words: str, tmp_path: Path) -> Non
     transformer(source / "0_Transformer", "bert")
     (source / "link").symlink_to(tmp_path)
     write(source / "modules.json", [{"idx": 0, "name": "0", "path": path, "type": "T"}])
-    done = CliRunner().invoke(main, ["fold", str(source), "-o", str(tmp_path / "out"), "-q"])
+    done = enjoyln("fold", source, "-o", tmp_path / "out", "-q")
     assert (done.exit_code, done.output.count("\n")) == (1, 1), done.output
     assert words in done.output
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
+from commands import enjoyln
 
 from enjoyln_cli.cli.help import EXAMPLES, GROUPS, SHELLS
 from enjoyln_cli.cli.main import main
@@ -23,7 +23,7 @@ def test_every_command_has_examples_that_parse(
     monkeypatch.chdir(tmp_path)
     for file in ("book.txt", "sentences.txt"):
         Path(file).touch()
-    shown = CliRunner().invoke(main, [name, "--help"]).output
+    shown = enjoyln(name, "--help").output
     for example in EXAMPLES[name]:
         assert f"  {example}\n" in shown
         words = shlex.split(example.partition(" >")[0])
@@ -40,7 +40,7 @@ def test_every_group_is_of_options_that_exist() -> None:
 
 
 def test_options_are_shown_once_and_in_groups() -> None:
-    shown = CliRunner().invoke(main, ["fold", "-h"]).output
+    shown = enjoyln("fold", "-h").output
     own = {p.name for p in main.commands["fold"].params}
     groups = [group for group, names in GROUPS.items() if own & set(names)]
     places = [shown.index(f"\n{name}:\n") for name in ("Options", *groups, "Examples")]
@@ -51,7 +51,7 @@ def test_options_are_shown_once_and_in_groups() -> None:
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_completion_is_what_click_asks_back(shell: str) -> None:
-    script = CliRunner().invoke(main, ["completion", shell])
+    script = enjoyln("completion", shell)
     assert script.exit_code == 0 and f"_ENJOYLN_COMPLETE={shell}_complete" in script.stdout
     assert "enjoyln" in script.stdout
 
@@ -69,4 +69,4 @@ def test_a_shell_completes_options() -> None:
 
 
 def test_an_unknown_shell_is_a_usage_error() -> None:
-    assert CliRunner().invoke(main, ["completion", "tcsh"]).exit_code == 2
+    assert enjoyln("completion", "tcsh").exit_code == 2

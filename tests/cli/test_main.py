@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from commands import CHECKPOINTS, GPT2, enjoyln, good, refused, running
 
 import enjoyln_cli
 from enjoyln_cli.cli.group import explain
-from enjoyln_cli.cli.main import main
 from enjoyln_cli.errors import EnjoyLNError
 
 BERT = str(CHECKPOINTS / "bert")
@@ -34,7 +32,7 @@ def no_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
 def folded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GPT-2 folded once, verified; with what the command said beside it."""
     out = tmp_path_factory.mktemp("cli") / "gpt2-folded"
-    result = CliRunner().invoke(main, ["fold", GPT2, "-o", str(out)])
+    result = enjoyln("fold", GPT2, "-o", out)
     assert result.exit_code == 0, result.output
     (out.parent / "stdout").write_text(result.stdout)
     (out.parent / "stderr").write_text(result.stderr)

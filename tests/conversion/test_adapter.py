@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
+from commands import enjoyln
 from safetensors.torch import load_file, save_file
 from tiny_models import BERT, GPT2, PHI, live
 
 from enjoyln_cli import Options, fold, from_pretrained
 from enjoyln_cli.checkpoint.source import open_source
-from enjoyln_cli.cli.main import main
 from enjoyln_cli.errors import (
     BadCheckpoint,
     EnjoyLNError,
@@ -267,9 +266,9 @@ def test_adapters_that_do_not_fit_are_refused(
 @pytest.mark.slow
 def test_the_command(bases: dict[str, Path], adapters: dict[str, Path], tmp_path: Path) -> None:
     words = ["fold", str(bases["phi"]), "--adapter", str(adapters["phi"])]
-    found = CliRunner().invoke(main, [*words, "--dry-run"])
+    found = enjoyln(*words, "--dry-run")
     assert found.exit_code == 0, found.output
-    found = CliRunner().invoke(main, [*words, "-o", str(tmp_path / "out"), "--samples", "2"])
+    found = enjoyln(*words, "-o", str(tmp_path / "out"), "--samples", "2")
     assert found.exit_code == 0, found.output
     assert f"writing {tmp_path / 'out'} and {tmp_path / 'out' / 'adapter'}" in found.output
     report = json.loads((tmp_path / "out" / "enjoyln_verify.json").read_text())
@@ -277,6 +276,6 @@ def test_the_command(bases: dict[str, Path], adapters: dict[str, Path], tmp_path
     told = published_paths(open_source(str(tmp_path / "out")), "phi")
     assert told[str(tmp_path / "out")] == ["adapter/adapter_config.json"]
     for name in ("--stream", "--keep-means"):
-        found = CliRunner().invoke(main, [*words, "-o", str(tmp_path / "two"), name])
+        found = enjoyln(*words, "-o", str(tmp_path / "two"), name)
         assert found.exit_code == 2
         assert f"--adapter cannot be combined with {name}" in found.output

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from commands import enjoyln
 from edit_cases import EDITS as EVERY_EDIT
 from edit_cases import tensors
 from fold_cases import CONFIG, EDITS, gathered, same, sharded, state, store, written
@@ -448,5 +449,5 @@ def test_another_dtype_is_not_kept(source: Path, tmp_path: Path) -> None:
         folded(source, tmp_path / "out", dtype=torch.bfloat16)
     assert not (tmp_path / "out").exists()
     arguments = ["fold", str(source), "-o", "x", "--keep-means", "--dtype", "bfloat16"]
-    result = CliRunner().invoke(main, arguments)
+    result = enjoyln(*arguments)
     assert result.exit_code == 2 and "--dtype" in result.stderr

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import enjoyln
 from live_models import CHECKPOINTS
 
 from enjoyln_cli import fold, from_pretrained, kernels
-from enjoyln_cli.cli.main import main
 from enjoyln_cli.kernels import formula, gpu
 from enjoyln_cli.kernels.gpu import Choice, Norms, Times, fastest
 from enjoyln_cli.plan.plan import Options
@@ -124,7 +123,7 @@ def test_each_number_of_rows_uses_the_nearest_measurement(
 def test_the_command_shows_what_was_measured(
     asked: list[tuple[Norms, int]], outs: dict[str, Path]
 ) -> None:
-    result = CliRunner().invoke(main, ["env", "--tune", str(outs["gpt2"])])
+    result = enjoyln("env", "--tune", outs["gpt2"])
     assert result.exit_code == 0, result.output
     width = {norms.width for norms, _ in asked}.pop()
     assert (
@@ -137,7 +136,7 @@ def test_the_command_shows_what_was_measured(
 def test_without_a_gpu_nothing_can_be_measured(outs: dict[str, Path]) -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU is here")
-    result = CliRunner().invoke(main, ["env", "--tune", str(outs["gpt2"])])
+    result = enjoyln("env", "--tune", outs["gpt2"])
     assert result.exit_code == 1
     assert result.stderr.endswith("error: nothing can be measured: torch sees no GPU\n")
 

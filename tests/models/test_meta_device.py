@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import converted
 from torch import nn
 from transformers import CONFIG_MAPPING, LlavaConfig, LlavaForConditionalGeneration
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
@@ -27,8 +26,6 @@ from enjoyln_cli.models.meta_device import (
     without_weights,
 )
 from enjoyln_cli.models.outputs import tensors_in
-from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 from enjoyln_cli.trace.capture import Captures, accepts
 from enjoyln_cli.trace.traced_calls import accepted_calls
@@ -229,16 +226,6 @@ def random(module: nn.Module) -> Any:
 
 def example(*sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(sum(sizes), 5, dtype=torch.float64) + 0.3, torch.tensor(sizes)
-
-
-def converted(model: nn.Module, plan: Plan, guarded: bool = True) -> nn.Module:
-    """Without the check of covered calls, other values than the traced ones may be passed."""
-    if not guarded:
-        plan = replace(plan, covered=None, unproven=())
-    folded = copy.deepcopy(model)
-    centre_parameters(folded, plan)
-    norms = [verdict.norm for verdict in plan.folded]
-    return install(folded, norms, plan.ops, plan.entry_inputs, plan.unproven, covered=plan.covered)
 
 
 def error(folded: nn.Module, model: nn.Module, *given: Any, **named: Any) -> float:

@@ -11,6 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from folding_live import randomised
+from tiny_models import converted
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -25,16 +27,6 @@ from enjoyln_cli.runtime.modules import Folded
 
 D = 11
 Change = Callable[[Any], Any]
-
-
-def randomised(model: nn.Module) -> Any:
-    """Random float64 weights: with means, gammas far from 1, betas and biases far from 0."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.double().eval().parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(0.7 * noise + 0.4)
-    return model
 
 
 def given(*shape: int) -> torch.Tensor:
@@ -54,16 +46,10 @@ class Block(nn.Module):
         return self.read(self.way(self, self.write(x), x))
 
 
-def folded(model: nn.Module, plan: Plan) -> Any:
-    result = copy.deepcopy(model)
-    centre_parameters(result, plan)
-    return install(result, [v.norm for v in plan.folded], plan.ops)
-
-
 def error(model: nn.Module, plan: Plan, *inputs: torch.Tensor) -> float:
     """Relative error of the folded model, on other inputs than those of the analysis."""
     with torch.no_grad():
-        expected, got = model(*inputs), folded(model, plan)(*inputs)
+        expected, got = model(*inputs), converted(model, plan, guarded=False)(*inputs)
     return float((got - expected).norm() / expected.norm())
 
 
@@ -352,7 +338,7 @@ def test_a_norm_that_is_called_by_keyword_folds(norm: nn.Module, name: str) -> N
 
 def test_a_folded_norm_accepts_the_same_arguments() -> None:
     model = randomised(Block(Extra(D)))
-    changed, x = folded(model, analyze_module(model, given()).plan), given()
+    changed, x = converted(model, analyze_module(model, given()).plan, False), given()
     assert isinstance(changed.norm, Folded)
     for more in ({"scale": 2.0}, {"residual": x.exp()}, {"scale": x, "residual": None}):
         assert torch.equal(changed.norm(x, **more), model.norm(x, **more))

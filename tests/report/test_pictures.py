@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import enjoyln
 from live_models import CHECKPOINTS
 
 from enjoyln_cli.analysis.analyze import Analysis, analyze_config
-from enjoyln_cli.cli.main import main
 from enjoyln_cli.conversion.inspect import Opening, inspect
 from enjoyln_cli.errors import EnjoyLNError, OutputError
 from enjoyln_cli.plan.plan import Options
@@ -336,7 +335,7 @@ def test_a_png_that_is_too_large_is_refused() -> None:
 
 
 def said(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(main, ["report", str(CHECKPOINTS / "gpt2"), *map(str, arguments)])
+    result = enjoyln("report", CHECKPOINTS / "gpt2", *arguments)
     return result.exit_code, result.output
 
 

@@ -16,6 +16,7 @@ import torch
 import transformers
 from live_models import CHECKPOINTS, moved
 from rounding import IDENTITY, relative
+from tiny_models import converted
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -34,7 +35,6 @@ from enjoyln_cli.plan.covered_calls import (
     Items,
     TensorForm,
 )
-from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.plan.trusted_code import is_stock
 from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import notes
@@ -142,14 +142,6 @@ class Valued(Net):
 
 def x(rows: int = 2, tokens: int = 7) -> torch.Tensor:
     return torch.randn(rows, tokens, 5, dtype=torch.float64)
-
-
-def converted(model: nn.Module, plan: Plan) -> Any:
-    folded = copy.deepcopy(model)
-    centre_parameters(folded, plan)
-    norms = [verdict.norm for verdict in plan.folded]
-    ops, inputs, unproven = plan.ops, plan.entry_inputs, plan.unproven
-    return install(folded, norms, ops, inputs, unproven, covered=plan.covered)
 
 
 def error(folded: Any, model: Any, *args: Any, **kwargs: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,8 +115,10 @@ def error(model: Any, original: Any, given: dict[str, Any]) -> float:
 
 
 def converted(model: nn.Module, plan: Plan, guarded: bool = True) -> Any:
+    """A folded copy; without guards, also calls that the plan does not cover compute RMSNorm."""
+    if not guarded:
+        plan = replace(plan, covered=None, unproven=())
     result = copy.deepcopy(model)
     centre_parameters(result, plan)
-    unproven, covered = (plan.unproven, plan.covered) if guarded else ((), None)
     norms = [v.norm for v in plan.folded]
-    return install(result, norms, plan.ops, plan.entry_inputs, unproven, covered=covered)
+    return install(result, norms, plan.ops, plan.entry_inputs, plan.unproven, covered=plan.covered)
