@@ -11,12 +11,10 @@ MODULES = [path for path in PACKAGE.rglob("*.py") if not path.stem.startswith("_
 
 CLASSES_WITH_TWO_MEANINGS = {
     "Call",
-    "CentredTensor",
     "Gain",
     "Obstacle",
     "Part",
     "Reader",
-    "Row",
     "Steps",
     "Subject",
     "_Search",

@@ -168,6 +168,7 @@ def test_a_fold_for_fewer_outputs_than_are_checked_is_not_kept(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_report_says_what_each_choice_would_gain() -> None:
     (gain,) = analyze(CLIP).gains()
     assert (gain.without, gain.norms) == ((UNREAD,), 5)
@@ -177,6 +178,7 @@ def test_report_says_what_each_choice_would_gain() -> None:
     assert analyze(GPT2Config(**GPT2)).gains() == ()
 
 
+@pytest.mark.slow
 def test_report_prints_the_gain_and_the_choice(source: Path) -> None:
     gain = f"if {UNREAD} may change: 5 more LayerNorms become RMSNorm (--outputs image_embeds,"
     assert gain in good("report", source)

@@ -123,6 +123,7 @@ def test_placeholders_of_a_model_without_a_method_that_counts_them() -> None:
     assert not (sound["input_ids"] == 8).any() and not (images["input_ids"] == 9).any()
 
 
+@pytest.mark.slow
 def test_each_switch_is_also_called_the_other_way() -> None:
     settings = {
         "hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1, "crop_size": 32,
@@ -150,6 +151,7 @@ def test_an_image_to_be_made_has_a_grid_of_its_own() -> None:
     assert placed["position_ids"].leading == tuple(range(tokens))
 
 
+@pytest.mark.slow
 @of_its_version
 def test_a_video_replaces_the_images_in_a_separate_call() -> None:
     vision = {"num_hidden_layers": 1, "image_size": 56, "patch_size": 28}
@@ -293,6 +295,7 @@ def test_labels_and_switches_are_no_optional_inputs() -> None:
     assert not {"labels", "use_cache", "return_dict"} & set(names)
 
 
+@pytest.mark.slow
 def test_a_row_that_is_read_where_it_ends_is_traced_and_its_other_norms_proven() -> None:
     """The position is a value, so the result has no fixed shape, and counts as an observer."""
     settings = {

@@ -71,6 +71,7 @@ def checkpoint(folder: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_buffer_in_the_file_is_centred_checked_and_restored(
     dtype: torch.dtype, tmp_path: Path

@@ -174,6 +174,7 @@ def test_a_module_that_rounds_its_input_is_none(kind: str) -> None:
     assert layer_norm_form(Casting(kind)) is None
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", CASTS)
 def test_a_layer_norm_that_casts_folds_in_every_dtype_that_it_takes(

@@ -217,8 +217,6 @@ WEIGHT_EDITS = rule(
         nn.utils.prune.random_unstructured(m, "weight", 0.3)
     view of the transposed
         m.weight = nn.Parameter(m.weight.detach().t().contiguous().t())
-    bias that the norm has
-        m.bias = nn.Parameter(m.bias.detach())
     """,
 )
 """What is done to a linear layer ``m``."""

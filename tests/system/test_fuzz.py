@@ -207,6 +207,7 @@ INDEX = {
 }
 
 
+@pytest.mark.slow
 @cases(50)
 @given(
     index=damaged(INDEX).map(lambda i: json.dumps(i).encode()) | edited(json.dumps(INDEX).encode())

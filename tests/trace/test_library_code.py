@@ -106,6 +106,7 @@ def encoder() -> Any:
     return random(nn.TransformerEncoder(layer, 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("mask", ["causal", "boolean", "a band"])
 @pytest.mark.parametrize("is_causal", [None, False])
 def test_a_transformer_encoder_takes_a_mask(mask: str, is_causal: bool | None) -> None:
@@ -134,6 +135,7 @@ class Stream(nn.Module):
         return self.encoder(self.embed(x), mask, is_causal=is_causal)
 
 
+@pytest.mark.slow
 def test_a_transformer_decoder_takes_a_mask() -> None:
     layer = nn.TransformerDecoderLayer(WIDTH, 2, 32, batch_first=True, norm_first=True)
     model = random(nn.TransformerDecoder(layer, 2, nn.LayerNorm(WIDTH)))

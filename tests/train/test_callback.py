@@ -134,6 +134,7 @@ def test_a_folded_model_is_trained_and_resumed(tmp_path: Path, outs: dict[str, P
     assert resumed.rms == [True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", ["evaluation", "step"])
 def test_mixed_precision_accumulation_and_checkpointing(
     tmp_path: Path, plan: Plan, every: Any
@@ -152,6 +153,7 @@ def test_mixed_precision_accumulation_and_checkpointing(
     assert verify(tmp_path / "last", samples=4).passed
 
 
+@pytest.mark.slow
 def test_adapters_in_a_trainer(tmp_path: Path, plan: Plan) -> None:
     peft = pytest.importorskip("peft")
 

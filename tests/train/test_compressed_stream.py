@@ -81,6 +81,7 @@ def test_models_compute_the_same_there_and_back(kind: str, basis: Any) -> None:
     assert after == {name: shape for name, shape in shapes.items() if name != "lm_head.bias"}
 
 
+@pytest.mark.slow
 def test_a_layer_without_a_bias_gets_that_of_the_norm() -> None:
     """GPT-2's head has no bias, so its last norm would keep one, which has a mean."""
     model_class, config, _ = MODELS["gpt2"]
