@@ -95,57 +95,24 @@ FOLDED: dict[str, Callable[..., torch.Tensor]] = {
     ),
     "a letter twice": lambda m, x: torch.einsum("bij,jk->bik", x, m.rows),
     "one number for all features of a lerp": lambda m, x: torch.lerp(m.first(x), m.second(x), 0.3),
-    "a tensordot": lambda m, x: torch.tensordot(x, m.deep.transpose(0, 1), ([2], [1]))[:, :, 1],
     "unbatched convolution": lambda m, x: F.conv1d(x[0].mT, m.deep.mT).mT,
     "means of rows": lambda m, x: (
         F.embedding_bag(torch.tensor([[1, 2], [0, 8]]), m.table, mode="mean") + m.first(x[:2, 0])
     ),
-    "pixels between others": lambda m, x: F.interpolate(m.first(x).mT, size=9, mode="linear").mT,
-    "pixels repeated": lambda m, x: F.interpolate(m.first(x).mT, scale_factor=2.0).mT,
-    "edges repeated": lambda m, x: F.pad(m.first(x).mT, (1, 1), mode="replicate").mT,
-    "rows added to others": lambda m, x: m.first(x).scatter_add(
-        1, torch.tensor([1, 0])[None, :, None].expand(D, 2, D), m.second(x)
-    ),
-    "rows taken": lambda m, x: torch.take_along_dim(
-        m.first(x), torch.tensor([1, 0])[None, :, None], 1
-    ),
-    "a shape like another": lambda m, x: m.first(x).flatten(0, 1).reshape_as(x),
     "a spread that scales": lambda m, x: (lambda y: y / y.std(-1, keepdim=True))(m.first(x)),
 }
 """Cases that are proven, and were not or were wrong once."""
 
 KEPT: dict[str, Callable[..., torch.Tensor]] = {
-    "a linear layer of one output": lambda m, x: F.linear(x, m.row),
-    "a bias of its own for every token": lambda m, x: F.linear(x[0], m.rows, m.deep[:, 0]),
-    "tokens of a table": lambda m, x: F.linear(x, m.rows).mT,
-    "a diagonal": lambda m, x: torch.einsum("ii->i", m.first(x[0])),
     "a trace": lambda m, x: torch.einsum("bii,k->bk", m.first(x), m.row) + m.first(x[0]).relu(),
     "values of one feature": lambda m, x: F.scaled_dot_product_attention(
         x.mT, x.mT, m.row.expand(D, D).mT
     ),
     "a column that is added": lambda m, x: m.first(x) + m.row[:, None],
-    "a choice of features": lambda m, x: torch.where(x > 0, m.first(x), m.second(x)),
-    "ends that are mixed by feature": lambda m, x: torch.lerp(m.first(x), m.second(x), m.row),
-    "the largest of rows": lambda m, x: F.embedding_bag(
-        torch.tensor([[1, 2], [0, 8]]), m.table, mode="max"
-    ),
-    "features added by an index each": lambda m, x: m.first(x).scatter_add(
-        1, (x > 0).long(), m.second(x)
-    ),
-    "features taken by an index each": lambda m, x: torch.take_along_dim(
-        m.first(x), (x > 0).long(), 1
-    ),
-    "edges repeated along features": lambda m, x: F.pad(
-        m.first(x)[..., 1:-1], (1, 1), mode="replicate"
-    ),
-    "pixels between features": lambda m, x: F.interpolate(
-        m.first(x)[..., :4], size=D, mode="linear"
-    ),
     "a spread over tokens too": lambda m, x: m.first(x) * m.first(x).var((1, 2))[:, None, None],
     "complex numbers": lambda m, x: torch.view_as_real(
         torch.complex(m.first(x), m.second(x))
     ).sum(-1),
-    "whole numbers": lambda m, x: m.first(x).long().double() + m.row,
 }  # fmt: skip
 """Cases that cannot be proven."""
 
