@@ -28,9 +28,9 @@ def test_random_models_fold_exactly_or_stay() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(0, len(odd_productions()), 20))
+@pytest.mark.parametrize("number", range(0, len(odd_productions()), 12))
 def test_what_is_odd_alone_folds_exactly_or_stays(number: int) -> None:
-    """One odd production in a usual model: every twentieth (the script: all, ``--alone``)."""
+    """One odd production in a usual model: every twelfth (the script: all, ``--alone``)."""
     result = check(write_alone(number))
     assert not result.failed and result.outcome != "invalid", result
 
