@@ -18,7 +18,6 @@ CLASSES_WITH_TWO_MEANINGS = {
     "Steps",
     "Subject",
     "_Search",
-    "_View",
 }
 """This set may only shrink."""
 
