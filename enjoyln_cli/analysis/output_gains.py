@@ -50,7 +50,7 @@ def gains(problem: Problem, model_class: str) -> tuple[Gain, ...]:
         kept = required - set(without)
         more = len(cuts.solve(_narrowed(problem, len(traces), kept)).folded) - folded
         if without and more > 0:
-            found.append(Gain(without, more, _joined_fields(kept - fed_back, fields)))
+            found.append(Gain(without, more, joined_fields(kept - fed_back, fields)))
     return tuple(found)
 
 
@@ -71,7 +71,7 @@ def _narrowed(problem: Problem, traces: int, required: frozenset[str]) -> Proble
     )
 
 
-def _joined_fields(fields: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+def joined_fields(fields: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
     """``fields``, where an output that has all its ``known`` fields among them is one name."""
     wanted = set(fields)
     split = {f.partition(".")[0] for f in known if f not in wanted}

@@ -18,6 +18,7 @@ from torch import nn
 from enjoyln_cli.analysis.config_size import resize_search
 from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
 from enjoyln_cli.graph.nodes import is_whole
+from enjoyln_cli.models.classes import base_path
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.models.outputs import match_names, require_named
@@ -30,6 +31,7 @@ from enjoyln_cli.proof.min_cut import Parameter, Problem
 from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.proof.widening import Widenings, find_widenings
 from enjoyln_cli.rotation.affine_merge import StoredWeight
+from enjoyln_cli.rotation.used_outputs import by_products
 from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import TracedModel
 
@@ -81,7 +83,11 @@ def state_problem(subject: Subject, options: Options) -> Statement:
     scaled = {groups.get(name, name) for trace in traces for name in trace.scaled}
     single = _single(reference, groups, {*fixed, *scaled})
     scales = Scales() if subject.training else find_scales(traces, groups, single)
-    required = _required(traces, reference.name, subject.outputs) if subject.outputs else None
+    required = None
+    if subject.outputs:
+        required = _required(traces, reference.name, subject.outputs)
+    elif options.rotate:
+        required = _used(traces, bool(base_path(reference.model)))
     flow = Flow(traces=traces, required=required, products=scales.products, refused=scales.refused)
     forms, other_forms = layer_norms(reference.model, grouped=subject.training is not None)
     norms, refused = norm_calls(flow, forms, other_forms)
@@ -118,6 +124,17 @@ def _required(
     fields = frozenset(f for t in traces for names in t.returned.values() for f in names)
     require_named(outputs, fields, model_class)
     return match_names(outputs, fields).union(*(trace.fed_back for trace in traces))
+
+
+def _used(traces: Iterable[Trace], has_head: bool) -> frozenset[str] | None:
+    """The fields that a class is used for, and those that a later call may take.
+
+    ``None`` for all fields.
+    """
+    fields = frozenset(f for t in traces for names in t.returned.values() for f in names)
+    fed_back = frozenset().union(*(trace.fed_back for trace in traces))
+    unused = by_products((f for f in fields - fed_back if f != "loss"), has_head)
+    return fields - unused if unused else None
 
 
 def _groups(model: nn.Module, traces: Iterable[Trace]) -> dict[str, str]:

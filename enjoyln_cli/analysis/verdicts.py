@@ -13,6 +13,7 @@ from functools import partial
 from torch import nn
 
 from enjoyln_cli.analysis.config_size import widenings_for
+from enjoyln_cli.analysis.output_gains import joined_fields
 from enjoyln_cli.analysis.problem import Statement, Subject
 from enjoyln_cli.analysis.stored_layout import Conversion
 from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
@@ -20,6 +21,7 @@ from enjoyln_cli.calls.calls import input_embeddings
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.plan.axis import Axis, feature_axis
 from enjoyln_cli.plan.plan import (
+    Basis,
     Centring,
     Merge,
     Options,
@@ -80,7 +82,7 @@ def plan_of(subject: Subject, statement: Statement, cut: Cut, options: Options) 
             )
         ),
         other_norms=tuple(sorted(Counter(rms_norms(found.model).values()).items())),
-        outputs=subject.outputs,
+        outputs=subject.outputs or _outputs_that_stay(problem, bases, options),
         by_example=tuple(dict.fromkeys(t.label for t in traces if t.by_example)),
         widened=widened,
         merged=merged,
@@ -91,6 +93,18 @@ def plan_of(subject: Subject, statement: Statement, cut: Cut, options: Options) 
         covered=covered_calls(subject.traced, size_settings(widened)),
         training=any(one.training for one in subject.traced),
     )
+
+
+def _outputs_that_stay(
+    problem: Problem, bases: Sequence[Basis], options: Options
+) -> tuple[str, ...]:
+    """The outputs that the class is used for, if others change; empty if none does."""
+    traces, required = problem.flow.traces, problem.flow.required
+    changes = options.fold or options.merge or any(basis.outputs for basis in bases)
+    if required is None or not changes:
+        return ()
+    fields = (f for trace in traces for names in trace.returned.values() for f in names)
+    return joined_fields(required.difference(*(trace.fed_back for trace in traces)), fields)
 
 
 def _unread(found: Candidate, groups: Mapping[str, str], traces: Sequence[Trace]) -> list[str]:

@@ -265,6 +265,8 @@ class Basis:
     """The norms inside whose weight has to be merged (see ``Merge``)."""
     inputs: tuple[str, ...] = ()
     """Optional inputs of ``forward`` (``inputs_embeds``) that have to be given in the new basis."""
+    outputs: tuple[str, ...] = ()
+    """Output fields (``image_outputs.last_hidden_state``) that are returned in the new basis."""
     reason: str = ""
     culprit: str = ""
     """The module path or parameter that prevents the rotation."""

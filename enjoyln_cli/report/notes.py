@@ -172,6 +172,12 @@ def _rotated_lines(plan: Plan) -> list[str]:
     for (kind, reason), kept in groups.items():
         lines.append(f"  not turned: {_bases_in_words(kept, kind)}: {reason}")
         lines += _because(kept)
+    if any(basis.kind == "stream" for basis in plan.turned):
+        fields = dict.fromkeys(name for basis in plan.turned for name in basis.outputs)
+        lines.append(
+            f"  these outputs change: {', '.join(['hidden states', *fields])}; "
+            "--outputs names what must stay the same"
+        )
     if inputs := list(dict.fromkeys(name for basis in plan.turned for name in basis.inputs)):
         named = " and ".join(inputs)
         lines.append(f"  {named} must come from the rotated model itself, if they are passed")

@@ -171,11 +171,23 @@ def bases_of(
                 tensors=() if obstacle else tensors(basis),
                 norms=() if obstacle else tuple(sorted({gain.module for gain in basis.gains})),
                 inputs=tuple(basis.inputs),
+                outputs=() if obstacle else _returned_by(problem, basis),
                 reason=obstacle.reason if obstacle else "",
                 culprit=obstacle.culprit if obstacle else "",
             )
         )
     return tuple(made)
+
+
+def _returned_by(problem: Problem, basis: FoundBasis) -> tuple[str, ...]:
+    """The output fields that hold values of the basis, without caches and indices in tuples."""
+    fields: dict[str, None] = {}
+    for value in basis.values:
+        trace = problem.flow.traces[value.trace]
+        for field in trace.returned.get(value.node, ()):
+            if field not in trace.fed_back:
+                fields[".".join(name for name in field.split(".") if not name.isdigit())] = None
+    return tuple(sorted(fields))
 
 
 def _kind(basis: FoundBasis) -> BasisKind:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from live_models import moved
 from tiny_models import BERT, GPT2, PHI, TOKENS, VIT, live
 from torch import nn
@@ -457,7 +456,11 @@ def test_heads_with_a_norm_of_their_own_say_why_they_stay() -> None:
 
 
 def test_the_outputs_that_may_change_decide() -> None:
-    config = CONFIG_MAPPING["t5"](**T5, **UNTIED)
-    name = transformers.T5ForConditionalGeneration.__name__
+    config = config_of("t5", {**T5, **UNTIED})
+    name, state = "T5ForConditionalGeneration", "encoder_last_hidden_state"
     plan = analyze_config(config, model_class=name, options=ROTATED).plan
-    assert {b.reason for b in plan.bases if b.kind == "stream"} == {"the model returns it"}
+    assert [b.outputs for b in plan.turned if b.kind == "stream"] == [(state,), ()]
+    outputs = ("logits", state)
+    plan = analyze_config(config, model_class=name, outputs=outputs, options=ROTATED).plan
+    reasons = [basis.reason for basis in plan.bases if basis.kind == "stream"]
+    assert sorted(reasons) == ["", "the model returns it"]

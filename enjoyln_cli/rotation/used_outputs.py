@@ -1,0 +1,47 @@
+"""Which outputs a class is used for, and which only come along with them.
+
+A class with a head is used for what the head computes: logits, scores, boxes. Its hidden states,
+and the outputs of its parts (``image_outputs.last_hidden_state``), are by-products. A base model is
+used for its ``last_hidden_state``, unless it also returns logits or embeddings, as CLIP does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_STATES = re.compile(r"(.*_)?(hidden_states?|attentions)(_.*)?")
+_RESULTS = re.compile(r".*(logits|embeds)(_.*)?")
+_STATES_BESIDE_THE_LAST = re.compile(
+    r"(encoder|image|vision|video|audio)_(last_)?hidden_states?|hidden_states|(.*_)?attentions"
+)
+_LAST = "last_hidden_state"
+
+
+def by_products(fields: Iterable[str], has_head: bool) -> frozenset[str]:
+    """The ``fields`` of a class's output that are not what the class is used for.
+
+    ``fields`` are all fields but caches and losses, named as in ``models.outputs``. ``has_head``
+    says whether the class is a base model with a head on it. Empty if it is unclear which fields
+    the class is used for.
+    """
+    names = {field: [part for part in field.split(".") if not part.isdigit()] for field in fields}
+    whole = {field: parts[0] if len(parts) == 1 else "" for field, parts in names.items()}
+    used = {
+        field
+        for field, name in whole.items()
+        if name and (not _STATES.fullmatch(name) if has_head else _RESULTS.fullmatch(name))
+    }
+    if used:
+        return frozenset(
+            field
+            for field, parts in names.items()
+            if len(parts) > 1 or (parts and _STATES.fullmatch(parts[0]))
+        )
+    if _LAST not in whole.values():
+        return frozenset()
+    return frozenset(
+        field
+        for field, parts in names.items()
+        if len(parts) > 1 or (parts and _STATES_BESIDE_THE_LAST.fullmatch(parts[0]))
+    )
