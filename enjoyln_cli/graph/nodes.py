@@ -89,6 +89,11 @@ def is_whole(axis: Axis, shape: tuple[int, ...]) -> bool:
     return axis.start == 0 and axis.outer == axis.inner == 1 and axis.size == shape[axis.dim]
 
 
+def is_covered(axis: Axis, shape: tuple[int, ...]) -> bool:
+    """Whether the groups of the axis hold every element of its dimension."""
+    return axis.start == axis.step == 0 and axis.length == shape[axis.dim]
+
+
 SPLITS = {aten.split, aten.split_with_sizes, aten.chunk}
 
 

@@ -50,6 +50,10 @@ class Vector:
     """Added to its elements first: 1 if the class computes with ``1 + weight``."""
     divides: bool = False
     """Whether the slices are divided by its elements instead."""
+    outer: int = 1
+    """How often its elements follow each other along ``dim``."""
+    inner: int = 1
+    """How many slices each element multiplies, every time."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,9 @@ class Product:
     matrix: str
     dim: int
     by: str
+    outer: int = 1
+    inner: int = 1
+    """The vector repeats along ``dim`` as that of a ``Vector``."""
 
 
 @dataclass(frozen=True)
@@ -164,14 +171,24 @@ def read_edit_inputs(
                 f"{found.tensor} has a zero, so the bias beside it cannot be divided by it; "
                 "convert without --merge affine and --rotate"
             )
-        return 1 / values if found.divides else values
+        return repeated(1 / values if found.divides else values, found)
 
     plus = None
     if edit.plus is not None:
-        by = read(edit.plus.by).double().flatten()
+        by = repeated(read(edit.plus.by).double().flatten(), edit.plus)
         parts = in_rows(read(edit.plus.matrix)) if rows is None else rows(edit.plus.matrix)
         plus = _product(parts, edit.plus.dim, by)
     return EditInputs(vector(edit.times), plus, vector(edit.scale))
+
+
+def repeated(values: torch.Tensor, by: Vector | Product) -> torch.Tensor:
+    """One value for each slice along ``by.dim``."""
+    return values.repeat_interleave(by.inner).repeat(by.outer)
+
+
+def slices_of(by: Vector | Product, shape: tuple[int, ...]) -> int:
+    """How many slices along ``by.dim`` a vector of ``shape`` has a value for."""
+    return prod(shape) * by.outer * by.inner
 
 
 def in_rows(x: torch.Tensor) -> Iterable[torch.Tensor]:
@@ -444,11 +461,12 @@ def _merge(found: dict[str, Edit], norm: Merge, held: bool) -> None:
         dim = reader.held if held and reader.held is not None else reader.dim
         before = found.get(matrix, Edit())
         if norm.weight:
-            times = Vector(weight, dim, norm.offset)
+            times = Vector(weight, dim, norm.offset, outer=reader.outer, inner=reader.inner)
             found[matrix] = replace(before, times=times)
         if reader.bias:
             added = known(reader.bias)
-            plus = Product(before.source or matrix, dim, bias)
+            source = before.source or matrix
+            plus = Product(source, dim, bias, reader.outer, reader.inner)
             found[added] = replace(found.get(added, Edit()), plus=plus)
 
 

@@ -189,6 +189,10 @@ class Reader:
     held: Annotated[int, number(0, 7)] | None = None
     """The dimension of inputs in the parameter, if the class uses another layout than the file.
     Such a parameter, as a stack of experts, has a reader for each of its stored tensors."""
+    outer: Count = 1
+    """How often the norm's features follow each other along ``dim``, as those of several tokens."""
+    inner: Count = 1
+    """How many elements belong to one feature each time."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -142,6 +143,22 @@ class Flow:
         fields = self.traces[value.trace].returned.get(value.node)
         return self.required is None or fields is None or not self.required.isdisjoint(fields)
 
+    @cached_property
+    def unneeded(self) -> frozenset[Node]:
+        """The nodes that nothing is computed from but outputs that may change."""
+        found: set[Node] = set()
+        for at, trace in enumerate(self.traces):
+            for node in reversed(trace.graph.nodes):
+                if not _hides_values(node):
+                    continue
+                value = Value(at, node, Axis(0, 0, 1, 1, 1))
+                if all(
+                    u in found or (u.op == "output" and not self.is_required(value))
+                    for u in node.users
+                ):
+                    found.add(node)
+        return frozenset(found)
+
     def narrowed(self, traces: int, required: frozenset[str]) -> Flow:
         """A flow over the first ``traces`` traces in which ``required`` outputs must not change."""
         return replace(self, traces=self.traces[:traces], required=required, _observers={})
@@ -220,7 +237,7 @@ def outcomes(
     while waiting:
         read = waiting.pop()
         for reader in consumers(read):
-            if packet(reader) in SHAPE_ONLY or reader.meta.get("unread"):
+            if reads_no_values(reader, read) or reader.meta.get("unread"):
                 continue
             moves = source_of(reader) is read
             below = push_through_view(reader, operand, axis) if moves else None
@@ -250,6 +267,16 @@ SHAPE_ONLY = {
 }
 LIKE = {aten.type_as, aten.view_as, aten.expand_as, aten.reshape_as}
 """Ops that read the dtype or shape of their second operand, not its values."""
+
+
+def reads_no_values(node: Node, operand: Node) -> bool:
+    """Whether an op reads nothing of ``operand`` but its shape and dtype."""
+    op = packet(node)
+    if op is aten.copy:
+        return node.args[0] is operand and node.args[1] is not operand
+    return op in SHAPE_ONLY or (op in LIKE and node.args[0] is not operand)
+
+
 _SOFTMAX = {aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax}
 _SPREADS = {aten.var, aten.std}
 
@@ -266,12 +293,10 @@ def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
     only the operand's shape or other elements of it.
     """
     op, shape = packet(node), shape_of(operand)
-    if op in SHAPE_ONLY:
+    if reads_no_values(node, operand):
         return True
     if not shape or occurrences(node, operand) != 1:
         return False
-    if op in LIKE and node.args[0] is not operand:
-        return True
     if op is aten.layer_norm:
         sizes: Any = node.args[1]  # leading sizes of 1 do not matter
         over_last = set(sizes[:-1]) <= {1} and axis.dim == len(shape) - 1

@@ -106,6 +106,33 @@ def _scatter_add(node: Node, axis: Axis) -> Pull:
     return ((source, axis), (rows, axis)) if len(lengths) == 1 else Opaque("a part of every row")
 
 
+@rule(aten.scatter)
+def _scatter(node: Node, axis: Axis) -> Pull:
+    """Whole rows replace other rows if the index is constant along the axis."""
+    rows = node.args[3]
+    if not isinstance(rows, Node) or node.kwargs:
+        return Opaque("numbers that are written to single features")
+    return _scatter_add(node, axis)
+
+
+@rule(aten.select_scatter)
+def _select_scatter(node: Node, axis: Axis) -> Pull:
+    """One index along another dimension is replaced."""
+    source, rows = node.args[:2]
+    dim = node.args[2] % rank_of(node)
+    if dim == axis.dim:
+        return Opaque("a value that is written to one feature")
+    return ((source, axis), (rows, on_dimension(axis, axis.dim - (axis.dim > dim))))
+
+
+@rule(aten.slice_scatter)
+def _slice_scatter(node: Node, axis: Axis) -> Pull:
+    """Some indices along another dimension are replaced."""
+    if argument(node, 2, "dim", 0) % rank_of(node) == axis.dim:
+        return Opaque("values that are written to a part of the features")
+    return tuple((operand, axis) for operand in node.args[:2])
+
+
 @rule(aten.masked_scatter)
 def _masked_scatter(node: Node, axis: Axis) -> Pull:
     """Masked rows are replaced by the rows of ``values`` in order: a choice of two tensors."""

@@ -29,7 +29,6 @@ from enjoyln_cli.graph.nodes import (
     centred_operand,
     constant_along,
     is_floating,
-    offsets,
     op_name,
     packet,
     rank_of,
@@ -237,17 +236,24 @@ def _select(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.cat, aten.concat, aten.concatenate)
 def _cat(node: Node, axis: Axis) -> Pull:
-    """A concatenation; along the dimension of the axis, one part has to contain the whole axis."""
+    """A concatenation; along the dimension of the axis, each part has to contain whole groups."""
     # torch ignores empty tensors of shape (0,) here, whatever the rank of the others
     parts = [part for part in node.args[0] if shape_of(part) != (0,)]
     if argument(node, 1, "dim", 0) % rank_of(node) != axis.dim:
         return tuple((part, axis) for part in parts)
-    for part in dict.fromkeys(parts):
-        for at in offsets(node, part):
-            size = shape_of(part)[axis.dim]
-            if at <= axis.start and axis.stop <= at + size:
-                return ((part, replace(axis, start=axis.start - at)),)
-    return Opaque("a concatenation along the features mixes the means of its parts")
+    group, pairs, at = axis.size * axis.inner, [], 0
+    for part in parts:
+        end = at + shape_of(part)[axis.dim]
+        if at <= axis.start and axis.stop <= end:
+            return ((part, replace(axis, start=axis.start - at)),)
+        first, last = max(at, axis.start), min(end, axis.stop)
+        if first < last:
+            if axis.step or (first - axis.start) % group or (last - axis.start) % group:
+                return Opaque("a concatenation along the features mixes the means of its parts")
+            groups = (last - first) // group
+            pairs.append((part, replace(axis, start=first - at, outer=groups)))
+        at = end
+    return tuple(pairs)
 
 
 @rule(aten.stack)

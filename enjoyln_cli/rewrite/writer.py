@@ -27,7 +27,7 @@ from enjoyln_cli.checkpoint.reader import Checkpoint, file_of, read_rows, read_t
 from enjoyln_cli.checkpoint.source import require_unchanged
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.models.memory import give_back
-from enjoyln_cli.plan.edits import ROWS, Edit, EditInputs, read_edit_inputs
+from enjoyln_cli.plan.edits import ROWS, Edit, EditInputs, read_edit_inputs, slices_of
 from enjoyln_cli.rewrite.journal import Journal, assign_shards, note, wait_for_all
 from enjoyln_cli.rewrite.shard_layout import Shard, index, layout
 from enjoyln_cli.rewrite.tensor_parts import (
@@ -268,13 +268,14 @@ def _check_edits(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> None:
                 raise BadCheckpoint(f"{name}: shape {shape} does not contain {axis}")
         lengths = {found: _floating(checkpoint, found, f"to change {name}") for found in edit.needs}
         for vector in (edit.times, edit.scale):
-            length = prod(lengths[vector.tensor].shape) if vector else 0
+            length = slices_of(vector, lengths[vector.tensor].shape) if vector else 0
             if vector and (vector.dim >= len(shape) or length != shape[vector.dim]):
                 raise BadCheckpoint(
                     f"{vector.tensor}: has {length} elements, too few or too many for {name}"
                 )
         if edit.plus:
-            matrix, many = lengths[edit.plus.matrix].shape, prod(lengths[edit.plus.by].shape)
+            matrix = lengths[edit.plus.matrix].shape
+            many = slices_of(edit.plus, lengths[edit.plus.by].shape)
             if edit.plus.dim >= len(matrix) or matrix[edit.plus.dim] != many:
                 raise BadCheckpoint(
                     f"{edit.plus.matrix}: shape {matrix} cannot be multiplied by {many} elements"

@@ -25,9 +25,9 @@ from typing import Literal
 
 from torch.fx import Node
 
-from enjoyln_cli.graph.nodes import packet, shape_of
+from enjoyln_cli.graph.nodes import is_covered, packet, shape_of
 from enjoyln_cli.models.norm_probe import LayerNormForm
-from enjoyln_cli.plan.axis import feature_axis
+from enjoyln_cli.plan.axis import Axis, feature_axis, on_dimension
 from enjoyln_cli.plan.plan import Merge, NamedParameter, Reader, UnmergedNorm
 from enjoyln_cli.proof.flow import Flow, Value
 from enjoyln_cli.proof.linear_layers import WHOLE_FEATURE_OPS, linear_layer
@@ -142,18 +142,19 @@ def _merge(
     if found is not None:
         return found
     moves_bias = form.biased and way != "weight"
-    uses = _uses(search, norm, replace(form, biased=moves_bias), alone=way == "weight")
-    if isinstance(uses, Obstacle):
-        return uses
-    layers = dict.fromkeys(use.to_edit for use in uses)
+    layers = _layers(search, norm, replace(form, biased=moves_bias), alone=way == "weight")
+    if isinstance(layers, Obstacle):
+        return layers
     readers = tuple(
         Reader(
             weight=NamedParameter(weight_name, tensor),
             dim=dim,
             bias=NamedParameter(bias_name, stored[bias_name]) if bias_name else None,
             held=None if search.single(weight_name) else held,
+            outer=outer,
+            inner=inner,
         )
-        for weight_name, held, bias_name in layers
+        for (weight_name, held, bias_name), (outer, inner) in layers.items()
         for tensor, dim in search.stored_weight(weight_name, held)
     )
     moved = stored[weight] if way != "bias" else ""
@@ -208,7 +209,12 @@ def _own_obstacle(search: _Search, norm: str, moving: Iterable[str]) -> Obstacle
     return None
 
 
-def _uses(search: _Search, norm: str, form: LayerNormForm, *, alone: bool) -> list[Use] | Obstacle:
+_Layers = Mapping[tuple[str, int, str | None], tuple[int, int]]
+"""For each layer to edit (see ``Use.to_edit``): how the norm's features repeat along its inputs, as
+``Reader.outer`` and ``Reader.inner``."""
+
+
+def _layers(search: _Search, norm: str, form: LayerNormForm, *, alone: bool) -> _Layers | Obstacle:
     """The linear layers that read a norm in all calls, or the first other reader.
 
     ``alone`` says that no bias moves, so that more ops may stand in between.
@@ -235,7 +241,36 @@ def _uses(search: _Search, norm: str, form: LayerNormForm, *, alone: bool) -> li
         for node, name in named.items():
             if name in (f"{norm}.weight", f"{norm}.bias") and {shape_of(node)} != sizes:
                 return Obstacle("its parameters do not hold one number for each feature", norm)
-    return _layers_obstacle(search, uses, form.biased) or uses
+    return _layers_obstacle(search, uses, form.biased) or _repetitions(uses)
+
+
+def _repetitions(uses: list[Use]) -> _Layers | Obstacle:
+    """How the norm's features repeat along the inputs of each layer, in all of its calls alike."""
+    calls: dict[tuple[int, Node], list[Use]] = {}
+    for use in uses:
+        calls.setdefault((use.trace, use.layer), []).append(use)
+    layers: dict[tuple[str, int, str | None], tuple[int, int]] = {}
+    for first, *others in calls.values():
+        shape = shape_of(first.weight.node) or ()
+        found = _repetition([first.axis, *(use.axis for use in others)], shape[first.axis.dim])
+        if found is None or layers.setdefault(first.to_edit, found) != found:
+            reason = "a linear layer that reads it also reads other features"
+            return Obstacle(reason, first.weight.name)
+    return layers
+
+
+def _repetition(axes: list[Axis], length: int) -> tuple[int, int] | None:
+    """``(outer, inner)`` if the axes cover ``length`` inputs with whole repetitions of a norm."""
+    first = axes[0]
+    if len(axes) == 1:
+        return (first.outer, first.inner) if is_covered(on_dimension(first, 0), (length,)) else None
+    starts = sorted(axis.start for axis in axes)
+    side_by_side = all(axis == replace(first, start=axis.start) for axis in axes)
+    if not side_by_side or first.step or first.inner != 1:
+        return None
+    if starts != list(range(0, length, first.length)) or length % first.length:
+        return None
+    return length // first.size, 1
 
 
 def _reads_given_value(search: _Search, position: int, reader: Node) -> bool:

@@ -10,6 +10,9 @@ that reads it is turned by the same ``Q``, no output changes:
   over its inputs as a writer is over its outputs, and a tied weight stays tied.
 * A sum of squares does not see an orthogonal matrix.
 * LayerNorm without weight passes ``Q`` on if ``Q 1 = 1``: then means and variances stay as well.
+* Where ``k`` tokens become one of ``k`` times as many features (pixel shuffle, patch merger), these
+  turn by ``diag(Q, ..., Q)``: an axis of ``k`` groups. Each group keeps its sum and its sum of
+  squares, so a norm over all of them passes the matrix on as well.
 * A norm's weight has to be merged into the layers that read the norm first (``Gain``). Its bias
   becomes ``Q (bias / weight)``.
 
@@ -22,7 +25,7 @@ A basis with any other reader or source stays as it is, and says which one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import Node
@@ -32,23 +35,22 @@ from enjoyln_cli.graph.nodes import (
     aten,
     centred_operand,
     constant_along,
+    is_covered,
     is_part,
-    is_whole,
     op_name,
     packet,
     rank_of,
     shape_of,
 )
-from enjoyln_cli.plan.axis import Axis, feature_axis
+from enjoyln_cli.plan.axis import Axis, on_dimension
 from enjoyln_cli.proof.flow import (
-    LIKE,
-    SHAPE_ONLY,
     Flow,
     Value,
     consumers,
     origin,
     outcomes,
     readers_of,
+    reads_no_values,
     takes_other_elements,
 )
 from enjoyln_cli.proof.linear_layers import parameter_names
@@ -103,6 +105,8 @@ class FoundBasis:
     fixes_ones: bool = False
     inputs: dict[str, None] = field(default_factory=dict)
     """Optional inputs of the model that have to be turned, such as ``inputs_embeds``."""
+    outputs: dict[str, None] = field(default_factory=dict)
+    """Output fields that change with the basis."""
     obstacle: Obstacle | None = None
     values: set[Value] = field(default_factory=set)
     """All values that are turned."""
@@ -179,32 +183,33 @@ class _Search:
     def norm(self, value: Value) -> Any:
         """The operand that the value is turned with, if its op is part of a norm; records why."""
         trace, node, axis = value.trace, value.node, value.axis
-        whole = is_whole(axis, shape_of(node) or (0,))
+        covered = is_covered(axis, shape_of(node) or ())
         centred = centred_operand(node)
-        if centred is not None and centred[1] == axis:
+        if centred is not None and centred[1].dim == axis.dim and covered:
             self.found.fixes_ones = True
             self.found.whole[trace, node] = None
             return centred[0]
-        over_last = axis.dim == rank_of(node) - 1 and whole
+        over_last = axis.dim == rank_of(node) - 1 and covered
         if packet(node) is aten.layer_norm and over_last and is_normed_over_last(node, axis):
             self.found.fixes_ones = True
             self.found.whole[trace, node] = None
-            return self.affine(trace, node, argument(node, 2, "weight"), argument(node, 3, "bias"))
+            return self.affine(value, argument(node, 2, "weight"), argument(node, 3, "bias"))
         if packet(node) in RMS_NORMS and over_last and is_normed_over_last(node, axis):
             self.found.whole[trace, node] = None
-            return self.affine(trace, node, argument(node, 2, "weight"), None)
-        if packet(node) in (aten.mul, aten.multiply) and whole and not node.kwargs:
+            return self.affine(value, argument(node, 2, "weight"), None)
+        if packet(node) in (aten.mul, aten.multiply) and covered and not node.kwargs:
             for factor, other in (node.args[:2], node.args[1::-1]):
                 if not isinstance(factor, Node) or rank_of(other) != rank_of(node):
                     continue
-                gain = self.gain(trace, node, factor)
+                gain = self.gain(value, factor)
                 if gain is not None and not constant_along(other, axis, rank_of(node)):
                     self.found.gains.setdefault(gain, {})[trace, node] = None
                     return other
         return None
 
-    def affine(self, trace: int, node: Any, weight: Any, bias: Any) -> Node:
+    def affine(self, value: Value, weight: Any, bias: Any) -> Any:
         """The input of a norm op; its weight becomes a gain, and its bias is turned."""
+        trace, node = value.trace, value.node
         names = self.named[trace]
         if any(part is not None and part not in names for part in (weight, bias)):
             self.stop("a norm whose weight or bias is not a parameter", trace, node)
@@ -214,11 +219,10 @@ class _Search:
             gain = Gain(path, names[weight], of_bias, 0.0)
             self.found.gains.setdefault(gain, {})[trace, node] = None
         if bias is not None and bias in names:
-            self.parameter(Parameter(names[bias], feature_axis((self.found.size,))), True)
-        x: Node = node.args[0]
-        return x
+            self.parameter(Parameter(names[bias], on_dimension(value.axis, 0)), True)
+        return node.args[0]
 
-    def gain(self, trace: int, product: Node, factor: Node) -> Gain | None:
+    def gain(self, product: Value, factor: Node) -> Gain | None:
         """The weight that a product multiplies by: a vector parameter, or 1 plus one."""
         inner, offset = uncast(factor), 0.0
         if packet(inner) is aten.add and not inner.kwargs and 1 in inner.args:
@@ -226,10 +230,11 @@ class _Search:
             if len(others) != 1 or inner.args[1 - inner.args.index(others[0])] != 1:
                 return None
             inner, offset = uncast(others[0]), 1.0
-        name = self.named[trace].get(inner)
-        if name is None or shape_of(inner) != (self.found.size,):
+        name = self.named[product.trace].get(inner)
+        if name is None or shape_of(inner) != (product.axis.length,):
             return None
-        return Gain(self.flow.traces[trace].module_of(product), name, None, offset)
+        module = self.flow.traces[product.trace].module_of(product.node)
+        return Gain(module, name, None, offset)
 
     def parameter(self, parameter: Parameter, writes: bool) -> None:
         """Turn a parameter, wherever a trace reads it."""
@@ -268,8 +273,10 @@ class _Search:
         for reader in consumers(node):
             if reader.op == "output":
                 self.returned(value)
-            elif _reads_no_values(reader, node):
+            elif reads_no_values(reader, node) or reader.meta.get("unread"):
                 continue
+            elif reader in self.flow.unneeded:
+                self.changed(value.trace, reader)
             elif reader.meta.get("written") or node.meta.get("written"):
                 self.stop(WRITTEN, trace, reader)
             elif self.flow.products.get(reader) is node:
@@ -283,8 +290,10 @@ class _Search:
                 self.found.whole[trace, reader] = None
             elif self.is_normed(value, reader):
                 self.visit(Value(trace, reader, axis))
+            elif (groups := _beside_others(value, reader)) is not None:
+                self.visit(replace(value, axis=groups))
             elif packet(reader) is aten.layer_norm and argument(reader, 3, "bias") is node:
-                self.visit(Value(trace, reader, feature_axis(shape_of(reader) or ())))
+                self.visit(Value(trace, reader, on_dimension(axis, rank_of(reader) - 1)))
             else:
                 self.passed_on(value, reader)
 
@@ -302,8 +311,22 @@ class _Search:
         trace = self.flow.traces[value.trace]
         fields = trace.returned.get(value.node)
         if not self.flow.is_required(value) or (fields and trace.fed_back.issuperset(fields)):
-            return
-        self.stop("the model returns it", value.trace, value.node)
+            self.changed(value.trace, value.node)
+        else:
+            self.stop("the model returns it", value.trace, value.node)
+
+    def changed(self, trace: int, node: Node) -> None:
+        """Note the output fields that hold a value, or are computed from it; caches are not."""
+        returned, fed_back = self.flow.traces[trace].returned, self.flow.traces[trace].fed_back
+        waiting, seen = [node], {node}
+        while waiting:
+            current = waiting.pop()
+            self.found.outputs.update(
+                dict.fromkeys(f for f in returned.get(current, ()) if f not in fed_back)
+            )
+            users = current.users.keys() - seen
+            waiting += [user for user in users if user in self.flow.unneeded]
+            seen |= users
 
     def is_invariant(self, reader: Node, node: Node, axis: Axis) -> bool:
         """Whether the reader's result does not change: a mean, variance or sum of squares."""
@@ -318,9 +341,17 @@ class _Search:
         return same and self.norm(Value(value.trace, reader, value.axis)) is value.node
 
 
-def _reads_no_values(reader: Node, node: Node) -> bool:
-    unread = packet(reader) in SHAPE_ONLY or reader.meta.get("unread")
-    return bool(unread or (packet(reader) in LIKE and reader.args[0] is not node))
+def _beside_others(value: Value, reader: Node) -> Axis | None:
+    """The groups of all features, if ``reader`` norms others together with the value."""
+    axis, shape = value.axis, shape_of(value.node) or ()
+    normed = packet(reader) is aten.layer_norm or packet(reader) in RMS_NORMS
+    if not normed or reader.args[0] is not value.node or axis.dim != len(shape) - 1:
+        return None
+    if axis.inner != 1 or axis.step or is_covered(axis, shape):
+        return None
+    if axis.start % axis.size or shape[-1] % axis.size:
+        return None
+    return replace(axis, start=0, outer=shape[-1] // axis.size)
 
 
 def _in_words(found: Opaque, node: Node) -> str:
@@ -369,10 +400,11 @@ def parameter_nodes(
 def find_bases(flow: Flow, groups: Mapping[str, str], *, values: bool) -> list[FoundBasis]:
     """Every basis that holds the input of a norm, and with ``values`` also those of attention.
 
+    What a norm reads as a whole is no basis of its own if its groups can be turned.
     ``groups`` maps any parameter name to the first of its tied names.
     """
     named, nodes = parameter_nodes(flow, groups)
-    found: list[FoundBasis] = []
+    found: dict[Value, FoundBasis] = {}
     seen: set[Value] = set()
     for value, carries in starting_values(flow, values):
         if value in seen:
@@ -382,5 +414,12 @@ def find_bases(flow: Flow, groups: Mapping[str, str], *, values: bool) -> list[F
         search.run(value)
         search.require_own_inputs()
         seen |= basis.values
-        found.append(basis)
-    return found
+        found[value] = basis
+    turned = {
+        (at.trace, at.node) for one in found.values() if not one.obstacle for at in one.values
+    }
+    return [
+        basis
+        for start, basis in found.items()
+        if not basis.obstacle or (start.trace, start.node) not in turned
+    ]

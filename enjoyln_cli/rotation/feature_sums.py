@@ -17,7 +17,7 @@ from torch.fx import Node
 from enjoyln_cli.graph.nodes import (
     argument,
     aten,
-    is_whole,
+    is_covered,
     occurrences,
     packet,
     rank_of,
@@ -40,9 +40,9 @@ RMS_NORMS = {aten.rms_norm}
 
 
 def is_normed_over_last(node: Node, axis: Axis) -> bool:
-    """Whether a norm op normalises the features of ``axis``, which is in the last dimension."""
+    """Whether a norm op normalises all groups of ``axis``, which is in the last dimension."""
     sizes: Any = node.args[1]
-    return set(sizes[:-1]) <= {1} and sizes[-1] == axis.size
+    return set(sizes[:-1]) <= {1} and sizes[-1] == axis.length
 
 
 def is_sum_of_squares(reader: Node, node: Node, axis: Axis) -> bool:
@@ -52,7 +52,7 @@ def is_sum_of_squares(reader: Node, node: Node, axis: Axis) -> bool:
     if packet(reader) is aten.linalg_vector_norm:
         order, dims = argument(reader, 1, "ord", 2), argument(reader, 2, "dim")
         shape = shape_of(node) or ()
-        return order == 2 and _is_only(dims, axis, len(shape)) and is_whole(axis, shape)
+        return order == 2 and _is_only(dims, axis, len(shape)) and is_covered(axis, shape)
     return False
 
 
@@ -80,7 +80,7 @@ def _sums_over(node: Node, operand: Node, axis: Axis, ops: Set[Any]) -> bool:
     shape = shape_of(operand)
     if packet(node) not in ops or not shape or node.args[0] is not operand:
         return False
-    return _is_only(argument(node, 1, "dim"), axis, len(shape)) and is_whole(axis, shape)
+    return _is_only(argument(node, 1, "dim"), axis, len(shape)) and is_covered(axis, shape)
 
 
 def summed_with(reader: Node, node: Node, axis: Axis) -> tuple[Node, Axis] | None:

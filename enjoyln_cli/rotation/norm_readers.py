@@ -19,18 +19,16 @@ from torch.fx import Node
 from enjoyln_cli.graph.nodes import (
     aten,
     is_part,
-    is_whole,
     occurrences,
     op_name,
     packet,
     rank_of,
     shape_of,
 )
-from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.axis import Axis, on_dimension
 from enjoyln_cli.proof.flow import LIKE, Flow, Value, candidates, consumers, readers_of
 from enjoyln_cli.proof.linear_layers import (
     WHOLE_FEATURE_OPS,
-    LinearLayer,
     ReadParameter,
     linear_layer,
     with_added_bias,
@@ -40,10 +38,10 @@ from enjoyln_cli.rotation.bases import Obstacle
 from enjoyln_cli.rotation.feature_sums import summed_with
 
 _TRANSPARENT = WHOLE_FEATURE_OPS | {
-    aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.broadcast_to, aten.expand,
-    aten.expand_as, aten.flip, aten.gather, aten.index, aten.index_select, aten.mean, aten.movedim,
-    aten.repeat, aten.repeat_interleave, aten.roll, aten.select, aten.slice, aten.swapaxes,
-    aten.tile, aten.type_as,
+    aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.broadcast_to, aten.cat, aten.expand,
+    aten.expand_as, aten.flip, aten.gather, aten.index, aten.index_select, aten.mean,
+    aten.movedim, aten.mT, aten.repeat, aten.repeat_interleave, aten.roll, aten.select, aten.slice,
+    aten.swapaxes, aten.tile, aten.type_as,
 }  # fmt: skip
 """Ops whose result holds elements of one operand, or averages of them, feature by feature."""
 _KINDS = {"matrix", "product"}
@@ -56,9 +54,10 @@ class Use:
 
     trace: int
     """The index of the trace."""
+    layer: Node
     weight: ReadParameter
-    dim: int
-    """The dimension of the weight that belongs to the features of the norm."""
+    axis: Axis
+    """Axis of the weight: the features of the norm, once for each group."""
     bias: ReadParameter | None = None
     between: tuple[tuple[Node, Node], ...] = ()
     """The values between the parameter and the layer, each with the op that reads it here."""
@@ -71,7 +70,7 @@ class Use:
     @property
     def to_edit(self) -> tuple[str, int, str | None]:
         """Name of the weight, its dimension of inputs, and name of the bias."""
-        return self.weight.name, self.dim, self.bias.name if self.bias else None
+        return self.weight.name, self.axis.dim, self.bias.name if self.bias else None
 
 
 def find_readers(
@@ -90,7 +89,7 @@ def find_readers(
         reads = nodes_that_read(current.node)
         for reader in consumers(current.node):
             whole = reader.args[0] if is_part(reader) else reader
-            if whole not in reads or "unread" in reader.meta:
+            if whole not in reads or "unread" in reader.meta or reader in flow.unneeded:
                 continue
             if reader.op == "output":
                 if flow.is_required(current):
@@ -135,8 +134,7 @@ def _through_transparent_op(reader: Node, value: Value, *, alone: bool) -> Value
         if not commutes_with_every_matrix(reader, axis):
             continue
         if pull(reader, axis) == ((value.node, value.axis),):
-            whole = is_whole(axis, shape_of(reader) or ())
-            return Value(value.trace, reader, axis) if whole else None
+            return Value(value.trace, reader, axis)
     return None
 
 
@@ -152,11 +150,10 @@ def _linear(named: Mapping[Node, str], node: Node, value: Value) -> Use | None:
     if any(parameter.node.meta.get("written") for parameter in layer.parameters):
         return None
     vector = layer.bias is None or shape_of(layer.bias.node) == (layer.out_features,)
-    return _use_of(layer, value.trace) if vector else None
-
-
-def _use_of(layer: LinearLayer, trace: int) -> Use:
-    return Use(trace=trace, weight=layer.weight, dim=layer.input_dim, bias=layer.bias)
+    if not vector:
+        return None
+    axis = on_dimension(value.axis, layer.input_dim)
+    return Use(trace=value.trace, layer=node, weight=layer.weight, axis=axis, bias=layer.bias)
 
 
 def _summed_product(named: Mapping[Node, str], node: Node, value: Value) -> Use | None:
@@ -175,10 +172,10 @@ def _summed_product(named: Mapping[Node, str], node: Node, value: Value) -> Use 
             return None
         between.append((operand, reader))
         reader, (operand, axis) = operand, found
-    if not _is_read_once(operand, axis, reader) or operand.meta.get("written"):
+    if occurrences(reader, operand) != 1 or operand.meta.get("written"):
         return None
     weight = ReadParameter(named[operand], operand, reader)
-    return Use(trace=value.trace, weight=weight, dim=axis.dim, between=tuple(between))
+    return Use(trace=value.trace, layer=node, weight=weight, axis=axis, between=tuple(between))
 
 
 def _operand_below(node: Node, axis: Axis, reader: Node) -> tuple[Node, Axis] | None:
@@ -186,10 +183,4 @@ def _operand_below(node: Node, axis: Axis, reader: Node) -> tuple[Node, Axis] | 
     pairs = pull(node, axis)
     if isinstance(pairs, Opaque) or len(pairs) != 1 or not commutes_with_every_matrix(node, axis):
         return None
-    return pairs[0] if _is_read_once(node, axis, reader) else None
-
-
-def _is_read_once(node: Node, axis: Axis, reader: Node) -> bool:
-    """Whether ``reader`` reads the whole axis of ``node``, and reads it as one operand only."""
-    shape = shape_of(node)
-    return shape is not None and is_whole(axis, shape) and occurrences(reader, node) == 1
+    return pairs[0] if occurrences(reader, node) == 1 else None

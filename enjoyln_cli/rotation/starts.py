@@ -19,7 +19,7 @@ def starting_values(flow: Flow, values: bool) -> Iterator[tuple[Value, bool]]:
     attention: list[Value] = []
     for position, trace in enumerate(flow.traces):
         for node in trace.graph.nodes:
-            if node.meta.get("unread"):
+            if node.meta.get("unread") or node in flow.unneeded:
                 continue
             read = _normed_operand(node)
             shape = shape_of(read) if read is not None else None

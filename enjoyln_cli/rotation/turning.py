@@ -171,7 +171,7 @@ def bases_of(
                 tensors=() if obstacle else tensors(basis),
                 norms=() if obstacle else tuple(sorted({gain.module for gain in basis.gains})),
                 inputs=tuple(basis.inputs),
-                outputs=() if obstacle else _returned_by(problem, basis),
+                outputs=() if obstacle else _without_indices(basis.outputs),
                 reason=obstacle.reason if obstacle else "",
                 culprit=obstacle.culprit if obstacle else "",
             )
@@ -179,18 +179,15 @@ def bases_of(
     return tuple(made)
 
 
-def _returned_by(problem: Problem, basis: FoundBasis) -> tuple[str, ...]:
-    """The output fields that hold values of the basis, without caches and indices in tuples."""
-    fields: dict[str, None] = {}
-    for value in basis.values:
-        trace = problem.flow.traces[value.trace]
-        for field in trace.returned.get(value.node, ()):
-            if field not in trace.fed_back:
-                fields[".".join(name for name in field.split(".") if not name.isdigit())] = None
-    return tuple(sorted(fields))
+def _without_indices(fields: Iterable[str]) -> tuple[str, ...]:
+    """The names of output fields, without the indices of tuples that they stand in."""
+    names = (".".join(part for part in f.split(".") if not part.isdigit()) for f in fields)
+    return tuple(sorted(set(names)))
 
 
 def _kind(basis: FoundBasis) -> BasisKind:
     if basis.carries_values:
         return "values"
-    return "heads" if any(one.axis.outer > 1 for one in basis.parameters) else "stream"
+    biases = {gain.bias for gain in basis.gains}
+    written = [p for p, writes in basis.parameters.items() if writes and p.name not in biases]
+    return "heads" if all(one.axis.outer > 1 for one in written) and written else "stream"

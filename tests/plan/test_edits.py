@@ -35,10 +35,13 @@ def by_definition(held: dict[str, torch.Tensor], name: str, edit: Edit) -> torch
     if edit.fill is not None:
         return torch.full_like(x, edit.fill)
     if edit.times:
-        gain = held[edit.times.tensor].double() + edit.times.offset
+        times, many = edit.times, x.shape[edit.times.dim]
+        gain = held[times.tensor].double() + times.offset
+        gain = gain[[at // times.inner % len(gain) for at in range(many)]]
         x = x * gain.reshape([-1 if d == edit.times.dim else 1 for d in range(x.ndim)])
     if edit.plus:
         matrix, by = held[edit.plus.matrix].double(), held[edit.plus.by].double()
+        by = by[[at // edit.plus.inner % len(by) for at in range(matrix.shape[edit.plus.dim])]]
         x = x + (matrix @ by if edit.plus.dim == 1 else by @ matrix)
     if edit.scale:
         scale = held[edit.scale.tensor].double()

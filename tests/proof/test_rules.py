@@ -152,6 +152,18 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         lambda x, y, w: torch.lerp(x, y, w),
         (X, values(5, 12), values(5, 1)),
     ),
+    "scatter": (
+        lambda x, y: x.scatter(1, PICKED[:, :2].expand(2, 2, 12), y),
+        (X, values(2, 2, 12)),
+    ),
+    "select_scatter": (
+        lambda x, y: torch.select_scatter(x, y, 1, 2),
+        (X, values(2, 12)),
+    ),
+    "slice_scatter": (
+        lambda x, y: torch.slice_scatter(x, y, 1, 1, 5, 2),
+        (X, values(2, 2, 12)),
+    ),
     "scatter_add": (
         lambda x, y: x.scatter_add(1, PICKED.expand(2, 3, 12), y),
         (X, values(2, 3, 12)),
@@ -458,6 +470,24 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Axis, str
     ),
     "one end that has no features": (
         lambda x, y: torch.lerp(x, y, 0.3), (X, values(5, 1)), Axis(2, 0, 1, 12, 1), "the same",
+    ),
+    "features replaced by an index each": (
+        lambda x, i, y: x.scatter(1, i, y), (X, PICKED.expand(2, 3, 12) * 1, X),
+        Axis(2, 0, 1, 12, 1), "index",
+    ),
+    "a number in some rows": (
+        lambda x: x.scatter(1, PICKED.expand(2, 3, 12), 0.5), (X,), Axis(2, 0, 1, 12, 1), "numbers",
+    ),
+    "one feature replaced": (
+        lambda x, y: torch.select_scatter(x, y, 2, 3), (X, values(2, 5)),
+        Axis(2, 0, 1, 12, 1), "one feature",
+    ),
+    "some features replaced": (
+        lambda x, y: torch.slice_scatter(x, y, 2, 3, 7), (X, values(2, 5, 4)),
+        Axis(2, 0, 1, 12, 1), "a part of the features",
+    ),
+    "groups that lie across two parts": (
+        lambda x, y: torch.cat((x, y), -1), (X, values(2, 5, 6)), Axis(2, 0, 2, 9, 1), "mixes",
     ),
     "features added by an index each": (
         lambda x, i, y: x.scatter_add(1, i, y), (X, PICKED.expand(2, 3, 12) * 1, X),

@@ -252,6 +252,8 @@ class Stream(nn.Module):
         self.router, self.experts = nn.Linear(D, 3), nn.Parameter(torch.zeros(3, D, D))
         self.rms = nn.RMSNorm(D)
         self.lora, self.wide, self.back = nn.Linear(D, D), nn.Linear(D, 9), nn.Linear(9, D)
+        self.first, self.both, self.pair = nn.LayerNorm(D), nn.LayerNorm(2 * D), nn.Linear(2 * D, D)
+        self.rest, self.more, self.cut = nn.Linear(D, 6), nn.LayerNorm(D + 6), nn.Linear(D + 6, D)
         moved(self)
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -263,6 +265,20 @@ class Stream(nn.Module):
         if isinstance(h, tuple):
             return self.head(self.last(h[0])), h[1]
         return self.head(self.last(h))
+
+
+def in_one(h: torch.Tensor) -> torch.Tensor:
+    """Both tokens as one, side by side."""
+    return h.reshape(2, 1, 2 * D)
+
+
+def by_feature(h: torch.Tensor) -> torch.Tensor:
+    """Both tokens as one, feature by feature."""
+    return h.mT.reshape(2, 1, 2 * D)
+
+
+def class_and_mean(h: torch.Tensor) -> torch.Tensor:
+    return torch.cat([h[:, :1], h.mean(1, keepdim=True)], -1)
 
 
 def rope(h: torch.Tensor) -> torch.Tensor:
@@ -288,6 +304,27 @@ TURNS: dict[str, Callable[[Stream, torch.Tensor], Any]] = {
         h + F.scaled_dot_product_attention(m.wide(h), m.wide(h), h)
     ),
     "a concatenation of tokens": lambda m, h: torch.cat([h, h[:, :1]], 1),
+    "tokens in one": lambda m, h: h + m.pair(in_one(h)),
+    "tokens in one, by feature": lambda m, h: h + m.pair(by_feature(h)),
+    "a norm, then tokens in one": lambda m, h: h + m.pair(in_one(m.first(h))),
+    "a norm, then tokens in one, by feature": lambda m, h: h + m.pair(by_feature(m.first(h))),
+    "a norm over tokens in one": lambda m, h: h + m.pair(m.both(in_one(h))),
+    "a norm over tokens in one, by feature": lambda m, h: h + m.pair(m.both(by_feature(h))),
+    "a norm by hand over tokens in one": lambda m, h: h + m.pair(by_hand(in_one(h))),
+    "a token beside the mean": lambda m, h: h + m.pair(class_and_mean(h)),
+    "a norm, then a token beside the mean": lambda m, h: h + m.pair(class_and_mean(m.first(h))),
+    "a norm over a token beside the mean": lambda m, h: h + m.pair(m.both(class_and_mean(h))),
+    "tokens in one, in part": lambda m, h: h + m.pair(torch.cat([h[:, :1], h[:, 1:]], -1)[:, -1:]),
+    "rows that a mask chooses": lambda m, h: (
+        h + h.masked_scatter(torch.tensor([[[True], [False]]]).expand(2, 2, D), m.lora(h))
+    ),
+    "one row replaced": lambda m, h: h + torch.select_scatter(h, m.lora(h)[:, 0], 1, 1),
+    "some rows replaced": lambda m, h: h + torch.slice_scatter(h, m.lora(h)[:, :1], 1, 1),
+    "rows replaced by index": lambda m, h: (
+        h + h.scatter(1, torch.tensor([[[1]], [[0]]]).expand(2, 1, D), m.lora(h)[:, :1])
+    ),
+    "rows copied over others": lambda m, h: h + torch.ops.aten.copy(h.roll(1, 1), m.lora(h)),
+    "rows put": lambda m, h: h + h.index_put((torch.tensor([1]),), m.lora(h)[0]),
     "an adapter": lambda m, h: h + m.back(m.wide(h)) + m.lora(h),
 }
 STAYS: dict[str, tuple[Callable[[Stream, torch.Tensor], Any], str]] = {
@@ -310,6 +347,18 @@ STAYS: dict[str, tuple[Callable[[Stream, torch.Tensor], Any], str]] = {
     "a softmax": (lambda m, h: h + h.softmax(-1), "acts on single features"),
     "a norm that is added": (
         lambda m, h: h + m.norm(h), "its result is read by add, which is not a linear layer"
+    ),
+    "a norm beside the stream": (
+        lambda m, h: h + m.pair(torch.cat([m.first(h), h], -1)), "also reads other features"
+    ),
+    "a norm over other features, too": (
+        lambda m, h: h + m.cut(m.more(torch.cat([h, m.rest(h)], -1))), "other elements"
+    ),
+    "one feature replaced": (
+        lambda m, h: h + torch.select_scatter(h, h[..., 0], 2, 1), "acts on single features"
+    ),
+    "some features replaced": (
+        lambda m, h: h + torch.slice_scatter(h, m.rest(h), 2, 6), "written to a part"
     ),
     "its largest feature": (lambda m, h: h + h.amax(-1, keepdim=True), "acts on single features"),
 }  # fmt: skip
@@ -368,6 +417,19 @@ def test_a_zero_in_a_weight_keeps_the_bias_from_being_divided() -> None:
     model.head.bias = None
     (kept,) = analyze_module(model, rows(), options=ROTATED).plan.bases
     assert kept.culprit == "last" and "has a zero" in kept.reason
+
+
+@pytest.mark.parametrize("joined", [in_one, by_feature, class_and_mean])
+def test_a_bias_that_cannot_be_divided_moves_into_each_group(
+    joined: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    model = Stream(lambda m, h: h + m.pair(joined(m.first(h))))
+    with torch.no_grad():
+        model.first.weight[2] = 0
+    plan = analyze_module(model, rows(), options=ROTATED).plan
+    (merge,) = [one for one in plan.merged if one.norm == "first"]
+    assert merge.bias == "first.bias" and not merge.divided
+    torch.testing.assert_close(rotated(model, plan)(rows(4)), model(rows(4)), rtol=0, atol=1e-11)
 
 
 SEPARATE = {

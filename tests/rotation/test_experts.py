@@ -199,7 +199,8 @@ REFUSES: dict[str, tuple[Callable[[Routed, torch.Tensor, torch.Tensor], Any], st
         "linear layers that read it share a parameter",
     ),
     "a part of the features of a weight": (
-        lambda m, y, chosen: one_by_one(m.halves[..., :D][chosen], y), READ.format("bmm"),
+        lambda m, y, chosen: one_by_one(m.halves[..., :D][chosen], y),
+        "a linear layer that reads it also reads other features",
     ),
     "a weight that is computed": (
         lambda m, y, chosen: F.linear(y, m.stack.mean(0).tanh()), COMPUTED,

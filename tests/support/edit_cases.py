@@ -45,6 +45,9 @@ EDITS = {
         "b",
         Edit(plus=Product("w", 1, "v"), scale=Vector("s", 0), append=Append(0, NEW)),
     ),
+    "linear, merged for each of two groups": ("w", Edit(times=Vector("h", 1, outer=2))),
+    "linear, merged for pairs": ("w", Edit(times=Vector("h", 1, inner=2), axes=(OUT,))),
+    "bias, for each of two groups": ("b", Edit(plus=Product("w", 1, "h", outer=2))),
     "filled": ("v", Edit(fill=0.0)),
     "a copy": ("copy", Edit(source="w")),
     "a copy that is centred": ("copy", Edit(source="w", axes=(OUT,))),
@@ -54,5 +57,5 @@ EDITS = {
 def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     made = torch.Generator().manual_seed(0)
     shapes = {"w": (ROWS, IN), "t": (IN, ROWS), "e": (DEEP, ROWS, IN), "b": (ROWS,)}
-    shapes |= {"g": (IN,), "v": (IN,), "s": (ROWS,)}
+    shapes |= {"g": (IN,), "v": (IN,), "s": (ROWS,), "h": (IN // 2,)}
     return {n: (torch.randn(s, generator=made) * 0.4 + 0.3).to(dtype) for n, s in shapes.items()}

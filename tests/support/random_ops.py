@@ -401,9 +401,27 @@ def gathers(r: Random) -> Case:
         lambda x, y: aten.gather(x, at, index()),
         lambda x, y: aten.gather(x, at, narrow.repeat(times)),
         lambda x, y: aten.scatter_add(x, at, index(), y),
+        lambda x, y: aten.scatter(x, at, index(), y),
         lambda x, y: aten.take_along_dim(x, index(), at),
         lambda x, y: aten.take_along_dim(x, index()),
     )), (x, y)  # fmt: skip
+
+
+@family
+def parts_replaced(r: Random) -> Case:
+    shape = sizes(r)
+    x, at = tensor(r, *shape), dim(r, len(shape))
+    if not shape or not shape[at]:
+        return lambda x: x.clone(), (x,)
+    start, step = r.randrange(shape[at]), r.choice((1, 1, 2))
+    if r.random() < 0.5:
+        y = tensor(r, *x.select(at, start).shape)
+        return lambda x, y: aten.select_scatter(x, y, at, start), (x, y)
+    end = r.randint(start, shape[at] + 1)
+    places = [slice(None)] * x.ndim
+    places[at] = slice(start, end, step)
+    y = tensor(r, *x[tuple(places)].shape)
+    return lambda x, y: aten.slice_scatter(x, y, at, start, end, step), (x, y)
 
 
 @family
