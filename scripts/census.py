@@ -134,6 +134,18 @@ def without_cache(model: Any) -> None:
     model.register_forward_hook(leave_out)
 
 
+def without_outputs(model: Any, fields: Iterable[str]) -> None:
+    """Return none of the outputs that hold ``fields``, which a rotation changes."""
+    changed = {field.partition(".")[0] for field in fields}
+
+    def leave_out(model: Any, inputs: Any, output: Any) -> Any:
+        if changed.isdisjoint(output):
+            return output
+        return type(output)(**{k: v for k, v in output.items() if k not in changed})
+
+    model.register_forward_hook(leave_out)
+
+
 def proof_runs(model: Any, dtype: Any, turned: Container[str] | None = None) -> list[Run]:
     """Every call that a proof covers, with random real inputs.
 
@@ -274,6 +286,7 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
             "untied": len(plan.untied),
             "merged": len(plan.merged),
             "turned": [basis.kind for basis in plan.turned],
+            "changed": sorted({field for basis in plan.turned for field in basis.outputs}),
             "not_turned": [[b.kind, b.reason, b.culprit] for b in plan.bases if not b.turns],
             "status": "not run",
         }
@@ -281,6 +294,8 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
             return row | {"status": "nothing turns"}
         if mode != "rotate" and not plan.norms:
             return row | {"status": "no LayerNorm"}
+        if changed := {field for basis in plan.turned for field in basis.outputs}:
+            without_outputs(model, changed)
         dtype = torch.float64
         try:
             expected = seeded_runs(model, dtype)

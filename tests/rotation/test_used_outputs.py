@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from live_models import moved
 from tiny_models import TOKENS, live
+from torch import nn
 from transformers import CONFIG_MAPPING
 
-from enjoyln_cli.analysis.analyze import analyze_config
+from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
 from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.rotation.used_outputs import by_products
@@ -88,6 +90,42 @@ def test_a_named_output_is_kept() -> None:
     reasons = {basis.reason for basis in plan.bases if basis.name.startswith("text_model")}
     assert "the model returns it" in reasons and plan.outputs == kept
     assert set(kept) <= moved_fields(plan, clip())[0]
+
+
+class Unread(nn.Module):
+    """A norm behind the stream that nothing but a returned state reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm, self.after = nn.Linear(7, 12), nn.LayerNorm(12), nn.LayerNorm(12)
+        self.head = nn.Linear(12, 5)
+        moved(self)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.enter(x)
+        state = torch.tanh(self.after(h))
+        return {"logits": self.head(self.norm(h)), "last_hidden_state": state}
+
+
+def test_a_norm_that_nothing_reads_is_no_obstacle() -> None:
+    model = Unread()
+    x, other = (torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+    plan = analyze_module(model, x.double(), options=ROTATED).plan
+    (basis,) = plan.turned
+    assert basis.outputs == ("last_hidden_state",) and basis.norms == ("norm",)
+    turned = copy.deepcopy(model)
+    centre_parameters(turned, plan)
+    assert torch.equal(turned.after.weight, model.after.weight)
+    before, after = model(other.double()), turned(other.double())
+    torch.testing.assert_close(after["logits"], before["logits"], rtol=1e-11, atol=1e-11)
+    assert not torch.allclose(after["last_hidden_state"], before["last_hidden_state"], atol=1e-2)
+
+
+def test_a_norm_whose_result_is_to_stay_is_an_obstacle() -> None:
+    x, both = torch.ones(2, 3, 7).double(), ("logits", "last_hidden_state")
+    plan = analyze_module(Unread(), x, outputs=both, options=ROTATED).plan
+    (basis,) = plan.bases
+    assert basis.reason == "tanh acts on single features"
 
 
 def test_where_no_output_changes_all_are_proven() -> None:
