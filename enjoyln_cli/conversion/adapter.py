@@ -30,7 +30,7 @@ from enjoyln_cli.checkpoint.result_files import ADAPTER_CONFIG
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.models.classes import build, class_named, classes_for
 from enjoyln_cli.plan.axis import on_dimension
-from enjoyln_cli.plan.edits import Append, Edit, apply_edit, edits_of, read_edit_inputs
+from enjoyln_cli.plan.edits import Append, Edit, apply_edit, edits_of, read_edit_inputs, repeated
 from enjoyln_cli.runtime.install import locate
 from enjoyln_cli.runtime.weight_check import tensor_at
 
@@ -107,7 +107,9 @@ def edit_adapter(folder: str | Path, plan: Plan, checkpoint: Checkpoint, config:
         edited[parts["lora_B.weight"]] = change(b, rows)
         edited[parts["lora_A.weight"]] = change(a, columns)
         if by is not None:
-            shift = b.double() @ (a.double() @ base.read(by).double().flatten())
+            bias, reader = by
+            vector = repeated(base.read(bias).double().flatten(), reader)
+            shift = b.double() @ (a.double() @ vector)
             shifts[path] = apply_edit(shift, rows, values)
         if "lora_B.bias" in parts:
             edited[parts["lora_B.bias"]] = change(tensors[parts["lora_B.bias"]], rows)
@@ -224,12 +226,12 @@ class _Base:
         self.stored = {w.scale.parameter: w.scale.tensor for w in plan.edited_tensors if w.scale}
         self.stored |= {one.parameter: one.tensor for norm in plan.merged for one in norm.names}
         self.biases = {
-            reader.weight.parameter.rpartition(".")[0]: f"{norm.norm}.bias"
+            reader.weight.parameter.rpartition(".")[0]: (f"{norm.norm}.bias", reader)
             for norm in plan.merged
             for reader in norm.readers
             if reader.bias
         }
-        """By path of a layer: the norm's bias that moves into it."""
+        """By path of a layer: the norm's bias that moves into it, and how the layer reads it."""
 
     def read(self, parameter: str) -> torch.Tensor:
         return read_tensor(self.checkpoint, self.stored[parameter])

@@ -32,6 +32,7 @@ from enjoyln_cli.plan.plan import (
     Merge,
     NamedParameter,
     Plan,
+    Reader,
     Widening,
 )
 from enjoyln_cli.plan.rotation import Rotation, rotate
@@ -181,8 +182,8 @@ def read_edit_inputs(
     return EditInputs(vector(edit.times), plus, vector(edit.scale))
 
 
-def repeated(values: torch.Tensor, by: Vector | Product) -> torch.Tensor:
-    """One value for each slice along ``by.dim``."""
+def repeated(values: torch.Tensor, by: Vector | Product | Reader) -> torch.Tensor:
+    """One value for each slice along ``by.dim``; ``values`` has one for each feature."""
     return values.repeat_interleave(by.inner).repeat(by.outer)
 
 

@@ -82,7 +82,8 @@ def _require_readers(merge: Merge, shapes: Mapping[str, Shape]) -> None:
         matrix = _shape_of(reader.weight.tensor, shapes)
         others = matrix[: reader.dim] + matrix[reader.dim + 1 :]
         bias = _shape_of(reader.bias.tensor, shapes) if reader.bias else others
-        if size != matrix[reader.dim : reader.dim + 1] or bias != others:
+        many = tuple(n * reader.outer * reader.inner for n in size)
+        if many != matrix[reader.dim : reader.dim + 1] or bias != others:
             raise ValueError(
                 f"{merge.norm} of {list(size)} is not read along dimension {reader.dim} of "
                 f"{reader.weight.tensor} of {list(matrix)}"

@@ -186,6 +186,30 @@ def test_another_matrix_than_the_plans_does_not_pass(out: Path, tmp_path: Path) 
     assert not found.passed and "not what the plan makes" in found.failures[0]
 
 
+@pytest.mark.parametrize("merge", [(), ("--merge", "affine")], ids=["divided", "moved"])
+def test_a_class_token_beside_the_mean_of_the_others(tmp_path: Path, merge: tuple[str]) -> None:
+    """DINOv2's classifier reads the last norm twice; ``--merge affine`` moves its bias as well."""
+    config = transformers.Dinov2Config(
+        hidden_size=24, num_hidden_layers=1, num_attention_heads=4, image_size=14, patch_size=7,
+        num_labels=3, mlp_ratio=2,
+    )  # fmt: skip
+    original = live("Dinov2ForImageClassification", config).float()
+    original.save_pretrained(tmp_path / "in")
+    folder = tmp_path / "out"
+    command = ("fold", "--rotate") if merge else ("rotate",)
+    good(*command, tmp_path / "in", "-o", folder, *merge)
+    (move,) = [one for one in stored_plan(folder).merged if one.norm == "dinov2.layernorm"]
+    assert [(one.weight.tensor, one.outer, one.inner) for one in move.readers] == [
+        ("classifier.weight", 2, 1)
+    ]
+    assert bool(move.bias) == bool(merge)
+    turned = type(original).from_pretrained(folder, dtype=torch.float64).eval()
+    pixels = torch.randn(2, 3, 14, 14, generator=torch.Generator().manual_seed(3)).double()
+    with torch.no_grad():
+        expected = original.double()(pixels).logits
+        assert as_exact(turned(pixels).logits, expected, expected, torch.float32)
+
+
 @pytest.mark.slow
 def test_what_cannot_be_rotated_is_refused(tmp_path: Path) -> None:
     tied = Options(fold=False, rotate=True, values=False)
