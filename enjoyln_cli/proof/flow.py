@@ -11,6 +11,7 @@ Each answer is computed once per (value, axis).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -145,19 +146,42 @@ class Flow:
 
     @cached_property
     def unneeded(self) -> frozenset[Node]:
-        """The nodes that nothing is computed from but outputs that may change."""
+        """The nodes that nothing is computed from but outputs that may change.
+
+        If they read a parameter, nothing else in any trace reads it.
+        """
+        if self.required is None:
+            return frozenset()
+        needed: frozenset[str] = frozenset()
+        while True:
+            found = frozenset(
+                node for at in range(len(self.traces)) for node in self._unneeded(at, needed)
+            )
+            read = (
+                name
+                for trace in self.traces
+                for operand, names in parameters_within(trace).items()
+                if not found.issuperset(operand.users)
+                for name in names
+            )
+            if (more := needed.union(read)) == needed:
+                return found
+            needed = more
+
+    def _unneeded(self, at: int, needed: AbstractSet[str]) -> set[Node]:
+        """The unneeded nodes of one trace, if these parameters are ``needed``."""
         found: set[Node] = set()
-        for at, trace in enumerate(self.traces):
-            for node in reversed(trace.graph.nodes):
-                if not _hides_values(node):
-                    continue
-                value = Value(at, node, Axis(0, 0, 1, 1, 1))
-                if all(
-                    u in found or (u.op == "output" and not self.is_required(value))
-                    for u in node.users
-                ):
-                    found.add(node)
-        return frozenset(found)
+        held = parameters_within(self.traces[at])
+        for node in reversed(self.traces[at].graph.nodes):
+            value = Value(at, node, Axis(0, 0, 1, 1, 1))
+            used = any(
+                self.is_required(value) if user.op == "output" else user not in found
+                for user in node.users
+            )
+            reads = (held.get(operand, frozenset()) for operand in node.all_input_nodes)
+            if _hides_values(node) and not used and needed.isdisjoint(frozenset().union(*reads)):
+                found.add(node)
+        return found
 
     def narrowed(self, traces: int, required: frozenset[str]) -> Flow:
         """A flow over the first ``traces`` traces in which ``required`` outputs must not change."""
@@ -168,6 +192,16 @@ class Flow:
         for value in self._observers:
             if fields := self.traces[value.trace].returned.get(value.node):
                 yield fields
+
+
+def parameters_within(trace: Trace) -> dict[Node, frozenset[str]]:
+    """The names of the parameters that a value consists of, for values of parameters alone."""
+    found = {node: frozenset(names) for node, names in trace.parameters.items()}
+    for node in trace.graph.nodes:
+        operands = node.all_input_nodes
+        if operands and found.keys() >= set(operands):
+            found[node] = frozenset().union(*(found[operand] for operand in operands))
+    return found
 
 
 def consumers(node: Node) -> Iterator[Node]:

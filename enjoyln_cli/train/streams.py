@@ -93,8 +93,8 @@ def _streams(model: nn.Module, found: Analysis, basis: StreamBasis) -> list[Stre
     for one, turned in zip(bases, found.plan.bases, strict=True):
         if turned.kind != "stream" or not turned.fixes_ones:
             continue
-        if turned.reason:
-            raise _refusal(turned.culprit or type(model).__name__, turned.reason)
+        if reason := turned.reason or ("the model returns it" if turned.outputs else ""):
+            raise _refusal(turned.culprit or type(model).__name__, reason)
         norms = {path: form for path, form in forms[0].items() if _meet(inputs.get(path), one)}
         for path, form in norms.items():
             if form.dim != -1 or not one.values.issuperset(inputs[path]):

@@ -184,9 +184,16 @@ class Beside(Net):
         return torch.cat((super().stream(x), x), -1)[..., :9]
 
 
+class Shows(Net):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        stream = self.stream(x)
+        return {"logits": self.head(self.norms[2](stream)), "last_hidden_state": stream}
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (Shows, "the model returns it"),
         (ReadsRaw, "a product reads the stream before a norm"),
         (Counts, "Counts: its code computes something else for 8 features"),
         (Measures, "it depends on the number of features"),
