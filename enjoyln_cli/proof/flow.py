@@ -304,10 +304,16 @@ LIKE = {aten.type_as, aten.view_as, aten.expand_as, aten.reshape_as}
 
 
 def reads_no_values(node: Node, operand: Node) -> bool:
-    """Whether an op reads nothing of ``operand`` but its shape and dtype."""
+    """Whether an op reads nothing of ``operand`` but its shape and dtype.
+
+    How many elements an index chooses depends on the index alone.
+    """
     op = packet(node)
     if op is aten.copy:
         return node.args[0] is operand and node.args[1] is not operand
+    if op is aten.index and occurrences(node, operand) == 1:
+        sized = all(packet(user) in SHAPE_ONLY for user in node.users)
+        return node.args[0] is operand and sized
     return op in SHAPE_ONLY or (op in LIKE and node.args[0] is not operand)
 
 

@@ -26,7 +26,14 @@ from enjoyln_cli.graph.nodes import (
     shape_of,
 )
 from enjoyln_cli.plan.axis import Axis, on_dimension
-from enjoyln_cli.proof.flow import LIKE, Flow, Value, candidates, consumers, readers_of
+from enjoyln_cli.proof.flow import (
+    Flow,
+    Value,
+    candidates,
+    consumers,
+    readers_of,
+    reads_no_values,
+)
 from enjoyln_cli.proof.linear_layers import (
     WHOLE_FEATURE_OPS,
     ReadParameter,
@@ -119,7 +126,7 @@ def nodes_that_read(node: Node) -> set[Node]:
     return {
         user
         for user in readers_of(node)
-        if not (packet(user) in LIKE and user.args[0] is not node) and "unread" not in user.meta
+        if not reads_no_values(user, node) and "unread" not in user.meta
     }
 
 

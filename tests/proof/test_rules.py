@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401  (registers its grouped product)
 from rounding import as_exact
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from enjoyln_cli.graph.nodes import packet, shape_of
 from enjoyln_cli.plan.axis import Axis, centre, group_means, through_view
-from enjoyln_cli.proof.flow import Absorbed, push
+from enjoyln_cli.proof.flow import Absorbed, push, reads_no_values
 from enjoyln_cli.proof.pullback import _RULES, Opaque, pull
 
 aten = torch.ops.aten
@@ -337,6 +337,24 @@ def test_a_grouped_product_keeps_columns_in_single_precision() -> None:
     rows = x.double().split([int(size) for size, _ in parts])
     exact = torch.cat([rows @ one for rows, one in zip(rows, w.double(), strict=True)])
     assert as_exact(result, expected, centre(exact, whole))
+
+
+def test_how_many_rows_an_index_chooses_depends_on_the_index_alone() -> None:
+    graph = Graph()
+    x, mask = graph.placeholder("x"), graph.placeholder("mask")
+    rows = graph.call_function(aten.index.Tensor, (x, [mask]))
+    graph.call_function(aten.sym_size.int, (rows, 0))
+    assert reads_no_values(rows, x) and not reads_no_values(rows, mask)
+    graph.call_function(aten.neg.default, (rows,))
+    assert not reads_no_values(rows, x)
+
+
+def test_a_copy_reads_only_the_shape_of_what_it_replaces() -> None:
+    graph = Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    copy, same = (graph.call_function(aten.copy.default, (x, z)) for z in (y, x))
+    assert reads_no_values(copy, x) and not reads_no_values(copy, y)
+    assert not reads_no_values(same, x)
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Axis, str]] = {

@@ -10,6 +10,7 @@ TOWERS: list[tuple[str, str, int, set[str]]] = [
     ("beit", "BeitForImageClassification", 1, set()),
     ("swin", "SwinForImageClassification", 3, set()),
     ("siglip", "SiglipForImageClassification", 1, set()),
+    ("voxtral", "VoxtralForConditionalGeneration", 1, set()),
     (
         "qwen2_vl", "Qwen2VLForConditionalGeneration", 2,
         {"image_outputs.last_hidden_state", "image_outputs.pooler_output"},
