@@ -154,9 +154,8 @@ class Flow:
             return frozenset()
         needed: frozenset[str] = frozenset()
         while True:
-            found = frozenset(
-                node for at in range(len(self.traces)) for node in self._unneeded(at, needed)
-            )
+            parts = (self._unneeded(at, needed) for at in range(len(self.traces)))
+            found = frozenset[Node]().union(*parts)
             read = (
                 name
                 for trace in self.traces
@@ -177,6 +176,7 @@ class Flow:
             used = any(
                 self.is_required(value) if user.op == "output" else user not in found
                 for user in node.users
+                if not (reads_no_values(user, node) or user.meta.get("unread"))
             )
             reads = (held.get(operand, frozenset()) for operand in node.all_input_nodes)
             if _hides_values(node) and not used and needed.isdisjoint(frozenset().union(*reads)):
