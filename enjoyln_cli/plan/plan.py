@@ -270,7 +270,7 @@ class Basis:
     inputs: tuple[str, ...] = ()
     """Optional inputs of ``forward`` (``inputs_embeds``) that have to be given in the new basis."""
     outputs: tuple[str, ...] = ()
-    """Output fields (``image_outputs.last_hidden_state``) that are returned in the new basis."""
+    """Output fields (``image_outputs.last_hidden_state``) that change if it is turned."""
     reason: str = ""
     culprit: str = ""
     """The module path or parameter that prevents the rotation."""
