@@ -18,6 +18,7 @@ from fold_cases import written
 from live_models import CHECKPOINTS
 from rounding import as_exact
 from safetensors.torch import load_file, save_file
+from stored_files import stored_plan
 from tiny_models import GPT2, TOKENS, live
 
 from enjoyln_cli import verify
