@@ -32,6 +32,7 @@ from enjoyln_cli.onnx_export.call import Call, Positional, call_to_export
 from enjoyln_cli.onnx_export.check import RuntimeCheck, check_in, reference_of
 from enjoyln_cli.onnx_export.graph import (
     OPSET,
+    OPSET_OF_LAYER_NORMS,
     count_nodes,
     program_of,
     require_rms_norms,
@@ -110,11 +111,11 @@ def export(
 ) -> Exported:
     """Write the converted checkpoint ``out`` (a directory or a Hub id) as the ONNX file ``file``.
 
-    Each folded norm becomes one ``RMSNormalization`` of opset 23. The file computes one call of the
-    model without a cache: ``input_ids`` and ``attention_mask`` of shape ``(batch, sequence)``, or
-    ``pixel_values`` and other inputs of the model, to the outputs that the model returns. Weights
-    above 1.5 GB are written to ``file.data`` beside it. Both files appear when they are complete
-    and checked, and not before. The parameters:
+    Each folded norm becomes one ``RMSNormalization`` of opset 23; a file without any has opset 20.
+    The file computes one call of the model without a cache: ``input_ids`` and ``attention_mask`` of
+    shape ``(batch, sequence)``, or ``pixel_values`` and other inputs of the model, to the outputs
+    that the model returns. Weights above 1.5 GB are written to ``file.data`` beside it. Both files
+    appear when they are complete and checked, and not before. The parameters:
 
     * ``dtype``: ``float32`` or ``float16``; by default the one in which most of ``out`` is stored.
     * ``model_class``: another class that the conversion was proven for, such as ``GPT2Model``.
@@ -154,8 +155,10 @@ def export(
     model = load_from(found, kind)
     optimize(model)
     call = call_to_export(model, marker.outputs, kind)
-    program = program_of(model, call)
-    require_rms_norms(program, model, _norms_that_run(model, call))
+    norms = _norms_that_run(model, call)
+    opset = OPSET if norms else OPSET_OF_LAYER_NORMS
+    program = program_of(model, call, opset)
+    require_rms_norms(program, model, norms)
     result = Exported(
         file=str(file),
         data_file=None,
@@ -163,7 +166,7 @@ def export(
         model_class=name,
         source=marker.source,
         dtype=dtype_name(kind),
-        opset=OPSET,
+        opset=opset,
         inputs={n: _shape(value, call.axes[n]) for n, value in call.batch.items()},
         outputs=call.outputs,
         nodes=count_nodes(program),
@@ -183,7 +186,7 @@ def export(
             @cache
             def original_file() -> Path:
                 path = staged.with_name("original.onnx")
-                save(program_of(load_original(kind), call), path)
+                save(program_of(load_original(kind), call, opset), path)
                 return path
 
             folder = found.source.path

@@ -1,7 +1,15 @@
 """Write a model that computes RMSNorm as an ONNX graph, with torch's own exporter.
 
 Each call of a folded norm becomes one ``RMSNormalization``, an operator of opset 23. That is
-checked: a norm that was traced as LayerNorm would make a right but slower file.
+checked: a norm that was traced as LayerNorm would make a right but slower file. A model without
+folded norms is written in opset 20.
+
+The file is written so that quantisers accept it, which costs no time:
+
+* Attention is written as its products and its softmax. Opset 23 has an ``Attention`` too, which
+  onnxruntime's quantiser takes for the operator of that name in ``com.microsoft``.
+* ``addmm`` is a ``MatMul`` and an ``Add``. onnxruntime 1.32 cannot load a quantised ``Gemm`` whose
+  result goes through a ``Reshape`` into a ``Split``, from opset 21 on.
 """
 
 from __future__ import annotations
@@ -26,18 +34,21 @@ from enjoyln_cli.text import first_line
 
 OPSET = 23
 """The first one with ``RMSNormalization``."""
+OPSET_OF_LAYER_NORMS = 20
+"""The opset of a model without ``RMSNormalization``: the last one that every quantiser accepts."""
 RMS_NORM = "RMSNormalization"
 LARGEST = 1_500_000_000
 """Bytes of weights that are stored in the file itself: protobuf allows 2 GB in all."""
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
-def program_of(model: nn.Module, call: Call) -> Any:
+def program_of(model: nn.Module, call: Call, opset: int = OPSET) -> Any:
     """The ``torch.onnx.ONNXProgram`` of one call of ``model``, which computes RMSNorm.
 
     Its nodes say in their metadata which module they come from. Raises ``UnsupportedModel`` if
     torch cannot export the model, or if an axis that should be dynamic would be fixed.
     """
+    from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
     from onnxscript.optimizer import optimize_ir
 
     dims = tuple(dict(call.axes[name]) for name in call.batch)
@@ -49,9 +60,15 @@ def program_of(model: nn.Module, call: Call) -> Any:
                 input_names=list(call.batch),
                 output_names=list(call.outputs),
                 dynamic_shapes=(dims,),
-                opset_version=OPSET,
+                opset_version=opset,
                 dynamo=True,
                 verbose=False,
+                custom_translation_table={
+                    torch.ops.aten.scaled_dot_product_attention.default: (
+                        aten_scaled_dot_product_attention
+                    ),
+                    torch.ops.aten.addmm.default: _addmm,
+                },
                 optimize=False,  # its rotary embedding takes no batch: cos and sin have one row
             )
             optimize_ir(program.model)
@@ -107,6 +124,14 @@ def _cause(error: BaseException) -> str:
         error = error.__cause__
     line = first_line(error)
     return line if isinstance(error, RuntimeError) else f"{type(error).__name__}: {line}"
+
+
+def _addmm(bias: Any, left: Any, right: Any, beta: float = 1.0, alpha: float = 1.0) -> Any:
+    from onnxscript import opset18 as op
+
+    if (beta, alpha) != (1, 1):
+        return op.Gemm(left, right, bias, alpha=alpha, beta=beta)
+    return op.Add(op.MatMul(left, right), bias)
 
 
 @contextmanager
