@@ -8,7 +8,6 @@ functions here match patterns with fields, and tell which fields must always sta
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import accumulate, chain
@@ -68,8 +67,8 @@ def _walk(
         return
     parts: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
-        parts = value.items()
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        parts = chain(value.items(), enumerate(key for key in value if not isinstance(key, str)))
+    elif isinstance(value, Collection) and not isinstance(value, bytes):
         parts = enumerate(value)
     elif id(value) in opened:
         return

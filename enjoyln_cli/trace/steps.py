@@ -20,8 +20,9 @@ from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
-from types import FunctionType, MethodType
+from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import nn
@@ -39,7 +40,8 @@ from enjoyln_cli.plan.cache_argument import CACHE, cache_argument, returned_cach
 from enjoyln_cli.plan.trusted_code import foreign_hooks
 from enjoyln_cli.trace.escapes import WatchReads, held_by_modules
 
-_LATER = (Iterator, FunctionType, MethodType, partial)
+_LATER = (Iterator, FunctionType, MethodType, BuiltinMethodType, partial, ReferenceType)
+"""Types of results whose tensors come to light after the call."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque, namedtuple
+import weakref
+from collections import UserList, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,41 @@ def test_a_value_that_leaves_is_seen(how: str) -> None:
 def test_without_it_the_norm_folds() -> None:
     found = fold_in_place(randomised(Leaving("")), ids())
     assert found.error < 1e-12 and found.folded == {"norm"}
+
+
+class Returning(nn.Module):
+    """Returns the normalised values and the stream, packed by a function."""
+
+    def __init__(self, pack: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.emb, self.norm, self.pack = nn.Embedding(VOCAB, D), nn.LayerNorm(D), pack
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        h = self.emb(tokens)
+        return self.pack(self.norm(h), h)
+
+
+PACKED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "deque": lambda y, h: deque([y, deque([h])]),
+    "frozenset": lambda y, h: frozenset([y, h]),
+    "values of a dict": lambda y, h: {"y": y, "h": h}.values(),
+    "keys of a dict": lambda y, h: (y, {h: 1}),
+    "views of dicts in a list": lambda y, h: [{"y": y}.items(), {"h": (h,)}.items()],
+    "user's list": lambda y, h: UserList([y, h]),
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_returned_container_is_opened(kind: str) -> None:
+    assert not analyze_module(randomised(Returning(PACKED[kind])), ids()).plan.folded
+    alone = Returning(lambda y, h: PACKED[kind](y, y.exp()))
+    assert analyze_module(randomised(alone), ids()).plan.folded
+
+
+@pytest.mark.parametrize("pack", [lambda y, h: (y, h.sum), lambda y, h: (y, weakref.ref(h))])
+def test_a_method_or_a_reference_of_a_tensor_is_refused(pack: Callable[..., Any]) -> None:
+    with pytest.raises(TraceFailed, match="computes after the call"):
+        analyze_module(randomised(Returning(pack)), ids())
 
 
 def test_a_result_that_computes_later_is_refused() -> None:
