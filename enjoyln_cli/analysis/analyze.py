@@ -17,9 +17,9 @@ from typing import Any
 from torch import nn
 
 from enjoyln_cli.analysis import stored_names, untying
-from enjoyln_cli.analysis.output_gains import Gain, gains
+from enjoyln_cli.analysis.output_gains import OutputGain, gains
 from enjoyln_cli.analysis.paper import algorithm_1
-from enjoyln_cli.analysis.problem import DropoutChoice, Subject, state_problem
+from enjoyln_cli.analysis.problem import DropoutChoice, TracedClasses, state_problem
 from enjoyln_cli.analysis.same_ops import require_same
 from enjoyln_cli.analysis.stored_class import class_of, loading, require_known_class, shapes_of
 from enjoyln_cli.analysis.stored_names import Candidate
@@ -62,7 +62,7 @@ class Analysis:
     """Norms that the paper's Algorithm 1, as printed, calls foldable."""
     under: Callable[[Options], Analysis]
     """Analyse the same model with other options."""
-    subject: Subject
+    subject: TracedClasses
 
     def __repr__(self) -> str:
         """A short summary; ``plan`` and ``why`` have the details."""
@@ -91,7 +91,7 @@ class Analysis:
         handed_on = explain.merge_in_words(self.plan, norm)
         return replace(found, children=(*found.children, handed_on)) if handed_on else found
 
-    def gains(self) -> tuple[Gain, ...]:
+    def gains(self) -> tuple[OutputGain, ...]:
         """How many more norms would fold if an output of ``plan.model_class`` could change."""
         return gains(self.problem, self.plan.model_class) if self.plan.kept else ()
 
@@ -135,7 +135,9 @@ def analyze_config(
     # A base class returns the values that a rotation turns.
     others = [cls for cls in listed if cls is not type(first.model) and not options.rotate]
     if not any(layer_norms(first.model)) and not options.rotate:
-        untraced = Subject(reference=first, model_type=config.model_type, classes=(first.name,))
+        untraced = TracedClasses(
+            reference=first, model_type=config.model_type, classes=(first.name,)
+        )
         return analyze_subject(untraced, options)
     siblings = (loading(other, config, shapes, checkpoint) for other in others)
     candidates = chain([first], (found for found in siblings if found))
@@ -196,7 +198,7 @@ def _analysis_of_classes(
         except (TraceFailed, UnsupportedModel):
             continue
         proven.append(other.name)
-    subject = Subject(
+    subject = TracedClasses(
         reference=first, model_type=model_type, classes=tuple(proven), traced=tuple(traced)
     )
     return analyze_subject(subject, options)
@@ -219,7 +221,7 @@ def _analysis_of_outputs(
     refused: EnjoyLNError | None = None
     for found in candidates:
         try:
-            subject = Subject(
+            subject = TracedClasses(
                 reference=found,
                 model_type=model_type,
                 classes=(found.name,),
@@ -291,10 +293,10 @@ def subject_in_memory(
     traced: tuple[TracedModel, ...],
     outputs: tuple[str, ...] = (),
     training: DropoutChoice | None = None,
-) -> Subject:
+) -> TracedClasses:
     """The subject for a live module, whose tensors count as stored under their own names."""
     own = Candidate(model, {name: (name,) for name in stored_weights(model)}, {}, ())
-    return Subject(
+    return TracedClasses(
         reference=own,
         model_type=getattr(getattr(model, "config", None), "model_type", type(model).__name__),
         classes=(own.name,),
@@ -333,7 +335,7 @@ def _trace_class(
     return traced
 
 
-def analyze_subject(subject: Subject, options: Options) -> Analysis:
+def analyze_subject(subject: TracedClasses, options: Options) -> Analysis:
     """State the problem, solve it, describe the result.
 
     If a norm is converted or a basis turned, the calls that the proof covers have to be known. If

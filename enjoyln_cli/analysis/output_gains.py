@@ -17,7 +17,7 @@ MAX_OUTPUTS = 8
 
 
 @dataclass(frozen=True)
-class Gain:
+class OutputGain:
     """Additional norms that fold if some outputs may change."""
 
     without: tuple[str, ...]
@@ -28,7 +28,7 @@ class Gain:
     """All other outputs, which the user has to list: whole outputs or fields of them."""
 
 
-def gains(problem: Problem, model_class: str) -> tuple[Gain, ...]:
+def gains(problem: Problem, model_class: str) -> tuple[OutputGain, ...]:
     """For each output of ``model_class``, how many more norms fold if it alone may change.
 
     A plan with chosen outputs holds for one class only, so each count is relative to the plan for
@@ -50,7 +50,7 @@ def gains(problem: Problem, model_class: str) -> tuple[Gain, ...]:
         kept = required - set(without)
         more = len(cuts.solve(_narrowed(problem, len(traces), kept)).folded) - folded
         if without and more > 0:
-            found.append(Gain(without, more, joined_fields(kept - fed_back, fields)))
+            found.append(OutputGain(without, more, joined_fields(kept - fed_back, fields)))
     return tuple(found)
 
 

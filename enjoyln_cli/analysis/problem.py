@@ -40,7 +40,7 @@ DropoutChoice = Literal["keep", "centre"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Subject:
+class TracedClasses:
     """The traced classes of one checkpoint that a plan is made for."""
 
     reference: Candidate
@@ -75,7 +75,7 @@ class Statement:
     """The stored tensors of an untied parameter, whatever its layout."""
 
 
-def state_problem(subject: Subject, options: Options) -> Statement:
+def state_problem(subject: TracedClasses, options: Options) -> Statement:
     """State the problem. Raises ``EnjoyLNError`` if one of ``subject.outputs`` does not exist."""
     reference, traces = subject.reference, subject.traces
     groups = _groups(reference.model, traces)

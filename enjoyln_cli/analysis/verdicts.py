@@ -14,7 +14,7 @@ from torch import nn
 
 from enjoyln_cli.analysis.config_size import widenings_for
 from enjoyln_cli.analysis.output_gains import joined_fields
-from enjoyln_cli.analysis.problem import Statement, Subject
+from enjoyln_cli.analysis.problem import Statement, TracedClasses
 from enjoyln_cli.analysis.stored_layout import Conversion
 from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
 from enjoyln_cli.calls.calls import input_embeddings
@@ -44,7 +44,7 @@ from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import covered_calls, unproven_inputs
 
 
-def plan_of(subject: Subject, statement: Statement, cut: Cut, options: Options) -> Plan:
+def plan_of(subject: TracedClasses, statement: Statement, cut: Cut, options: Options) -> Plan:
     """The plan for a cut of the stated problem."""
     problem, found, traces = statement.problem, subject.reference, subject.traces
     norms = problem.norms.keys() | statement.refused.keys()
@@ -126,7 +126,7 @@ def _token_table(model: nn.Module, groups: Mapping[str, str]) -> Parameter | Non
 
 
 def _merges(
-    statement: Statement, cut: Cut, subject: Subject, options: Options, known: Rotations
+    statement: Statement, cut: Cut, subject: TracedClasses, options: Options, known: Rotations
 ) -> tuple[tuple[Merge, ...], tuple[UnmergedNorm, ...]]:
     """The norms that are merged: those asked for, and those in bases that are turned.
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from enjoyln_cli import kernels
 from enjoyln_cli.benchmark.cases import BenchOptions, Case, planned_cases, time_cases
-from enjoyln_cli.benchmark.results import Bench, Row
+from enjoyln_cli.benchmark.speedups import Bench, Row
 from enjoyln_cli.benchmark.timing import TimeIsUp, time_limit
 from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.config import load_config, raw_config

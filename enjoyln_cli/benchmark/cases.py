@@ -15,7 +15,7 @@ import torch
 
 from enjoyln_cli.benchmark.baselines import fresh_compiler, in_mode, variants
 from enjoyln_cli.benchmark.choices import GRID_LENGTHS, GRID_ROWS, SECONDS
-from enjoyln_cli.benchmark.results import Row
+from enjoyln_cli.benchmark.speedups import Row
 from enjoyln_cli.benchmark.timing import Task, TimeIsUp, time_rounds
 from enjoyln_cli.benchmark.workload import PHASES, Size, decode, prefill, prompt, sizes
 from enjoyln_cli.calls.calls import keeps_cache

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree as RichTree
 
-from enjoyln_cli.cli.streams import console, say
+from enjoyln_cli.cli.output_lines import console, say
 from enjoyln_cli.report.layer_names import compact
 from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import as_csv, as_markdown, cells, counts, notes
@@ -31,8 +31,8 @@ from enjoyln_cli.report.verification_table import (
 from enjoyln_cli.text import counted, number, size
 
 if TYPE_CHECKING:
-    from enjoyln_cli.benchmark.results import Bench
-    from enjoyln_cli.benchmark.results import Row as SpeedRow
+    from enjoyln_cli.benchmark.speedups import Bench
+    from enjoyln_cli.benchmark.speedups import Row as SpeedRow
     from enjoyln_cli.onnx_export.export import Exported
     from enjoyln_cli.proof.explain import Tree
     from enjoyln_cli.publish.push import Upload

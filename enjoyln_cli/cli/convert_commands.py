@@ -286,7 +286,7 @@ def export(
         what = "--against" if options["against"] else "--max-ratio"
         raise click.UsageError(f"{what} needs the check; drop --no-verify.")
     from enjoyln_cli.cli.progress import watch_job
-    from enjoyln_cli.onnx_export.preconditions import require_export
+    from enjoyln_cli.onnx_export.requirements import require_export
 
     require_models(out, options["against"])
     require_export(file, force=options["force"], verify=options["verify"])

@@ -26,7 +26,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from enjoyln_cli.cli.streams import console, say
+from enjoyln_cli.cli.output_lines import console, say
 from enjoyln_cli.text import size
 
 LINE_SECONDS = 5.0

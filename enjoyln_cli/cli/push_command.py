@@ -55,7 +55,7 @@ def push_after(
     require_repo_id(repo_id)
     if dry_run:
         return lambda out: {"would_push_to": repo_id}
-    from enjoyln_cli.cli.streams import say
+    from enjoyln_cli.cli.output_lines import say
 
     if chatty:
         say(f"looking up {repo_id} on the Hub", "dim", stderr=True)
@@ -101,7 +101,7 @@ def push(
     out: Path, repo_id: str, dry_run: bool, quiet: bool, as_json: bool, **options: Any
 ) -> None:
     """Upload a verified OUT to the Hub as REPO_ID. Continues an interrupted upload."""
-    from enjoyln_cli.cli.streams import say
+    from enjoyln_cli.cli.output_lines import say
     from enjoyln_cli.publish.repository import full_name, require_directory, require_repo_id
 
     require_directory(out.expanduser())

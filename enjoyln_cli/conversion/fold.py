@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from enjoyln_cli.analysis.suggest import better, suggestions
-from enjoyln_cli.archive.recorder import bytes_to_keep
+from enjoyln_cli.archive.collector import bytes_to_keep
 from enjoyln_cli.checkpoint.access import HubAccess, access_keywords
 from enjoyln_cli.checkpoint.config import load_config, require_unfolded
 from enjoyln_cli.checkpoint.model_name import local_folder

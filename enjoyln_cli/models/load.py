@@ -19,7 +19,7 @@ from torch import nn
 
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.models.classes import apply_experts, build, class_named
-from enjoyln_cli.models.offload import Offload, Reader, read_when_needed
+from enjoyln_cli.models.offload import Offload, WeightsOnDemand, read_when_needed
 from enjoyln_cli.text import first_line
 
 
@@ -97,7 +97,7 @@ def stored_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return weights
 
 
-def fill(tensor: torch.Tensor, name: str, reader: Reader | None, seed: str) -> None:
+def fill(tensor: torch.Tensor, name: str, reader: WeightsOnDemand | None, seed: str) -> None:
     """Fill a weight with random values that depend only on the text ``seed``."""
     if reader and tensor.is_meta:
         reader.make(name, partial(_filling, seed, tensor.shape))

@@ -1,9 +1,9 @@
 """Run a model that does not fit in memory: weights are read when their layer runs.
 
 All tensors stay on disk. Before a layer runs, accelerate's hooks get its weights from a mapping,
-and drop them afterwards. That mapping is a ``Reader``. It returns the value that was set for a
-name with ``make``, or else the value in the files, and keeps it in memory if there is room. So a
-model can be edited without having all of it in memory or on disk again.
+and drop them afterwards. That mapping is a ``WeightsOnDemand``. It returns the value that was set
+for a name with ``make``, or else the value in the files, and keeps it in memory if there is room.
+So a model can be edited without having all of it in memory or on disk again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Offload:
 
 
 @dataclass
-class Reader(Mapping[str, torch.Tensor]):
+class WeightsOnDemand(Mapping[str, torch.Tensor]):
     """The weights of a model by the names of its parameters; each is read when it is requested."""
 
     stored: Mapping[str, torch.Tensor]
@@ -72,10 +72,10 @@ class Reader(Mapping[str, torch.Tensor]):
         self.made[name] = value
 
 
-def read_when_needed(model: nn.Module, room: int) -> Reader:
-    """Put a ``Reader`` between the files and a model that accelerate has left on disk."""
+def read_when_needed(model: nn.Module, room: int) -> WeightsOnDemand:
+    """Put a ``WeightsOnDemand`` between the files and a model that accelerate has left on disk."""
     maps = [found for module in model.modules() for found in _maps(module)]
-    reader = Reader(maps[0].dataset, room)
+    reader = WeightsOnDemand(maps[0].dataset, room)
     known = set(reader.stored)
     for name, tied_to in getattr(model, "all_tied_weights_keys", {}).items():
         if name not in known:
@@ -85,10 +85,10 @@ def read_when_needed(model: nn.Module, room: int) -> Reader:
     return reader
 
 
-def reader_of(model: nn.Module) -> Reader | None:
+def reader_of(model: nn.Module) -> WeightsOnDemand | None:
     """The reader of a model whose weights are on disk; ``None`` if they are in memory."""
     found = (one.dataset for module in model.modules() for one in _maps(module))
-    return next((one for one in found if isinstance(one, Reader)), None)
+    return next((one for one in found if isinstance(one, WeightsOnDemand)), None)
 
 
 def _maps(module: nn.Module) -> Iterator[Any]:

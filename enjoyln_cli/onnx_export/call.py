@@ -44,7 +44,7 @@ Axes = dict[str, dict[int, str]]
 
 
 @dataclass(frozen=True)
-class Call:
+class ExportedCall:
     """One call of a model, as it is traced."""
 
     batch: Batch
@@ -53,7 +53,7 @@ class Call:
     axes: Axes
 
 
-def call_to_export(model: Any, outputs: Sequence[str], dtype: torch.dtype) -> Call:
+def call_to_export(model: Any, outputs: Sequence[str], dtype: torch.dtype) -> ExportedCall:
     """The call to export. ``outputs`` are names or patterns of outputs; if empty, all are exported.
 
     Runs the model once. Raises ``UnsupportedModel`` if no inputs can be made for it, if it does not
@@ -83,7 +83,7 @@ def call_to_export(model: Any, outputs: Sequence[str], dtype: torch.dtype) -> Ca
     except Exception as error:  # any error of the model's code
         name, kind = type(model).__name__, str(dtype).removeprefix("torch.")
         raise UnsupportedModel(f"{name} does not run in {kind}: {first_line(error)}") from error
-    return Call(batch, tuple(choose_outputs([found], outputs)[0]), axes)
+    return ExportedCall(batch, tuple(choose_outputs([found], outputs)[0]), axes)
 
 
 def batch_of(model: Any, rows: int, tokens: int, dtype: torch.dtype) -> Batch:
@@ -111,7 +111,7 @@ def without_cache(model: Any) -> dict[str, Any]:
 class Positional(nn.Module):
     """A model that takes its inputs by position, and returns the chosen outputs as a tuple."""
 
-    def __init__(self, model: nn.Module, call: Call) -> None:
+    def __init__(self, model: nn.Module, call: ExportedCall) -> None:
         super().__init__()
         self.model = model
         self.call = call
@@ -123,7 +123,7 @@ class Positional(nn.Module):
         return tuple(found[name] for name in self.call.outputs)
 
 
-def batches_of_other_sizes(model: Any, call: Call, dtype: torch.dtype) -> Iterator[Batch]:
+def batches_of_other_sizes(model: Any, call: ExportedCall, dtype: torch.dtype) -> Iterator[Batch]:
     """Batches of other sizes than the traced one: one row, one token, the longest row, and padding.
 
     The rows of the last batch are padded on the left by different numbers of tokens.

@@ -35,7 +35,7 @@ from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.sampling import Runner, choose, length
 from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
-from enjoyln_cli.onnx_export.call import MASK, Call, batches_of_other_sizes
+from enjoyln_cli.onnx_export.call import MASK, ExportedCall, batches_of_other_sizes
 from enjoyln_cli.onnx_export.runtimes import RUNTIMES
 from enjoyln_cli.text import first_line
 
@@ -89,7 +89,7 @@ class Reference:
 
 def reference_of(
     load: Callable[[torch.dtype], Any],
-    call: Call,
+    call: ExportedCall,
     dtype: torch.dtype,
     unproven: Sequence[str],
     folder: Path,
@@ -120,7 +120,7 @@ def reference_of(
 
 def _exact(
     model: Any,
-    call: Call,
+    call: ExportedCall,
     dtype: torch.dtype,
     unproven: Sequence[str],
     folder: Path,
@@ -138,11 +138,11 @@ def _exact(
     return batches, [one(batch) for batch in batches]
 
 
-def _outputs(model: Any, batch: Batch, call: Call) -> Outputs:
+def _outputs(model: Any, batch: Batch, call: ExportedCall) -> Outputs:
     return _compared(run(model, [batch])[0], batch, call)
 
 
-def _compared(found: Outputs, batch: Batch, call: Call) -> Outputs:
+def _compared(found: Outputs, batch: Batch, call: ExportedCall) -> Outputs:
     """The exported outputs, with zeros where a row is padded on the left.
 
     A padded query there has nothing to attend to, and programs differ in what they return for it.
@@ -169,7 +169,7 @@ def check_in(
     runtime: str,
     file: Path,
     original: Callable[[], Path],
-    call: Call,
+    call: ExportedCall,
     reference: Reference,
     dtype: torch.dtype,
     max_ratio: float,

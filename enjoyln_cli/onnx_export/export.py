@@ -28,9 +28,9 @@ from enjoyln_cli.fs.staged_files import staged_file
 from enjoyln_cli.models.classes import apply_experts
 from enjoyln_cli.models.load import load
 from enjoyln_cli.models.outputs import config_returning
-from enjoyln_cli.onnx_export.call import Call, Positional, call_to_export
+from enjoyln_cli.onnx_export.call import ExportedCall, Positional, call_to_export
 from enjoyln_cli.onnx_export.check import RuntimeCheck, check_in, reference_of
-from enjoyln_cli.onnx_export.graph import (
+from enjoyln_cli.onnx_export.onnx_program import (
     OPSET,
     OPSET_OF_LAYER_NORMS,
     count_nodes,
@@ -38,7 +38,7 @@ from enjoyln_cli.onnx_export.graph import (
     require_rms_norms,
     save,
 )
-from enjoyln_cli.onnx_export.preconditions import require_export, weights_file
+from enjoyln_cli.onnx_export.requirements import require_export, weights_file
 from enjoyln_cli.onnx_export.runtimes import installed
 from enjoyln_cli.plan import schema
 from enjoyln_cli.recipe.read import tried_to_merge
@@ -246,7 +246,7 @@ def _load(
     return model
 
 
-def _norms_that_run(model: nn.Module, call: Call) -> set[str]:
+def _norms_that_run(model: nn.Module, call: ExportedCall) -> set[str]:
     """The folded norms that the call runs."""
     with torch.no_grad(), input_means(model) as means:
         Positional(model, call)(*call.batch.values())

@@ -26,6 +26,7 @@ import torch
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.axis import Axis, blocks, centre, centre_in_place, scale_along
 from enjoyln_cli.plan.mean_units import UNITS, read_by_units, written_by_units
+from enjoyln_cli.plan.orthogonal_matrices import Rotation, rotate
 from enjoyln_cli.plan.plan import (
     EditedTensor,
     GrownParameter,
@@ -35,7 +36,6 @@ from enjoyln_cli.plan.plan import (
     Reader,
     Widening,
 )
-from enjoyln_cli.plan.rotation import Rotation, rotate
 
 ROWS = 1 << 15
 """How many elements of a matrix each worker converts to float64 at once."""

@@ -14,7 +14,7 @@ from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.plan.axis import Axis, Count
 from enjoyln_cli.plan.covered_calls import CoveredCalls
 from enjoyln_cli.plan.mean_units import UNITS
-from enjoyln_cli.plan.rotation import GivenMatrix, Rotation
+from enjoyln_cli.plan.orthogonal_matrices import GivenMatrix, Rotation
 from enjoyln_cli.plan.schema import NOT_STORED, number
 
 Status = Literal["static", "centred", "kept"]

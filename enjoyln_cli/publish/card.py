@@ -13,7 +13,7 @@ One section, between ``BEGIN`` and ``END``, contains what may change after the f
 is, its verification, its speed. ``enjoyln push`` rewrites this section; the rest of the card
 belongs to the owner.
 
-The keys of ``enjoyln_bench.json`` are those that ``benchmark.results.Bench.to_json`` writes.
+The keys of ``enjoyln_bench.json`` are those that ``benchmark.speedups.Bench.to_json`` writes.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from enjoyln_cli.report.layer_names import compact
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """One part of the model: its kind, its dotted name, and how it is shown."""
 
     kind: str
@@ -50,14 +50,16 @@ class Address:
     """The part's dotted name, with the numbers of the boxes."""
 
 
-def collapse_groups(parts: Sequence[Part], links: Mapping[tuple[Part, Part], bool]) -> Graph:
+def collapse_groups(
+    parts: Sequence[ModelPart], links: Mapping[tuple[ModelPart, ModelPart], bool]
+) -> Graph:
     """The graph of ``parts``, with layers that look alike as one box.
 
     ``parts`` are in the order of computation. The value of a link says whether its end observes the
     mean of its start.
     """
     addresses = addresses_of(parts)
-    shown: dict[tuple[str, str], list[Part]] = {}
+    shown: dict[tuple[str, str], list[ModelPart]] = {}
     for part in parts:
         shown.setdefault((part.kind, addresses[part].path), []).append(part)
     tree = _Level("")
@@ -72,14 +74,14 @@ def collapse_groups(parts: Sequence[Part], links: Mapping[tuple[Part, Part], boo
     return tree.graph()
 
 
-def addresses_of(parts: Sequence[Part]) -> dict[Part, Address]:
+def addresses_of(parts: Sequence[ModelPart]) -> dict[ModelPart, Address]:
     """The address of each part; consecutive layers that look alike get the same box name."""
     words = {part: part.path.split(".") for part in parts}
     original = {part: tuple(w) for part, w in words.items()}
     layers = layers_of(part.path for part in parts)
     for prefix in sorted(layers, key=lambda p: -p.count(".")):
         at = prefix.count(".") + 1
-        under: dict[int, set[Part]] = {}
+        under: dict[int, set[ModelPart]] = {}
         for part, found in original.items():
             if len(found) > at and ".".join(found[:at]) == prefix and found[at].isdigit():
                 under.setdefault(int(found[at]), set()).add(part)
@@ -118,7 +120,7 @@ def _levels(words: Sequence[str], layers: dict[str, int]) -> list[int]:
     ]
 
 
-def _box(kind: str, path: str, inside: str, parts: list[Part]) -> Box:
+def _box(kind: str, path: str, inside: str, parts: list[ModelPart]) -> Box:
     part = parts[0]
     name = path.removeprefix(inside).lstrip(".")
     if kind == "sum":
@@ -182,7 +184,7 @@ class _Level:
 
 
 def _connect(
-    tree: _Level, start: Part, end: Part, addresses: dict[Part, Address], seen: bool
+    tree: _Level, start: ModelPart, end: ModelPart, addresses: dict[ModelPart, Address], seen: bool
 ) -> None:
     """Add a link in the innermost graph that contains both parts.
 

@@ -37,7 +37,7 @@ from enjoyln_cli.report.graph_layout import (
     Tone,
     wrap_name,
 )
-from enjoyln_cli.report.layer_groups import Part, collapse_groups
+from enjoyln_cli.report.layer_groups import ModelPart, collapse_groups
 from enjoyln_cli.report.layer_names import compact, layers_in
 from enjoyln_cli.report.notes import counts
 from enjoyln_cli.trace.trace import Trace
@@ -54,16 +54,16 @@ class Sketch:
     """The parts of one traced graph, and the links between them."""
 
     trace: Trace
-    parts: dict[tuple[str, str], Part] = field(default_factory=dict)
+    parts: dict[tuple[str, str], ModelPart] = field(default_factory=dict)
     """All parts, by kind and path."""
-    of_node: dict[Node, Part] = field(default_factory=dict)
+    of_node: dict[Node, ModelPart] = field(default_factory=dict)
     """The part that shows a node."""
-    after: dict[Node, Part] = field(default_factory=dict)
+    after: dict[Node, ModelPart] = field(default_factory=dict)
     """The mean subtraction that is applied to a node's value."""
-    links: dict[tuple[Part, Part], bool] = field(default_factory=dict)
+    links: dict[tuple[ModelPart, ModelPart], bool] = field(default_factory=dict)
     """For each link, whether its end observes the mean of its start."""
 
-    def add(self, part: Part) -> Part:
+    def add(self, part: ModelPart) -> ModelPart:
         return self.parts.setdefault((part.kind, part.path), part)
 
 
@@ -105,7 +105,7 @@ def _add_norms(found: Sketch, analysis: Analysis) -> None:
         verdict = verdicts[path]
         tone, word = VERDICTS[verdict.status]
         why = verdict.reason + (f": {verdict.culprit}" if verdict.culprit else "")
-        found.of_node[node] = found.add(Part("norm", path, tone, (word,), why))
+        found.of_node[node] = found.add(ModelPart("norm", path, tone, (word,), why))
 
 
 def _add_stream(found: Sketch, analysis: Analysis) -> None:
@@ -127,7 +127,7 @@ def _add_stream(found: Sketch, analysis: Analysis) -> None:
             continue
         if isinstance(sources, Opaque):
             lines = (op_name(node),)
-            part = Part("source", label(problem, value), "left", lines, sources.reason)
+            part = ModelPart("source", label(problem, value), "left", lines, sources.reason)
             found.of_node[node] = found.add(part)
             continue
         weights = [source for source in sources if isinstance(source, Parameter)]
@@ -140,7 +140,7 @@ def _add_stream(found: Sketch, analysis: Analysis) -> None:
             numbers[call] += 1
             zero = value in proven and value not in analysis.cut.impure
             tone: Tone = "zero" if zero else "mean"
-            found.of_node[node] = found.add(Part("sum", path, tone))
+            found.of_node[node] = found.add(ModelPart("sum", path, tone))
             for weight in weights:
                 part = _writer(found, analysis, [weight])
                 for held, names in found.trace.parameters.items():
@@ -168,7 +168,7 @@ def _trace_sources(
     return found
 
 
-def _writer(found: Sketch, analysis: Analysis, weights: Sequence[Parameter]) -> Part:
+def _writer(found: Sketch, analysis: Analysis, weights: Sequence[Parameter]) -> ModelPart:
     problem, cut = analysis.problem, analysis.cut
     modules = dict.fromkeys(weight.name.rpartition(".")[0] for weight in weights)
     alone = len(weights) == 1 and weights[0].name.rpartition(".")[2] not in ("weight", "bias")
@@ -187,13 +187,13 @@ def _writer(found: Sketch, analysis: Analysis, weights: Sequence[Parameter]) -> 
         tone, lines = "writer", ("centred, subtracts a mean" if subtracts else "centred",)
     else:
         tone, lines = "plain", ()
-    part = found.add(Part("writer", path, tone, lines, why))
+    part = found.add(ModelPart("writer", path, tone, lines, why))
     for weight in blocked:
         _add_observer(found, analysis, weight, part)
     return part
 
 
-def _add_observer(found: Sketch, analysis: Analysis, weight: Parameter, part: Part) -> None:
+def _add_observer(found: Sketch, analysis: Analysis, weight: Parameter, part: ModelPart) -> None:
     """Add the layer that would notice if the weight lost its mean.
 
     If that layer is in another model class, only its box is added, since its graph is not drawn.
@@ -205,7 +205,7 @@ def _add_observer(found: Sketch, analysis: Analysis, weight: Parameter, part: Pa
     module = trace.module_of(seen.node) or op_name(seen.node)
     elsewhere = trace.model_class != found.trace.model_class
     lines = ("sees its mean", *[f"in {trace.model_class}"] * elsewhere)
-    eye = found.add(Part("observer", module, "observer", lines))
+    eye = found.add(ModelPart("observer", module, "observer", lines))
     found.links[part, eye] = True
     for node in found.trace.graph.nodes:
         same = packet(node) is packet(seen.node) and found.trace.module_of(node) == module
@@ -219,7 +219,7 @@ def _add_ops(found: Sketch, analysis: Analysis) -> None:
         if carrier.place == "entry":
             continue
         words = f"{carrier.module}.(centre {carrier.place})"
-        part = found.add(Part("op", words, "op"))
+        part = found.add(ModelPart("op", words, "op"))
         for trace, node in analysis.problem.carried(carrier):
             if trace == 0:
                 found.after[node] = part
@@ -231,16 +231,16 @@ def _add_links(found: Sketch) -> None:
     Inputs are linked only to parts that are computed from no other part.
     """
     trace = found.trace
-    reach: dict[Node, dict[Part, None]] = {}
-    given: dict[Part, dict[Part, None]] = {}
+    reach: dict[Node, dict[ModelPart, None]] = {}
+    given: dict[ModelPart, dict[ModelPart, None]] = {}
     for node in trace.graph.nodes:
         if node.op == "output":
             continue
-        before: dict[Part, None] = {}
+        before: dict[ModelPart, None] = {}
         for operand in node.all_input_nodes:
             before |= reach[operand]
         if node in trace.inputs:
-            before = {Part("input", trace.inputs[node], "plain"): None}
+            before = {ModelPart("input", trace.inputs[node], "plain"): None}
         part = found.of_node.get(node)
         if part:
             given.setdefault(part, {}).update(before)
@@ -252,7 +252,7 @@ def _add_links(found: Sketch) -> None:
     for node, fields in trace.returned.items():
         names = [name for name in fields if name not in trace.fed_back]
         if names and node in reach:
-            out = Part("output", names[0], "plain")
+            out = ModelPart("output", names[0], "plain")
             given.setdefault(out, {}).update(reach[node])
     for part, before in given.items():
         computed = [p for p in before if p.kind != "input" and p is not part]
@@ -263,10 +263,10 @@ def _add_links(found: Sketch) -> None:
         found.add(part)
 
 
-def _sort_parts(found: Sketch) -> list[Part]:
+def _sort_parts(found: Sketch) -> list[ModelPart]:
     """Inputs, then all other parts in the order of computation, then outputs."""
     ends = {"input": -1, "output": 2}
-    order: dict[Part, int] = {}
+    order: dict[ModelPart, int] = {}
     for at, node in enumerate(found.trace.graph.nodes):
         for part in (found.of_node.get(node), found.after.get(node)):
             if part:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from enjoyln_cli.plan import call_text, schema
 
 if TYPE_CHECKING:
-    from enjoyln_cli.analysis.output_gains import Gain
+    from enjoyln_cli.analysis.output_gains import OutputGain
     from enjoyln_cli.analysis.suggest import Suggestion
     from enjoyln_cli.plan.plan import Plan
     from enjoyln_cli.report.placement import Kind, Place
@@ -60,7 +60,7 @@ class ModelReport:
     plan: Plan
     paper: Sequence[str] | None = None
     """The norms that the paper's Algorithm 1 would convert, if they are to be shown."""
-    gains: Sequence[Gain] = ()
+    gains: Sequence[OutputGain] = ()
     """Norms that could be converted too if some outputs may change."""
     options: Mapping[str, Plan] = field(default_factory=dict)
     """From the name of an option to the plan with this option added."""

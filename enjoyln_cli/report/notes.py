@@ -23,7 +23,7 @@ from enjoyln_cli.report.model_report import ModelReport, counts_of
 from enjoyln_cli.text import counted, size
 
 if TYPE_CHECKING:
-    from enjoyln_cli.analysis.output_gains import Gain
+    from enjoyln_cli.analysis.output_gains import OutputGain
     from enjoyln_cli.analysis.suggest import Suggestion
 
 UNTIED = "an engine that ignores the copy gives wrong results; docs/untied_heads.md has a check"
@@ -241,7 +241,7 @@ def _added_size(plan: Plan, bytes_added: int | None) -> str:
     return f"{parameters:,} parameters" if parameters else ""
 
 
-def _gain_line(gain: Gain, plan: Plan) -> str:
+def _gain_line(gain: OutputGain, plan: Plan) -> str:
     norms = f"{gain.norms} more LayerNorm" + ("s become" if gain.norms != 1 else " becomes")
     alone = f"; for {plan.model_class} alone" if len(plan.classes) > 1 else ""
     outputs, changed = ",".join(gain.outputs), ", ".join(gain.without)

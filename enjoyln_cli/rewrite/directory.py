@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 from enjoyln_cli.archive.archive_file import Recorder, save_archive
-from enjoyln_cli.archive.recorder import outputs_to_digest, start_recording
+from enjoyln_cli.archive.collector import outputs_to_digest, start_recording
 from enjoyln_cli.checkpoint.config import MARKER, raw_config, require_unfolded, with_entries
 from enjoyln_cli.checkpoint.file_roles import CONFIG
 from enjoyln_cli.checkpoint.marker import marker

@@ -15,7 +15,7 @@ from torch import nn
 from enjoyln_cli.checkpoint.config import set_entry
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.models.load import values_of
-from enjoyln_cli.models.offload import Reader, Value, reader_of
+from enjoyln_cli.models.offload import Value, WeightsOnDemand, reader_of
 from enjoyln_cli.plan.edits import Edit, EditInputs, apply_edit, edits_of, read_edit_inputs
 from enjoyln_cli.plan.needed_tensors import needed_tensors
 from enjoyln_cli.plan.plan import Plan
@@ -110,7 +110,7 @@ def _update_size(model: nn.Module, parameter: str, size: int, to: int) -> None:
             setattr(owner, name, to)
 
 
-def _untie(model: nn.Module, plan: Plan, reader: Reader | None) -> None:
+def _untie(model: nn.Module, plan: Plan, reader: WeightsOnDemand | None) -> None:
     """Give each parameter that the plan unties its own copy, if the model has the parameter."""
     tensors = values_of(model)
     for one in plan.untied:

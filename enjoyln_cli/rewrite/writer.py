@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from enjoyln_cli.archive.archive_file import Record, Recorder
-from enjoyln_cli.archive.recorder import parts_to_record
+from enjoyln_cli.archive.collector import parts_to_record
 from enjoyln_cli.checkpoint.headers import FLOATS, StoredTensor, load_bin
 from enjoyln_cli.checkpoint.reader import Checkpoint, file_of, read_rows, read_tensor
 from enjoyln_cli.checkpoint.source import require_unchanged

@@ -31,7 +31,7 @@ from enjoyln_cli.plan.axis import Axis, feature_axis, on_dimension
 from enjoyln_cli.plan.plan import Merge, NamedParameter, Reader, UnmergedNorm
 from enjoyln_cli.proof.flow import Flow, Value
 from enjoyln_cli.proof.linear_layers import WHOLE_FEATURE_OPS, linear_layer
-from enjoyln_cli.rotation.bases import Obstacle, parameter_nodes
+from enjoyln_cli.rotation.bases import LayerObstacle, parameter_nodes
 from enjoyln_cli.rotation.norm_readers import Use, find_readers, nodes_that_read
 from enjoyln_cli.trace.trace import Trace, uncast
 
@@ -44,7 +44,7 @@ cannot be edited.
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Search:
+class _MergeSearch:
     flow: Flow
     named: tuple[Mapping[Node, str], ...]
     """For each trace, the name of each parameter node: the first of its tied names."""
@@ -85,7 +85,7 @@ def find_merges(
         name: {(position, user) for position, node in found for user in nodes_that_read(node)}
         for name, found in nodes.items()
     }
-    search = _Search(
+    search = _MergeSearch(
         flow=flow,
         named=tuple(named),
         readers=readers,
@@ -107,7 +107,7 @@ def find_merges(
             unmerged.append(UnmergedNorm(norm, reason, norm))
             continue
         ways: tuple[Move, ...] = _WAYS[move] if gain else ("bias",)
-        obstacles: dict[Move, Obstacle] = {}
+        obstacles: dict[Move, LayerObstacle] = {}
         for way in ways:
             found = _merge(search, norm, form, stored, way)
             if isinstance(found, Merge):
@@ -129,8 +129,8 @@ _WAYS: Mapping[Move, tuple[Move, ...]] = {
 
 
 def _merge(
-    search: _Search, norm: str, form: LayerNormForm, stored: Mapping[str, str], way: Move
-) -> Merge | Obstacle:
+    search: _MergeSearch, norm: str, form: LayerNormForm, stored: Mapping[str, str], way: Move
+) -> Merge | LayerObstacle:
     """The merge of one norm; with ``way == "weight"``, a bias stays, divided by the weight."""
     weight, bias = f"{norm}.weight", f"{norm}.bias"
     own = [weight] * (way != "bias") + [bias] * form.biased
@@ -138,12 +138,12 @@ def _merge(
     offset = 1.0 if form.gain == "1 + weight" else 0.0
     if found is None and way == "weight" and form.biased:
         why = search.why_not_divided(bias, weight, offset)
-        found = Obstacle(why, weight) if why else None
+        found = LayerObstacle(why, weight) if why else None
     if found is not None:
         return found
     moves_bias = form.biased and way != "weight"
     layers = _layers(search, norm, replace(form, biased=moves_bias), alone=way == "weight")
-    if isinstance(layers, Obstacle):
+    if isinstance(layers, LayerObstacle):
         return layers
     readers = tuple(
         Reader(
@@ -198,14 +198,14 @@ def _is_cast_outside_value(
     return not own or all(path in dict(trace.calls_of(user)).values() for user in readers)
 
 
-def _own_obstacle(search: _Search, norm: str, moving: Iterable[str]) -> Obstacle | None:
+def _own_obstacle(search: _MergeSearch, norm: str, moving: Iterable[str]) -> LayerObstacle | None:
     """Why the parameters of a norm cannot change; ``None`` if they can."""
     for name in moving:
         if not search.single(name):
-            return Obstacle("its parameters are tied, or stored in another layout", name)
+            return LayerObstacle("its parameters are tied, or stored in another layout", name)
         for position, node in search.readers.get(name, ()):
             if norm not in dict(search.flow.traces[position].calls_of(node)).values():
-                return Obstacle("its parameters are also used elsewhere", name)
+                return LayerObstacle("its parameters are also used elsewhere", name)
     return None
 
 
@@ -214,7 +214,9 @@ _Layers = Mapping[tuple[str, int, str | None], tuple[int, int]]
 ``Reader.outer`` and ``Reader.inner``."""
 
 
-def _layers(search: _Search, norm: str, form: LayerNormForm, *, alone: bool) -> _Layers | Obstacle:
+def _layers(
+    search: _MergeSearch, norm: str, form: LayerNormForm, *, alone: bool
+) -> _Layers | LayerObstacle:
     """The linear layers that read a norm in all calls, or the first other reader.
 
     ``alone`` says that no bias moves, so that more ops may stand in between.
@@ -223,28 +225,28 @@ def _layers(search: _Search, norm: str, form: LayerNormForm, *, alone: bool) -> 
     sizes = set()
     for position, results in search.results.get(norm, ()):
         if len(results) > 1:
-            return Obstacle("a value inside it is read besides its result", norm)
+            return LayerObstacle("a value inside it is read besides its result", norm)
         for node in results:
             shape = shape_of(node)
             if shape is None:
-                return Obstacle("the shape of its result depends on values", norm)
+                return LayerObstacle("the shape of its result depends on values", norm)
             sizes.add((shape[form.dim],))
             start = Value(position, node, feature_axis(shape, form.dim))
             named = search.named[position]
             found = find_readers(search.flow, named, search.centred, start, alone=alone)
-            if isinstance(found, Obstacle):
+            if isinstance(found, LayerObstacle):
                 return found  # a norm without bias leaves the biases of the layers as they are
             uses += found if form.biased else [replace(use, bias=None) for use in found]
     if not uses:
-        return Obstacle("no traced call reads its result", norm)
+        return LayerObstacle("no traced call reads its result", norm)
     for named in search.named:
         for node, name in named.items():
             if name in (f"{norm}.weight", f"{norm}.bias") and {shape_of(node)} != sizes:
-                return Obstacle("its parameters do not hold one number for each feature", norm)
+                return LayerObstacle("its parameters do not hold one number for each feature", norm)
     return _layers_obstacle(search, uses, form.biased) or _repetitions(uses)
 
 
-def _repetitions(uses: list[Use]) -> _Layers | Obstacle:
+def _repetitions(uses: list[Use]) -> _Layers | LayerObstacle:
     """How the norm's features repeat along the inputs of each layer, in all of its calls alike."""
     calls: dict[tuple[int, Node], list[Use]] = {}
     for use in uses:
@@ -255,7 +257,7 @@ def _repetitions(uses: list[Use]) -> _Layers | Obstacle:
         found = _repetition([first.axis, *(use.axis for use in others)], shape[first.axis.dim])
         if found is None or layers.setdefault(first.to_edit, found) != found:
             reason = "a linear layer that reads it also reads other features"
-            return Obstacle(reason, first.weight.name)
+            return LayerObstacle(reason, first.weight.name)
     return layers
 
 
@@ -273,7 +275,7 @@ def _repetition(axes: list[Axis], length: int) -> tuple[int, int] | None:
     return length // first.size, 1
 
 
-def _reads_given_value(search: _Search, position: int, reader: Node) -> bool:
+def _reads_given_value(search: _MergeSearch, position: int, reader: Node) -> bool:
     """Whether a linear layer reads an optional input of the model instead of the norm's result.
 
     The input (``encoder_outputs``) then stands for that result, and has to be given as it is now.
@@ -287,7 +289,7 @@ def _reads_given_value(search: _Search, position: int, reader: Node) -> bool:
     return given in trace.inputs
 
 
-def _layers_obstacle(search: _Search, uses: list[Use], biased: bool) -> Obstacle | None:
+def _layers_obstacle(search: _MergeSearch, uses: list[Use], biased: bool) -> LayerObstacle | None:
     """Why the parameters of the linear layers cannot change; ``None`` if they can."""
     elsewhere_reason = "a linear layer that reads it has a parameter that is also used elsewhere"
     own: dict[str, set[tuple[int, Node]]] = {}
@@ -295,24 +297,24 @@ def _layers_obstacle(search: _Search, uses: list[Use], biased: bool) -> Obstacle
     for use in uses:
         for node, _ in use.between:
             if any((node, reader) not in known for reader in nodes_that_read(node)):
-                return Obstacle(elsewhere_reason, use.weight.name)
+                return LayerObstacle(elsewhere_reason, use.weight.name)
         for parameter in use.parameters:
             own.setdefault(parameter.name, set()).add((use.trace, parameter.reader))
     for use in uses:
         weight, dim, bias = use.to_edit
         if biased and bias is None:
             reason = "a linear layer that reads it has no bias to merge its bias into"
-            return Obstacle(reason, weight)
+            return LayerObstacle(reason, weight)
         for name in filter(None, (weight, bias)):
             elsewhere = search.readers[name] - own[name]
             if any(not _reads_given_value(search, *reader) for reader in elsewhere):
-                return Obstacle(elsewhere_reason, name)
+                return LayerObstacle(elsewhere_reason, name)
             as_one = name == bias or biased  # what a bias adds is computed from one stored matrix
             if not search.single(name) and (as_one or not search.stored_weight(name, dim)):
                 reason = "a linear layer that reads it has a tied or differently stored parameter"
-                return Obstacle(reason, name)
+                return LayerObstacle(reason, name)
     layers = {use.to_edit for use in uses}
     names = [name for weight, _, bias in layers for name in (weight, bias) if name]
     if twice := sorted(name for name in names if names.count(name) > 1):
-        return Obstacle("linear layers that read it share a parameter", twice[0])
+        return LayerObstacle("linear layers that read it share a parameter", twice[0])
     return None

@@ -81,7 +81,7 @@ class Gain:
 
 
 @dataclass(frozen=True)
-class Obstacle:
+class LayerObstacle:
     """What keeps a basis from being turned, or a norm from being merged."""
 
     reason: str
@@ -107,7 +107,7 @@ class FoundBasis:
     """Optional inputs of the model that have to be turned, such as ``inputs_embeds``."""
     outputs: dict[str, None] = field(default_factory=dict)
     """Output fields that change with the basis."""
-    obstacle: Obstacle | None = None
+    obstacle: LayerObstacle | None = None
     values: set[Value] = field(default_factory=set)
     """All values that are turned."""
     sums: dict[tuple[Value, Value], None] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class FoundBasis:
 
 
 @dataclass(eq=False)
-class _Search:
+class _BasisSearch:
     """Collects everything that has to be turned with one value, in all traces."""
 
     flow: Flow
@@ -151,7 +151,7 @@ class _Search:
         if self.found.obstacle is None:
             name = self.named[trace].get(node)
             where = name or self.flow.traces[trace].module_of(node)
-            self.found.obstacle = Obstacle(reason, where)
+            self.found.obstacle = LayerObstacle(reason, where)
 
     def up(self, value: Value) -> None:
         """Visit everything that the value is computed from."""
@@ -265,7 +265,9 @@ class _Search:
         for name in self.found.inputs:
             needed = all(name in self.flow.traces[at].inputs.values() for at in reached)
             if needed and self.found.obstacle is None:
-                self.found.obstacle = Obstacle("it is an input that the model never computes", name)
+                self.found.obstacle = LayerObstacle(
+                    "it is an input that the model never computes", name
+                )
 
     def down(self, value: Value) -> None:
         """Visit everything that is computed from the value."""
@@ -410,7 +412,7 @@ def find_bases(flow: Flow, groups: Mapping[str, str], *, values: bool) -> list[F
         if value in seen:
             continue
         basis = FoundBasis(size=value.axis.size, carries_values=carries)
-        search = _Search(flow, groups, named, nodes, basis)
+        search = _BasisSearch(flow, groups, named, nodes, basis)
         search.run(value)
         search.require_own_inputs()
         seen |= basis.values

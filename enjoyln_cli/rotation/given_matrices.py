@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.plan.orthogonal_matrices import GivenMatrix
 from enjoyln_cli.plan.plan import Basis, Plan
-from enjoyln_cli.plan.rotation import GivenMatrix
 from enjoyln_cli.text import did_you_mean, first_line
 
 LIMIT = 1e-3

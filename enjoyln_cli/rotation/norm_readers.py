@@ -41,7 +41,7 @@ from enjoyln_cli.proof.linear_layers import (
     with_added_bias,
 )
 from enjoyln_cli.proof.pullback import Opaque, commutes_with_every_matrix, pull
-from enjoyln_cli.rotation.bases import Obstacle
+from enjoyln_cli.rotation.bases import LayerObstacle
 from enjoyln_cli.rotation.feature_sums import summed_with
 
 _TRANSPARENT = WHOLE_FEATURE_OPS | {
@@ -82,7 +82,7 @@ class Use:
 
 def find_readers(
     flow: Flow, named: Mapping[Node, str], centred: AbstractSet[Node], value: Value, *, alone: bool
-) -> list[Use] | Obstacle:
+) -> list[Use] | LayerObstacle:
     """The linear layers that read a value, directly or through transparent ops.
 
     ``named`` has the name of each parameter node of the value's trace, and ``centred`` the values
@@ -100,10 +100,10 @@ def find_readers(
                 continue
             if reader.op == "output":
                 if flow.is_required(current):
-                    return Obstacle("the model returns its result", "")
+                    return LayerObstacle("the model returns its result", "")
                 continue
             if current.node in centred:
-                return Obstacle("an added mean subtraction acts on its result", "")
+                return LayerObstacle("an added mean subtraction acts on its result", "")
             written = current.node.meta.get("written")
             found = None if written else _through_transparent_op(reader, current, alone=alone)
             if found is not None:
@@ -116,7 +116,9 @@ def find_readers(
                 name = op_name(whole if isinstance(whole, Node) else reader)
                 why = "whose weight is computed or also used elsewhere"
                 why = why if packet(reader) is aten.linear else "which is not a linear layer"
-                return Obstacle(f"its result is read by {name}, {why}", trace.module_of(reader))
+                return LayerObstacle(
+                    f"its result is read by {name}, {why}", trace.module_of(reader)
+                )
             uses.append(use)
     return uses
 

@@ -20,7 +20,7 @@ from enjoyln_cli.rotation.affine_merge import Move
 from enjoyln_cli.rotation.bases import (
     FoundBasis,
     Gain,
-    Obstacle,
+    LayerObstacle,
     find_bases,
     is_read_elsewhere,
     parameter_nodes,
@@ -111,7 +111,7 @@ def _obstacle(
     problem: Problem,
     nodes: Mapping[str, list[tuple[int, Node]]],
     turned: Mapping[str, list[Parameter]],
-) -> Obstacle | None:
+) -> LayerObstacle | None:
     """Why the parameters of a basis cannot be turned; ``None`` if they can.
 
     ``nodes`` are those of each parameter, and ``turned`` the parameters of earlier bases by name.
@@ -119,21 +119,21 @@ def _obstacle(
     for gain in basis.gains:
         for own_name in filter(None, (gain.weight, gain.bias)):
             if is_read_elsewhere(own_name, basis, gain, nodes[own_name]):
-                return Obstacle("the parameters of a norm are also used elsewhere", own_name)
+                return LayerObstacle("the parameters of a norm are also used elsewhere", own_name)
         usual = Gain(gain.module, f"{gain.module}.weight", gain.bias, gain.offset)
         if gain != usual or gain.bias not in (None, f"{gain.module}.bias"):
             reason = "a vector multiplies it that is not the weight of a norm, or is tied"
-            return Obstacle(reason, gain.weight)
+            return LayerObstacle(reason, gain.weight)
     if not basis.parameters:
-        return Obstacle("no parameter writes it", "")
+        return LayerObstacle("no parameter writes it", "")
     for parameter in basis.parameters:
         if why := problem.locked(parameter):
-            return Obstacle(why, parameter.name)
+            return LayerObstacle(why, parameter.name)
     own: dict[str, list[Parameter]] = {}
     for parameter in basis.parameters:
         others = (*turned.get(parameter.name, ()), *own.get(parameter.name, ()))
         if any(_overlap(other.axis, parameter.axis) for other in others):
-            return Obstacle("a parameter of it would be turned in two ways", parameter.name)
+            return LayerObstacle("a parameter of it would be turned in two ways", parameter.name)
         own.setdefault(parameter.name, []).append(parameter)
     return None
 
@@ -159,7 +159,9 @@ def bases_of(
         for gain in basis.gains if obstacle is None else ():
             if gain.module not in moved:
                 reason = reasons.get(gain.module, "something else reads it")
-                obstacle = Obstacle(f"the weight of a norm cannot be merged: {reason}", gain.module)
+                obstacle = LayerObstacle(
+                    f"the weight of a norm cannot be merged: {reason}", gain.module
+                )
                 break
         names = [parameter.name for parameter in basis.parameters]
         made.append(

@@ -42,7 +42,7 @@ _check_lock = threading.RLock()
 
 
 @dataclass(frozen=True)
-class Part:
+class ModuleRecord:
     """One module as it was when its model was folded."""
 
     kind: type
@@ -74,14 +74,14 @@ class Structure:
         self.loose = frozenset(loose)
         self.trains = False
         """Whether training mode is proven, too; then all modules have to be in the same mode."""
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, ModuleRecord] = {}
         original = dict(_tree(reference or model, self.loose))
         for path, module in _tree(model, self.loose, adapted):
             if path not in original:
                 continue
             seen = reference is None
             keys = {*module._forward_pre_hooks, *module._forward_hooks} if seen else ()
-            self.parts[path] = Part(
+            self.parts[path] = ModuleRecord(
                 stock_class(type(original[path])),
                 frozenset(_present(module)),
                 frozenset(keys),
@@ -113,7 +113,9 @@ class Structure:
         _check_hooks("every module", _global_hooks())
 
 
-def _check_part(path: str, module: nn.Module, part: Part, root: bool, mode: bool | None) -> None:
+def _check_part(
+    path: str, module: nn.Module, part: ModuleRecord, root: bool, mode: bool | None
+) -> None:
     """``mode``: whether the module has to be in training mode; ``None`` for any mode."""
     cls = stock_class(type(module))
     if cls is not part.kind and not _was_exchanged(cls, part.kind):

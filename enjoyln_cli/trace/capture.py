@@ -37,11 +37,11 @@ from enjoyln_cli.models.meta_device import (
 from enjoyln_cli.models.norm_modules import first_names
 from enjoyln_cli.plan.trusted_code import is_stock
 from enjoyln_cli.trace.annotate import CallToTrace, Weights, annotate, fields_of
-from enjoyln_cli.trace.export import export_call
 from enjoyln_cli.trace.failure_reasons import say_why
 from enjoyln_cli.trace.recorder import Recording, is_recordable, record, record_example
 from enjoyln_cli.trace.shared_storage import reason_of_sharing, reason_outside, ties
 from enjoyln_cli.trace.steps import Steps, quiet, watch
+from enjoyln_cli.trace.torch_export import export_call
 from enjoyln_cli.trace.trace import Naming, Trace
 
 

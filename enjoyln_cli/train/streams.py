@@ -62,7 +62,7 @@ class Stream:
 
 
 @dataclass(frozen=True, eq=False)
-class Steps:
+class CompressionPlan:
     """How the streams of a model are compressed."""
 
     streams: tuple[Stream, ...]
@@ -72,7 +72,7 @@ class Steps:
     """For each norm whose bias is left: the linear layers that get it as their bias."""
 
 
-def plan_streams(model: nn.Module, found: Analysis, basis: StreamBasis) -> Steps:
+def plan_streams(model: nn.Module, found: Analysis, basis: StreamBasis) -> CompressionPlan:
     """The steps for all streams of ``model``, from an analysis of it with the options ``MERGED``.
 
     Values of weights are not read. Raises ``NothingToFold`` if there is no stream with LayerNorms,
@@ -82,7 +82,7 @@ def plan_streams(model: nn.Module, found: Analysis, basis: StreamBasis) -> Steps
     merges = _merges(found.plan, streams)
     biases = _readers_without_bias(model, found, merges)
     _require_same_code(model, found, streams)
-    return Steps(tuple(streams), merges, tuple(biases))
+    return CompressionPlan(tuple(streams), merges, tuple(biases))
 
 
 def _streams(model: nn.Module, found: Analysis, basis: StreamBasis) -> list[Stream]:

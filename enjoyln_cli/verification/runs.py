@@ -46,6 +46,7 @@ from enjoyln_cli.garbage import collections_of_new_objects
 from enjoyln_cli.models.load import release
 from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.text import first_line
+from enjoyln_cli.verification.checkpoint_pair import CheckpointPair
 from enjoyln_cli.verification.nonfinite import nonfinite_outputs
 from enjoyln_cli.verification.quantised_runs import (
     RUNS_OF_EACH,
@@ -54,7 +55,6 @@ from enjoyln_cli.verification.quantised_runs import (
     readers_compared,
     schemes_compared,
 )
-from enjoyln_cli.verification.subject import Subject
 
 FLOAT64_OVER_FLOAT32 = (
     math.sqrt(2) * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
@@ -147,7 +147,7 @@ class Results:
 
 @collections_of_new_objects()  # they free models, and need not pass over all of torch
 def measure(
-    subject: Subject, data: UserData, seed: int, pace: Pace
+    subject: CheckpointPair, data: UserData, seed: int, pace: Pace
 ) -> tuple[Measurement, dict[str, str]]:
     """Load and run the models, one after the other, and measure their errors.
 
@@ -172,7 +172,7 @@ def measure(
 
 
 def _run_model(
-    subject: Subject,
+    subject: CheckpointPair,
     group: list[Run],
     results: Results,
     examples: Examples | None,
@@ -202,7 +202,7 @@ def _run_model(
 
 
 def _run(
-    subject: Subject, run: Run, model: Any, results: Results, examples: Examples, pace: Pace
+    subject: CheckpointPair, run: Run, model: Any, results: Results, examples: Examples, pace: Pace
 ) -> None:
     """Run ``model`` on all examples that fit into the time, and add what it returns."""
     if run.norm == "RMSNorm":
@@ -250,7 +250,7 @@ def _scored(dtype: torch.dtype) -> tuple[str, str]:
     return ("exact" if dtype == torch.float64 else "original", "runtime")
 
 
-def _runner(subject: Subject, model: Any) -> Runner:
+def _runner(subject: CheckpointPair, model: Any) -> Runner:
     return Runner(
         model,
         subject.folded.source.path,
@@ -261,7 +261,7 @@ def _runner(subject: Subject, model: Any) -> Runner:
     )
 
 
-def _tell_limit(subject: Subject, examples: Examples, pace: Pace) -> None:
+def _tell_limit(subject: CheckpointPair, examples: Examples, pace: Pace) -> None:
     """Say how many inputs fit into the time, if it is limited."""
     planned = sum(map(length, examples.batches))
     if math.isinf(pace.clock.limit) or planned >= examples.full:
@@ -273,7 +273,7 @@ def _tell_limit(subject: Subject, examples: Examples, pace: Pace) -> None:
     subject.event("stage", some)
 
 
-def _measurement(subject: Subject, results: Results, examples: Examples) -> Measurement:
+def _measurement(subject: CheckpointPair, results: Results, examples: Examples) -> Measurement:
     """The errors over the batches that every run had time for; the identity over all it ran."""
     count = min(map(len, results.distances.values()))
     measured = {name: pool_distances(each[:count]) for name, each in results.distances.items()}

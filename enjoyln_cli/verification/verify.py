@@ -59,11 +59,11 @@ from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import read_plan
 from enjoyln_cli.rotation.given_matrices import give_matrices
+from enjoyln_cli.verification.checkpoint_pair import CheckpointPair
 from enjoyln_cli.verification.config_differences import differing_settings
 from enjoyln_cli.verification.nonfinite import failure
 from enjoyln_cli.verification.runs import Measurement, measure, worst_first
 from enjoyln_cli.verification.stored_tensors import check_centred_tensors, check_tensors
-from enjoyln_cli.verification.subject import Subject
 from enjoyln_cli.version import versions
 
 IDENTITY_BOUND = 1e-12
@@ -213,7 +213,7 @@ def verify(
         marker,
         dtype_name(stored),
     )
-    subject = Subject(original, folded, marker, plan, compute, trust_remote_code, layers)
+    subject = CheckpointPair(original, folded, marker, plan, compute, trust_remote_code, layers)
     embed = None if marker.outputs else embedder(folded.source, event)
     subject = replace(subject, device_map=device_map, max_memory=max_memory, embed=embed)
     with _room_on_disk(None if cached else folded.source.root.resolve().parent) as folder:

@@ -25,7 +25,7 @@ from enjoyln_cli import Options, analyze, fold, kernels
 from enjoyln_cli.benchmark.baselines import COLUMNS, in_mode, share_weights, variants
 from enjoyln_cli.benchmark.bench import bench, busy
 from enjoyln_cli.benchmark.cases import GRID, BenchOptions, planned_cases, time_cases
-from enjoyln_cli.benchmark.results import Bench, Row
+from enjoyln_cli.benchmark.speedups import Bench, Row
 from enjoyln_cli.benchmark.timing import TimeIsUp
 from enjoyln_cli.benchmark.workload import decode, prompt, sizes
 from enjoyln_cli.checkpoint.config import MARKER, load_config

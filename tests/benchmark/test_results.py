@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from enjoyln_cli.benchmark import plot
-from enjoyln_cli.benchmark.results import Bench, Row, median_interval, spread
+from enjoyln_cli.benchmark.speedups import Bench, Row, median_interval, spread
 from enjoyln_cli.cli.console import write_bench
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.publish import card

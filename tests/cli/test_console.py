@@ -284,7 +284,7 @@ def test_a_narrow_terminal_does() -> None:
 def test_nothing_of_a_table_is_lost(
     width: int, lines: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("enjoyln_cli.cli.streams.PIPED_WIDTH", width)
+    monkeypatch.setattr("enjoyln_cli.cli.output_lines.PIPED_WIDTH", width)
     table = Table("model", "LNs", "in weights", "")
     table.add_row("an/owner/and/a/name", "1,234", "1,200", "most of them")
     table.add_row("gpt2", "25", "", "[red]")
@@ -315,10 +315,10 @@ def every_table() -> None:
 def test_no_word_of_a_table_is_broken(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("enjoyln_cli.cli.streams.PIPED_WIDTH", 10_000)
+    monkeypatch.setattr("enjoyln_cli.cli.output_lines.PIPED_WIDTH", 10_000)
     every_table()
     whole = words_of(capsys.readouterr().out)
-    monkeypatch.setattr("enjoyln_cli.cli.streams.PIPED_WIDTH", width)
+    monkeypatch.setattr("enjoyln_cli.cli.output_lines.PIPED_WIDTH", width)
     every_table()
     printed = capsys.readouterr().out
     assert words_of(printed) >= whole

@@ -34,10 +34,10 @@ from enjoyln_cli.errors import (
     RecipeError,
     VerificationFailed,
 )
-from enjoyln_cli.plan import edits, rotation
+from enjoyln_cli.plan import edits, orthogonal_matrices
 from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.orthogonal_matrices import Rotation
 from enjoyln_cli.plan.plan import Options, Plan
-from enjoyln_cli.plan.rotation import Rotation
 from enjoyln_cli.rewrite import tensor_parts
 from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
 from enjoyln_cli.rotation.given_matrices import give_matrices
@@ -145,8 +145,8 @@ def test_a_file_is_the_same_in_small_pieces(
 def transposed(x: torch.Tensor, axis: Axis, q: Rotation) -> torch.Tensor:
     """``Qᵀ`` where a tensor is turned over its first dimension."""
     if axis.dim:
-        return rotation.rotate(x, axis, q)
-    inverse = rotation.matrix(q).T
+        return orthogonal_matrices.rotate(x, axis, q)
+    inverse = orthogonal_matrices.matrix(q).T
     part = x.narrow(0, axis.start, axis.length).unflatten(0, (axis.outer, axis.size, axis.inner))
     turned = torch.einsum("ij,oj...->oi...", inverse, part).flatten(0, 2)
     return torch.cat([x[: axis.start], turned, x[axis.stop :]])
@@ -154,12 +154,12 @@ def transposed(x: torch.Tensor, axis: Axis, q: Rotation) -> torch.Tensor:
 
 def scaled(x: torch.Tensor, axis: Axis, q: Rotation) -> torch.Tensor:
     """A multiple of an orthogonal matrix."""
-    return 1.01 * rotation.rotate(x, axis, q)
+    return 1.01 * orthogonal_matrices.rotate(x, axis, q)
 
 
 def signed(x: torch.Tensor, axis: Axis, q: Rotation) -> torch.Tensor:
     """An orthogonal matrix that does not fix the vector of ones."""
-    return rotation.rotate(x, axis, replace(q, fixes_ones=False))
+    return orthogonal_matrices.rotate(x, axis, replace(q, fixes_ones=False))
 
 
 @pytest.mark.one_case

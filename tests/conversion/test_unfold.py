@@ -24,10 +24,10 @@ from safetensors.torch import load_file, save_file
 from stored_files import opened
 
 from enjoyln_cli import fold, unfold
-from enjoyln_cli.archive import recorder as recording
+from enjoyln_cli.archive import collector as recording
 from enjoyln_cli.archive.archive_file import open_archive, save_archive
+from enjoyln_cli.archive.collector import bytes_to_keep, start_recording
 from enjoyln_cli.archive.difference import Undo, fits
-from enjoyln_cli.archive.recorder import bytes_to_keep, start_recording
 from enjoyln_cli.checkpoint.result_files import FILE, FOLDER
 from enjoyln_cli.cli.main import main
 from enjoyln_cli.conversion.unfold import restore

@@ -31,7 +31,7 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models import load as compare
 from enjoyln_cli.models.load import elements, load
 from enjoyln_cli.models.memory import first_blocks, give_back, room_for_weights, used_memory
-from enjoyln_cli.models.offload import Offload, Reader, on_disk, reader_of
+from enjoyln_cli.models.offload import Offload, WeightsOnDemand, on_disk, reader_of
 from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.verification.verify import verify
 
@@ -163,7 +163,7 @@ def test_weights_stay_in_memory_if_there_is_room(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_is_set_replaces_the_one_in_memory() -> None:
-    reader = Reader({"a": torch.ones(4), "b": torch.full((8,), 2.0)}, room=40)
+    reader = WeightsOnDemand({"a": torch.ones(4), "b": torch.full((8,), 2.0)}, room=40)
     assert reader["a"] is reader["a"] and reader["b"] is not None
     assert set(reader.kept) == {"a"} and reader.room == 24
     before = reader.source("a")

@@ -10,7 +10,7 @@ from tiny_models import TOKENS
 from transformers import MBartConfig, MBartForConditionalGeneration
 
 from enjoyln_cli.comparison.metrics import distances
-from enjoyln_cli.onnx_export.call import Call, batches_of_other_sizes, call_to_export
+from enjoyln_cli.onnx_export.call import ExportedCall, batches_of_other_sizes, call_to_export
 from enjoyln_cli.onnx_export.check import PROGRAM_RATIO, Reference, RuntimeCheck, check_in
 from enjoyln_cli.onnx_export.runtimes import RUNTIMES
 
@@ -34,7 +34,7 @@ def check(
         "onnxruntime",
         lambda path: lambda batch: with_error(exact, *errors[path.name]),
     )
-    call = Call({"x": torch.zeros(64, 3)}, ("y",), {"x": {0: "batch"}})
+    call = ExportedCall({"x": torch.zeros(64, 3)}, ("y",), {"x": {0: "batch"}})
     own = distances([with_error(exact, in_torch, 3)], [{"y": exact}])
     reference = Reference([call.batch], [{"y": exact}], own)
     files = Path("file"), lambda: Path("original")

@@ -29,10 +29,10 @@ from enjoyln_cli.errors import (
     VerificationFailed,
 )
 from enjoyln_cli.models.classes import class_named
-from enjoyln_cli.onnx_export import graph
+from enjoyln_cli.onnx_export import onnx_program
 from enjoyln_cli.onnx_export.call import call_to_export
 from enjoyln_cli.onnx_export.export import Exported
-from enjoyln_cli.onnx_export.preconditions import require_packages
+from enjoyln_cli.onnx_export.requirements import require_packages
 from enjoyln_cli.onnx_export.runtimes import RUNTIMES
 from enjoyln_cli.plan.plan import Options
 
@@ -205,7 +205,7 @@ def test_the_base_model_returns_its_last_hidden_state(outs: Outs, tmp_path: Path
 def test_large_weights_are_a_file_of_their_own(
     outs: Outs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph, "LARGEST", 100_000)
+    monkeypatch.setattr(onnx_program, "LARGEST", 100_000)
     found = export(outs["vit"], tmp_path / "vit.onnx", verify=False)
     assert sorted(os.listdir(tmp_path)) == ["vit.onnx", "vit.onnx.data"]
     assert found.data_file == str(tmp_path / "vit.onnx.data")
@@ -250,9 +250,9 @@ def test_a_norm_that_computes_layer_norm_is_refused(outs: Outs) -> None:
     with torch.no_grad():
         model.transformer.h[0].mlp.c_proj.weight += 1
     call = call_to_export(model, (), torch.float32)
-    program = graph.program_of(model, call)
+    program = onnx_program.program_of(model, call)
     with pytest.raises(UnsupportedModel, match=r"h\.0\.ln_1 of GPT2.* exported as LayerNorm: "):
-        graph.require_rms_norms(program, model, {"transformer.h.0.ln_1"})
+        onnx_program.require_rms_norms(program, model, {"transformer.h.0.ln_1"})
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_a_model_that_torch_cannot_export_is_refused_by_name() -> None:
     model = FalconForCausalLM(config).eval()
     call = call_to_export(model, (), torch.float32)
     with pytest.raises(UnsupportedModel, match=r"^torch.onnx cannot export FalconForCausalLM: .+"):
-        graph.program_of(model, call)
+        onnx_program.program_of(model, call)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from onnxruntime.quantization import CalibrationDataReader, quantize_dynamic, qu
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from enjoyln_cli import export, fold
-from enjoyln_cli.onnx_export.graph import OPSET_OF_LAYER_NORMS
+from enjoyln_cli.onnx_export.onnx_program import OPSET_OF_LAYER_NORMS
 from enjoyln_cli.plan.plan import Options
 
 pytestmark = pytest.mark.slow

@@ -10,9 +10,9 @@ import numpy
 import pytest
 import torch
 
-from enjoyln_cli.plan import rotation as rotation_module
+from enjoyln_cli.plan import orthogonal_matrices as rotation_module
 from enjoyln_cli.plan.axis import Axis, centre
-from enjoyln_cli.plan.rotation import Rotation, matrix, product, rotate
+from enjoyln_cli.plan.orthogonal_matrices import Rotation, matrix, product, rotate
 
 SIZES = (1, 2, 3, 4, 7, 8, 10, 24, 48, 64, 77, 96, 128, 257, 300)
 

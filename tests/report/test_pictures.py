@@ -32,7 +32,7 @@ from enjoyln_cli.report.graph_layout import (
     layout,
     tones,
 )
-from enjoyln_cli.report.layer_groups import Part, addresses_of
+from enjoyln_cli.report.layer_groups import ModelPart, addresses_of
 from enjoyln_cli.report.model_graph import model_picture, norm_picture
 from enjoyln_cli.report.render import COLOURS
 
@@ -141,8 +141,8 @@ def test_the_stream_goes_on_where_no_proof_does() -> None:
 
 
 def test_layers_that_differ_are_not_one() -> None:
-    parts = [Part("norm", f"h.{i}.ln", "kept" if i == 1 else "static") for i in range(4)]
-    parts += [Part("writer", f"h.{i}.proj", "writer") for i in range(4)]
+    parts = [ModelPart("norm", f"h.{i}.ln", "kept" if i == 1 else "static") for i in range(4)]
+    parts += [ModelPart("writer", f"h.{i}.proj", "writer") for i in range(4)]
     shown = addresses_of(parts)
     assert {shown[part].path for part in parts if part.kind == "norm"} == {
         "h.0.ln",

@@ -56,7 +56,7 @@ def test_quantisation_that_a_rotation_does_not_help_is_said_so() -> None:
 def test_the_terminal_and_the_card_show_the_same_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("enjoyln_cli.cli.streams.PIPED_WIDTH", 200)
+    monkeypatch.setattr("enjoyln_cli.cli.output_lines.PIPED_WIDTH", 200)
     (tmp_path / VERIFY_FILE).write_text(json.dumps(CHECKED.to_json()))
     console.write_verification(CHECKED)
     lines = [

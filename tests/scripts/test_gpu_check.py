@@ -16,7 +16,7 @@ import torch
 from gpu_check import STEPS, check, page, with_bandwidth
 from live_models import ROOT
 
-from enjoyln_cli.benchmark.results import Row
+from enjoyln_cli.benchmark.speedups import Row
 from enjoyln_cli.kernels import gpu
 from enjoyln_cli.kernels.gpu import Choice, Norms, Times
 

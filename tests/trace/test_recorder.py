@@ -16,9 +16,9 @@ from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.models import classes
 from enjoyln_cli.trace.annotate import CallToTrace
 from enjoyln_cli.trace.capture import Captures, accepts, record_call
-from enjoyln_cli.trace.export import export_call
 from enjoyln_cli.trace.recorder import NotRecorded, is_recordable, record
 from enjoyln_cli.trace.steps import Steps, quiet
+from enjoyln_cli.trace.torch_export import export_call
 from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import accepted_calls
 

@@ -13,7 +13,7 @@ from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.edits import Edit, Product, Turn, Vector
-from enjoyln_cli.plan.rotation import GivenMatrix, Rotation, matrix
+from enjoyln_cli.plan.orthogonal_matrices import GivenMatrix, Rotation, matrix
 from enjoyln_cli.rewrite.writer import write_shards
 from enjoyln_cli.verification.stored_tensors import check_tensors
 

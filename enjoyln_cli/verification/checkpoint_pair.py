@@ -29,7 +29,7 @@ Embed = Callable[[dict[str, torch.Tensor], Batch], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckpointPair:
     """The two checkpoints, and how to load and run them."""
 
     original: Checkpoint

@@ -28,7 +28,7 @@ from torch import nn
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.load import silent
-from enjoyln_cli.onnx_export.call import Call, Positional
+from enjoyln_cli.onnx_export.call import ExportedCall, Positional
 from enjoyln_cli.runtime.entries import entries
 from enjoyln_cli.text import first_line
 
@@ -42,7 +42,7 @@ LARGEST = 1_500_000_000
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
-def program_of(model: nn.Module, call: Call, opset: int = OPSET) -> Any:
+def program_of(model: nn.Module, call: ExportedCall, opset: int = OPSET) -> Any:
     """The ``torch.onnx.ONNXProgram`` of one call of ``model``, which computes RMSNorm.
 
     Its nodes say in their metadata which module they come from. Raises ``UnsupportedModel`` if
