@@ -22,9 +22,9 @@ from enjoyln_cli.report.notes import as_csv, as_markdown, cells, counts, notes
 from enjoyln_cli.report.verification_table import (
     Texts,
     count_inputs,
+    quantisation_notes,
     quantisation_rows,
     reader_rows,
-    rounding_note,
     verification_heads,
     verification_rows,
 )
@@ -229,7 +229,7 @@ def _show_checks(found: Mapping[str, Any], rows: Sequence[Texts]) -> None:
     for one in rows:
         table.add_row(*one)
     _show(table)
-    if note := rounding_note(found):
+    for note in quantisation_notes(found):
         say(note)
 
 

@@ -58,23 +58,35 @@ def _run_rows(found: Mapping[str, Any]) -> list[Texts]:
 
 
 def quantisation_rows(found: Mapping[str, Any]) -> list[Texts]:
-    """The error of each quantisation that was simulated; empty for a model that was not rotated."""
+    """The error of each quantisation that was simulated; empty for a model that was not rotated.
+
+    Only inputs of the user's own can show that a rotation does not help.
+    """
     rows: list[Texts] = []
+    where = "simulated" if _value(found, "own_rows") else "simulated, made-up inputs"
     for name, errors in _mapping(found.get("quantised")).items():
         before, after = (_value(_mapping(errors), key) for key in ("original", "converted"))
         if before is not None and after is not None:
-            note = "simulated" if after < HELPS * before else "simulated; rotating does not help"
+            helps = after < HELPS * before or not _value(found, "own_rows")
+            note = where if helps else f"{where}; rotating does not help"
             rows.append((f"{name} error"[:20], number(after), number(before), note))
     return rows
 
 
-def rounding_note(found: Mapping[str, Any]) -> str:
-    """What a rotation into 16 bits costs; empty for any other result."""
+def quantisation_notes(found: Mapping[str, Any]) -> list[str]:
+    """What the errors of simulated quantisation rest on; empty if none was simulated."""
+    notes: list[str] = []
+    if not found.get("quantised"):
+        return notes
+    if not _value(found, "own_rows"):
+        notes.append(
+            "made-up inputs say little about quantising; pass texts of your own: --samples FILE"
+        )
     dtype = found.get("compute_dtype")
-    if not found.get("quantised") or dtype not in ("float16", "bfloat16"):
-        return ""
-    again = f"the rotation rounded every weight to {dtype} once more"
-    return f"{again}; rotate with --dtype float32 if you quantise the result"
+    if dtype in ("float16", "bfloat16"):
+        again = f"the rotation rounded every weight to {dtype} once more"
+        notes.append(f"{again}; rotate with --dtype float32 if you quantise the result")
+    return notes
 
 
 def reader_rows(found: Mapping[str, Any]) -> list[Texts]:

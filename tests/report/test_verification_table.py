@@ -16,8 +16,8 @@ from enjoyln_cli.publish import card
 from enjoyln_cli.report.verification_table import (
     NONE,
     count_inputs,
+    quantisation_notes,
     quantisation_rows,
-    rounding_note,
     verification_heads,
     verification_rows,
 )
@@ -40,17 +40,26 @@ def test_a_model_without_rmsnorm_has_one_error_of_its_runs() -> None:
 
 def test_quantisation_that_a_rotation_does_not_help_is_said_so() -> None:
     errors = {"original": 0.1, "converted": 0.05}
-    found = {"quantised": {"W4A4": errors, "W4": {"original": 0.1, "converted": 0.099}}}
+    quantised = {"W4A4": errors, "W4": {"original": 0.1, "converted": 0.099}}
+    found = {"quantised": quantised, "own_rows": 3}
     assert quantisation_rows(found) == [
         ("W4A4 error", "0.05", "0.1", "simulated"),
         ("W4 error", "0.099", "0.1", "simulated; rotating does not help"),
     ]
     assert verification_heads(found)[1] == "rotated"
-    assert "--dtype float32" in rounding_note({**found, "compute_dtype": "float16"})
-    assert not rounding_note({**found, "compute_dtype": "float32"})
-    assert not rounding_note({"quantised": {}, "compute_dtype": "float16"})
+    (note,) = quantisation_notes({**found, "compute_dtype": "float16"})
+    assert "--dtype float32" in note
+    assert not quantisation_notes({**found, "compute_dtype": "float32"})
+    assert not quantisation_notes({"quantised": {}, "compute_dtype": "float16"})
     for damaged in (None, [], {"W4": None}, {"W4": {"original": 1.0}}):
         assert quantisation_rows({"quantised": damaged}) == []
+
+
+def test_made_up_inputs_never_show_that_a_rotation_does_not_help() -> None:
+    found = {"quantised": {"W4": {"original": 0.1, "converted": 0.2}}, "own_rows": 0}
+    assert quantisation_rows(found) == [("W4 error", "0.2", "0.1", "simulated, made-up inputs")]
+    (note,) = quantisation_notes({**found, "compute_dtype": "float32"})
+    assert "--samples FILE" in note
 
 
 def test_the_terminal_and_the_card_show_the_same_rows(
