@@ -217,6 +217,7 @@ CALLS = {
     "dimensions": 120,
     "orders": 200,
     "casts": 120,
+    "gathers": 400,
     "slices": 100,
     "images": 180,
     "paddings": 750,
