@@ -8,7 +8,9 @@ functions here match patterns with fields, and tell which fields must always sta
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Set as AbstractSet
 from fnmatch import fnmatchcase
 from itertools import accumulate, chain
 from typing import Any
@@ -21,6 +23,10 @@ from enjoyln_cli.text import did_you_mean
 
 ALONE = "output"
 STATES = "hidden_states"
+
+
+_CONTAINERS = (list, tuple, deque, AbstractSet, ValuesView)
+"""Types whose elements are looked at; among sets are the keys and the items of a dict."""
 
 
 def as_names(outputs: str | Iterable[str]) -> tuple[str, ...]:
@@ -68,7 +74,7 @@ def _walk(
     parts: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
         parts = chain(value.items(), enumerate(key for key in value if not isinstance(key, str)))
-    elif isinstance(value, Collection) and not isinstance(value, bytes):
+    elif isinstance(value, _CONTAINERS):
         parts = enumerate(value)
     elif id(value) in opened:
         return

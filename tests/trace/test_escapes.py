@@ -138,6 +138,12 @@ def test_a_method_or_a_reference_of_a_tensor_is_refused(pack: Callable[..., Any]
         analyze_module(randomised(Returning(pack)), ids())
 
 
+def test_numbers_that_a_model_holds_are_not_counted_out() -> None:
+    model: Any = randomised(Leaving(""))
+    model.found = range(10**12)
+    assert analyze_module(model, ids()).plan.folded
+
+
 def test_a_result_that_computes_later_is_refused() -> None:
     found = fold_in_place(randomised(Later()), ids())
     assert found.refused and "computes after the call" in found.said
