@@ -153,13 +153,14 @@ class Flow:
         if self.required is None:
             return frozenset()
         needed: frozenset[str] = frozenset()
+        held = [parameters_within(trace) for trace in self.traces]
         while True:
-            parts = (self._unneeded(at, needed) for at in range(len(self.traces)))
+            parts = (self._unneeded(at, held[at], needed) for at in range(len(self.traces)))
             found = frozenset[Node]().union(*parts)
             read = (
                 name
-                for trace in self.traces
-                for operand, names in parameters_within(trace).items()
+                for within in held
+                for operand, names in within.items()
                 if not found.issuperset(operand.users)
                 for name in names
             )
@@ -167,10 +168,14 @@ class Flow:
                 return found
             needed = more
 
-    def _unneeded(self, at: int, needed: AbstractSet[str]) -> set[Node]:
-        """The unneeded nodes of one trace, if these parameters are ``needed``."""
+    def _unneeded(
+        self, at: int, held: Mapping[Node, frozenset[str]], needed: AbstractSet[str]
+    ) -> set[Node]:
+        """The unneeded nodes of one trace, if these parameters are ``needed``.
+
+        ``held`` are the parameters that its values consist of (see ``parameters_within``).
+        """
         found: set[Node] = set()
-        held = parameters_within(self.traces[at])
         for node in reversed(self.traces[at].graph.nodes):
             value = Value(at, node, Axis(0, 0, 1, 1, 1))
             used = any(

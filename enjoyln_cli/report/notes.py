@@ -58,7 +58,8 @@ def cells(
     head += ["paper's Algorithm 1"] * paper
     body = []
     for report in reports:
-        texts = [report.model, *(str(getattr(report.counts, key)) for key in columns.values())]
+        counts_here = report.counts
+        texts = [report.model, *(str(getattr(counts_here, key)) for key in columns.values())]
         texts += [str(counts_of(report.options[name]).in_weights_alone) for name in options]
         texts += [str(len(report.paper or ()))] if paper else []
         body.append(texts)

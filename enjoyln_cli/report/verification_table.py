@@ -63,12 +63,13 @@ def quantisation_rows(found: Mapping[str, Any]) -> list[Texts]:
     Only inputs of the user's own can show that a rotation does not help.
     """
     rows: list[Texts] = []
-    where = "simulated" if _value(found, "own_rows") else "simulated, made-up inputs"
+    own = bool(_value(found, "own_rows"))
     for name, errors in _mapping(found.get("quantised")).items():
         before, after = (_value(_mapping(errors), key) for key in ("original", "converted"))
         if before is not None and after is not None:
-            helps = after < HELPS * before or not _value(found, "own_rows")
-            note = where if helps else f"{where}; rotating does not help"
+            note = "simulated" if own else "simulated, made-up inputs"
+            if own and after >= HELPS * before:
+                note += "; rotating does not help"
             rows.append((f"{name} error"[:20], number(after), number(before), note))
     return rows
 

@@ -126,7 +126,10 @@ def _is_finished(journal: Journal, path: Path, shard: Shard) -> bool:
 
 
 def _made_from_same(journal: Journal, before: Mapping[str, Any]) -> bool:
-    """Whether the earlier run had the same inputs and options; ``OutputError`` without force."""
+    """Whether the earlier run had the same inputs and options.
+
+    Raises ``OutputError`` if it had not, unless ``journal.force`` discards its work.
+    """
     now = journal.made_from
     for name in (*now, *before):
         if before.get(name) != now.get(name):

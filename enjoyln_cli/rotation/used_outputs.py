@@ -26,22 +26,15 @@ def by_products(fields: Iterable[str], has_head: bool) -> frozenset[str]:
     the class is used for.
     """
     names = {field: [part for part in field.split(".") if not part.isdigit()] for field in fields}
-    whole = {field: parts[0] if len(parts) == 1 else "" for field, parts in names.items()}
-    used = {
-        field
-        for field, name in whole.items()
-        if name and (not _STATES.fullmatch(name) if has_head else _RESULTS.fullmatch(name))
-    }
-    if used:
-        return frozenset(
-            field
-            for field, parts in names.items()
-            if len(parts) > 1 or (parts and _STATES.fullmatch(parts[0]))
-        )
-    if _LAST not in whole.values():
+    top = [parts[0] for parts in names.values() if len(parts) == 1]
+    has_results = any(
+        not _STATES.fullmatch(name) if has_head else _RESULTS.fullmatch(name) for name in top
+    )
+    if not has_results and _LAST not in top:
         return frozenset()
+    states = _STATES if has_results else _STATES_BESIDE_THE_LAST
     return frozenset(
         field
         for field, parts in names.items()
-        if len(parts) > 1 or (parts and _STATES_BESIDE_THE_LAST.fullmatch(parts[0]))
+        if len(parts) > 1 or (parts and states.fullmatch(parts[0]))
     )

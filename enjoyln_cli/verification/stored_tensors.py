@@ -32,6 +32,7 @@ from enjoyln_cli.plan.edits import (
     edit_of_part,
     read_edit_inputs,
 )
+from enjoyln_cli.rewrite.tensor_parts import without_appended
 from enjoyln_cli.runtime.weight_check import unexplained_mean
 
 SLICE = 1 << 22
@@ -66,7 +67,7 @@ def check_tensors(
             if not _is_edited(original, edit, old, new):
                 wrong.append(name)
             if edit.axes:
-                drift[name] = _drift(_without_appended(new, edit), edit)
+                drift[name] = _drift(without_appended(new, tuple(old.shape)), edit)
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         failures.append(
@@ -111,7 +112,8 @@ def _is_edited(original: Checkpoint, edit: Edit, old: torch.Tensor, new: torch.T
         expected = appended_slices(tuple(old.shape), edit.append).to(new.dtype)
         if not torch.equal(appended, expected):
             return False
-    old, new = torch.atleast_1d(old), torch.atleast_1d(_without_appended(new, edit))
+    new = without_appended(new, tuple(old.shape))
+    old, new = torch.atleast_1d(old), torch.atleast_1d(new)
     edit = replace(edit, append=None)
     values = read_edit_inputs(edit, lambda other: read_tensor(original, other))
     sizes = _absolute(edit, values, lambda other: read_tensor(original, other))
@@ -128,13 +130,6 @@ def _is_edited(original: Checkpoint, edit: Edit, old: torch.Tensor, new: torch.T
         )
         for part in divide(edit, tuple(old.shape), SLICE)
     )
-
-
-def _without_appended(new: torch.Tensor, edit: Edit) -> torch.Tensor:
-    """``new`` without the slices that the edit appends."""
-    if edit.append is None:
-        return new
-    return new.narrow(edit.append.dim, 0, new.shape[edit.append.dim] - len(edit.append.values))
 
 
 def _absolute(edit: Edit, values: EditInputs, read: Callable[[str], torch.Tensor]) -> EditInputs:
