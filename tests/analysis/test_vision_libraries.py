@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 from typing import Any
 
 import pytest
 import torch
 from live_models import moved
+from tiny_models import converted
 from torch import nn
 
 from enjoyln_cli import analyze
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.entries import input_means
-from enjoyln_cli.runtime.install import install
 
 NOT_ZERO_MEAN = "the output of a LayerNorm with weights is not zero-mean"
 SCALED = "an elementwise product with a factor that is not the same for all features"
@@ -52,10 +50,7 @@ def planned(model: nn.Module) -> Plan:
     moved(model)
     images = [torch.randn(2, 3, 32, 32, dtype=torch.float64) * 10**i for i in range(3)]
     plan = analyze(model, images[0]).plan
-    folded = copy.deepcopy(model)
-    centre_parameters(folded, plan)
-    norms = [v.norm for v in plan.folded]
-    install(folded, norms, plan.ops, plan.entry_inputs, plan.unproven, covered=plan.covered)
+    folded = converted(model, plan)
     for x in images:
         with torch.no_grad(), input_means(folded) as seen:
             expected, got = model(x), folded(x)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from rounding import as_exact
+from tiny_models import converted
 from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.kernels import literally
-from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 
 WIDTH, TOKENS = 14, 9
@@ -91,9 +90,7 @@ def test_a_mean_is_subtracted_in_front_of_a_call_that_is_no_block(table: str, no
         ops = [("embed.1", "output")] if normed else []
     assert [(op.module, op.place) for op in plan.ops] == ops
     assert len(plan.folded) == len(plan.norms) == 5 + normed
-    folded = copy.deepcopy(model)
-    centre_parameters(folded, plan)
-    install(folded, [v.norm for v in plan.folded], plan.ops, covered=plan.covered)
+    folded = converted(model, plan)
     with torch.no_grad(), literally():
         expected = model(x)
         assert as_exact(folded(x), expected, expected)

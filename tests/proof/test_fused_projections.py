@@ -17,8 +17,7 @@ from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import install
+from enjoyln_cli.runtime.install import fold_in_memory
 
 B, T, H, D = 2, 5, 3, 4
 """Rows, tokens, heads, and features of each head."""
@@ -94,8 +93,7 @@ def fold(model: nn.Module, *others: torch.Tensor) -> Any:
     plan = analyze_module(model, inputs(1)).plan
     with torch.no_grad():
         before = [model(x) for x in others]
-        centre_parameters(model, plan)
-        install(model, [v.norm for v in plan.folded], plan.ops, plan.entry_inputs)
+        fold_in_memory(model, plan)
         for x, expected in zip(others, before, strict=True):
             torch.testing.assert_close(model(x), expected, rtol=1e-11, atol=1e-11)
     return plan

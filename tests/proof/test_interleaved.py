@@ -24,8 +24,7 @@ from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.plan.axis import Axis, blocks, centre, group_means
 from enjoyln_cli.recipe.sizes import in_numbers, named_axis
-from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import install
+from enjoyln_cli.runtime.install import fold_in_memory
 from enjoyln_cli.runtime.modules import RMSNorm
 
 HEADS, D = 4, 8
@@ -80,8 +79,7 @@ def test_in_memory() -> None:
     assert fused == {QUERIES, KEYS}
     with torch.no_grad():
         before = [live(ids(i, 4 + i)).logits for i in (2, 3)]
-        centre_parameters(live, plan)
-        install(live, [v.norm for v in plan.folded], plan.ops, plan.entry_inputs)
+        fold_in_memory(live, plan)
         after = [live(ids(i, 4 + i)).logits for i in (2, 3)]
     for x, y in zip(after, before, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)

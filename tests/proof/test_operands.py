@@ -21,8 +21,7 @@ from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.errors import EnjoyLNError
-from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import install
+from enjoyln_cli.runtime.install import fold_in_memory
 
 D = 6
 
@@ -62,8 +61,7 @@ def folded_exactly(model: nn.Module, fine: float = 1e-10) -> bool:
     others = [inputs(2), 100 * inputs(3)]
     with torch.no_grad():
         before = [model(x) for x in others]
-        centre_parameters(model, plan)
-        install(model, [v.norm for v in plan.folded], plan.ops, plan.entry_inputs)
+        fold_in_memory(model, plan)
         for x, expected in zip(others, before, strict=True):
             torch.testing.assert_close(model(x), expected, rtol=fine, atol=fine, equal_nan=True)
     return bool(plan.folded)

@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from enjoyln_cli.analysis.analyze import analyze_module
-from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import install
+from enjoyln_cli.runtime.install import fold_in_memory, install
 
 D, VOCAB = 11, 13
 
@@ -41,8 +40,7 @@ def fold(model: nn.Module, *inputs: torch.Tensor) -> float:
     assert plan.folded, "there is nothing to fold"
 
     def change(live: nn.Module) -> None:
-        centre_parameters(live, plan)
-        install(live, [v.norm for v in plan.folded], plan.ops, plan.entry_inputs)
+        fold_in_memory(live, plan)
 
     return error(model, change, *inputs)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from live_models import moved
-from tiny_models import BERT, GPT2, PHI, TOKENS, VIT, live
+from tiny_models import BERT, GPT2, PHI, TOKENS, VIT, live, rotated
 from torch import nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING
@@ -19,8 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.plan.cache_argument import cache_argument, returned_cache
-from enjoyln_cli.plan.plan import Options, Plan
-from enjoyln_cli.rewrite.in_memory import centre_parameters
+from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.runtime.install import install
 
 ROTATED = Options(fold=False, rotate=True)
@@ -85,12 +83,6 @@ def inputs(model: Any) -> dict[str, torch.Tensor]:
         return {"input_features": sound, "decoder_input_ids": ids}
     both = {"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {}
     return {"input_ids": ids, **both}
-
-
-def rotated(model: nn.Module, plan: Plan) -> Any:
-    result = copy.deepcopy(model)
-    centre_parameters(result, plan)
-    return result
 
 
 def far(model: Any, original: Any, outputs: tuple[str, ...]) -> float:

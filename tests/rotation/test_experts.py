@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import transformers.integrations.moe  # noqa: F401  (registers its grouped produ
 from live_models import moved
 from rounding import as_exact
 from stored_files import stored_plan
-from tiny_models import TOKENS, converted, error, live
+from tiny_models import TOKENS, converted, error, live, rotated
 from torch import nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING
@@ -24,8 +23,7 @@ from enjoyln_cli.comparison.run import Float64
 from enjoyln_cli.conversion.fold import convert
 from enjoyln_cli.models.classes import apply_experts
 from enjoyln_cli.plan.edits import edits_of
-from enjoyln_cli.plan.plan import Options, Plan
-from enjoyln_cli.rewrite.in_memory import centre_parameters
+from enjoyln_cli.plan.plan import Options
 
 ROTATED = Options(fold=False, rotate=True)
 AFFINE = Options(merge="affine")
@@ -48,12 +46,6 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-def turned(model: nn.Module, plan: Plan) -> Any:
-    result = copy.deepcopy(model)
-    centre_parameters(result, plan)
-    return result
-
-
 @pytest.mark.one_case
 @pytest.mark.parametrize(("kind", "name", "settings"), MODELS, ids=[one[0] for one in MODELS])
 def test_the_stream_turns_with_router_and_experts(
@@ -69,7 +61,7 @@ def test_the_stream_turns_with_router_and_experts(
     assert any(parameter.endswith("experts.down_proj") for parameter in changed)
     original = live(name, config)
     apply_experts(original)
-    result, ids = turned(original, plan), torch.randint(3, 37, (3, 7))
+    result, ids = rotated(original, plan), torch.randint(3, 37, (3, 7))
     with torch.no_grad(), Float64():  # most of these norms compute in float32
         expected, found = original(ids).logits, result(ids).logits
     assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-12

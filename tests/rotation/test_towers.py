@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-
 import census
 import pytest
 import torch
 import transformers
-from tiny_models import live
+from tiny_models import live, rotated
 
 from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.plan.plan import Options
-from enjoyln_cli.rewrite.in_memory import centre_parameters
 
 TOWERS: list[tuple[str, str, int, set[str]]] = [
     ("dinov2", "Dinov2ForImageClassification", 1, set()),
@@ -61,8 +58,7 @@ def test_a_tower_whose_last_norm_nothing_reads() -> None:
     assert [one.name.split(".")[1] for one in streams] == ["vision_tower", "multi_modal_projector"]
     assert "model.vision_tower.post_layernorm" not in streams[0].norms
     original = live(name, config)
-    turned = copy.deepcopy(original)
-    centre_parameters(turned, plan)
+    turned = rotated(original, plan)
     pixels = torch.randn(1, 3, 15, 15, generator=torch.Generator().manual_seed(3)).double()
     inputs = {"input_ids": torch.tensor([[1, *[7] * 9, 3, 4, 9]]), "pixel_values": pixels}
     assert plan.outputs == ("logits",)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from live_models import moved
-from tiny_models import TOKENS, live
+from tiny_models import TOKENS, live, rotated
 from torch import nn
 from transformers import CONFIG_MAPPING
 
 from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
 from enjoyln_cli.plan.plan import Options
-from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.rotation.used_outputs import by_products
 
 ROTATED = Options(fold=False, rotate=True)
@@ -56,8 +54,7 @@ def clip() -> Any:
 def moved_fields(plan: Any, config: Any) -> tuple[set[str], set[str]]:
     """The output fields of CLIP that stay the same, and those that change."""
     original = live("CLIPModel", config)
-    turned = copy.deepcopy(original)
-    centre_parameters(turned, plan)
+    turned = rotated(original, plan)
     ids = torch.randint(3, 37, (2, 7), generator=torch.Generator().manual_seed(3))
     pixels = torch.randn(2, 3, 15, 15, generator=torch.Generator().manual_seed(4)).double()
     with torch.no_grad():
@@ -113,8 +110,7 @@ def test_a_norm_that_nothing_reads_is_no_obstacle() -> None:
     plan = analyze_module(model, x.double(), options=ROTATED).plan
     (basis,) = plan.turned
     assert basis.outputs == ("last_hidden_state",) and basis.norms == ("norm",)
-    turned = copy.deepcopy(model)
-    centre_parameters(turned, plan)
+    turned = rotated(model, plan)
     assert torch.equal(turned.after.weight, model.after.weight)
     before, after = model(other.double()), turned(other.double())
     torch.testing.assert_close(after["logits"], before["logits"], rtol=1e-11, atol=1e-11)

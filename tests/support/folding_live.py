@@ -1,4 +1,4 @@
-"""A live module with weights on which nothing passes by luck, folded and held against itself."""
+"""A live module with weights on which nothing passes by luck, folded and compared with itself."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import nn
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.models.outputs import tensors_in
-from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import install
+from enjoyln_cli.runtime.install import fold_in_memory
 
 D, VOCAB = 8, 11
 
@@ -67,9 +66,8 @@ def fold_in_place(model: nn.Module, *given: Any, others: Any = None) -> Outcome:
         assert _distance(before, _results(model, calls)) == 0, "the analysis changed the model"
         return Outcome(reasons=(str(error),), refused=True)
     assert _distance(before, _results(model, calls)) == 0, "the analysis changed the model"
-    plan = replace(plan, covered=None)  # of the proof itself, whichever calls are let through
-    centre_parameters(model, plan)
-    install(model, [v.norm for v in plan.folded], plan.ops, plan.entry_inputs)
+    plan = replace(plan, covered=None, unproven=())  # the calls are to test the proof itself
+    fold_in_memory(model, plan)
     reasons = tuple(f"{v.norm}: {v.reason} {v.culprit}" for v in plan.kept)
     error = _distance(before, _results(model, calls))
     return Outcome(frozenset(v.norm for v in plan.folded), reasons, error)

@@ -1,4 +1,4 @@
-"""Folds a model in memory, and holds it against itself.
+"""Folds a model in memory, and compares it with the original.
 
 All that leaves a call is compared in float64: what is returned, and what is written into inputs
 and buffers. A call that the analysis does not cover has to be refused.
@@ -22,8 +22,7 @@ from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.kernels import literally
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import install
+from enjoyln_cli.runtime.install import fold_in_memory
 
 FAILURES = ("wrong", "apart", "raised", "changed")
 
@@ -72,8 +71,7 @@ def check(written: Written) -> Result:
                 return replace(result, outcome="changed")
             if not plan.folded:
                 return replace(result, outcome="kept")
-            folded = written.build()
-            fold_in_memory(folded, plan)
+            folded = fold_in_memory(written.build(), plan)
         except EnjoyLNError as error:
             return replace(result, outcome="refused", reason=f"{type(error).__name__}: {error}")
         except Exception:
@@ -85,13 +83,6 @@ def check(written: Written) -> Result:
         if apart > max(1e-6, written.tolerance):
             return replace(result, outcome="apart", error=apart, place=place)
     return replace(result, outcome="folded", error=error)
-
-
-def fold_in_memory(model: nn.Module, plan: Plan, norms: bool = True) -> None:
-    """Carry out the plan on a live model; without ``norms``, these compute LayerNorm."""
-    centre_parameters(model, plan)
-    names = [verdict.norm for verdict in plan.folded] if norms else []
-    install(model, names, plan.ops, plan.entry_inputs, plan.unproven, covered=plan.covered)
 
 
 def run(model: nn.Module, call: Call) -> dict[str, Any]:
@@ -154,9 +145,9 @@ def _sensitivity(written: Written, number: int) -> float:
 
 def _largest_difference_of_blocks(written: Written, plan: Plan) -> tuple[float, str]:
     """Each block called by itself, beside the one with the same weights and LayerNorm."""
-    worst, centred, folded = (0.0, ""), written.build(), written.build()
-    fold_in_memory(centred, plan, norms=False)
-    fold_in_memory(folded, plan)
+    worst = (0.0, "")
+    centred = fold_in_memory(written.build(), replace(plan, norms=()))
+    folded = fold_in_memory(written.build(), plan)
     for path, block in centred.named_modules():
         if path.rpartition(".")[2].startswith("block") or path.startswith("blocks."):
             width = next(m for m in block.modules() if isinstance(m, nn.LayerNorm))

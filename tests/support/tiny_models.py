@@ -15,7 +15,7 @@ from enjoyln_cli.models.outputs import tensors_in
 from enjoyln_cli.plan.cache_argument import cache_argument, returned_cache
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import install
+from enjoyln_cli.runtime.install import fold_in_memory
 
 TOKENS = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -118,7 +118,11 @@ def converted(model: nn.Module, plan: Plan, guarded: bool = True) -> Any:
     """A folded copy; without guards, also calls that the plan does not cover compute RMSNorm."""
     if not guarded:
         plan = replace(plan, covered=None, unproven=())
+    return fold_in_memory(copy.deepcopy(model), plan)
+
+
+def rotated(model: nn.Module, plan: Plan) -> Any:
+    """A copy with the weights that ``plan`` gives it; its norms compute what they did."""
     result = copy.deepcopy(model)
     centre_parameters(result, plan)
-    norms = [v.norm for v in plan.folded]
-    return install(result, norms, plan.ops, plan.entry_inputs, plan.unproven, covered=plan.covered)
+    return result

@@ -12,8 +12,7 @@ from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.plan.plan import Options
-from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import install
+from enjoyln_cli.runtime.install import fold_in_memory
 
 
 class Changing(nn.Module):
@@ -77,8 +76,7 @@ def folded(how: str) -> set[str]:
     model: Any = randomised(Changing(how))
     original = copy.deepcopy(model)
     plan = analyze_module(model, ids()).plan
-    centre_parameters(model, plan)
-    install(model, [v.norm for v in plan.folded], plan.ops, plan.entry_inputs, covered=plan.covered)
+    fold_in_memory(model, plan)
     with torch.no_grad():
         for tokens in (ids(2, 5, seed) for seed in range(3, 7)):
             expected, found = ((one(tokens), one.stored) for one in (original, model))

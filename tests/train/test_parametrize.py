@@ -22,7 +22,7 @@ from training import (
     train,
 )
 
-from enjoyln_cli import analyze, centre_parameters, install
+from enjoyln_cli import analyze, fold_in_memory
 from enjoyln_cli.errors import EnjoyLNError, NothingToFold, UnsupportedModel
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.runtime.modules import Folded, RMSNorm
@@ -418,8 +418,7 @@ def test_what_cannot_be_parametrised_is_refused(xs: list[torch.Tensor]) -> None:
     assert merged.merged
     with pytest.raises(UnsupportedModel, match="more than centring"):
         reparametrize(model, merged, approximate=True)
-    centre_parameters(model, plan)
-    install(model, [v.norm for v in plan.folded], plan.ops, covered=plan.covered)
+    fold_in_memory(model, plan)
     with pytest.raises(UnsupportedModel, match="computes RMSNorm already"):
         reparametrize(model, example=xs[0])
     behind = nn.Sequential(nn.Linear(5, 9), nn.Dropout(), nn.LayerNorm(9)).double()
