@@ -125,25 +125,24 @@ def without_cache(model: Any) -> None:
         if getattr(getattr(module, "config", None), "use_cache", None):
             module.config.use_cache = False
 
-    def leave_out(model: Any, inputs: Any, output: Any) -> Any:
-        """Some models return a cache in any case."""
-        if not hasattr(output, "items"):
-            return output
-        return type(output)(**{k: v for k, v in output.items() if not isinstance(v, Cache)})
-
-    model.register_forward_hook(leave_out)
+    leave_out(model, lambda name, value: isinstance(value, Cache))  # some return one in any case
 
 
 def without_outputs(model: Any, fields: Iterable[str]) -> None:
     """Return none of the outputs that hold ``fields``, which a rotation changes."""
     changed = {field.partition(".")[0] for field in fields}
+    leave_out(model, lambda name, value: name in changed)
 
-    def leave_out(model: Any, inputs: Any, output: Any) -> Any:
-        if changed.isdisjoint(output):
+
+def leave_out(model: Any, chosen: Callable[[str, Any], bool]) -> None:
+    """Make ``model`` return none of its named outputs for which ``chosen(name, value)`` holds."""
+
+    def hook(model: Any, inputs: Any, output: Any) -> Any:
+        if not hasattr(output, "items"):
             return output
-        return type(output)(**{k: v for k, v in output.items() if k not in changed})
+        return type(output)(**{k: v for k, v in output.items() if not chosen(k, v)})
 
-    model.register_forward_hook(leave_out)
+    model.register_forward_hook(hook)
 
 
 def proof_runs(model: Any, dtype: Any, turned: Container[str] | None = None) -> list[Run]:
@@ -294,8 +293,8 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
             return row | {"status": "nothing turns"}
         if mode != "rotate" and not plan.norms:
             return row | {"status": "no LayerNorm"}
-        if changed := {field for basis in plan.turned for field in basis.outputs}:
-            without_outputs(model, changed)
+        if row["changed"]:
+            without_outputs(model, row["changed"])
         dtype = torch.float64
         try:
             expected = seeded_runs(model, dtype)
@@ -385,7 +384,10 @@ def rows_of(model_type: str, seconds: int, memory: int, mode: str = "") -> list[
 def census_of(
     types: list[str], jobs: int, seconds: int, memory: int, mode: str = ""
 ) -> Iterator[dict[str, Any]]:
-    """The rows of all types. The processes are forks of this one, which has imported all."""
+    """The rows of all types, from ``jobs`` processes at a time.
+
+    The processes are forks of this one, which has already imported what they need.
+    """
     import torch
     import transformers
 

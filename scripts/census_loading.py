@@ -52,7 +52,7 @@ def loading(
         def note(norm: Folded, *_: Any) -> None:
             computed.add(norm.shifted)
 
-        note.__module__ = "enjoyln_cli.census"  # such hooks are known to change nothing
+        note.__module__ = "enjoyln_cli.census"  # another hook would bring LayerNorm back
         for module in folded.modules():
             if isinstance(module, Folded):
                 module.register_forward_hook(note)
