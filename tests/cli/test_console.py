@@ -247,9 +247,7 @@ def test_what_an_earlier_run_has_written_is_no_speed(
 SHOW = """
 from report_cases import CHECKED, ONLY_RMS, PLAN
 from enjoyln_cli.cli import console, progress
-from enjoyln_cli.plan.plan import Merge, NamedParameter, Plan, Reader, UnmergedNorm, Verdict
 from enjoyln_cli.proof.explain import Tree
-from enjoyln_cli.publish.push import File, Upload
 from enjoyln_cli.report.model_report import ModelReport
 reports = [ModelReport("a/long/model/名前", PLAN, ()), ModelReport("LLaMA", ONLY_RMS)]
 console.write_reports(reports, "table")

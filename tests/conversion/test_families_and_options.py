@@ -92,7 +92,7 @@ def stored_in(dtype: str, family: str, model_class: str, folder: Path) -> Path:
 
 
 def loaded_as(cls: Any, folder: Path) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The first output of the stock class in float64, and what of the files it did not find."""
+    """The first output of the stock class in float64, and what transformers says of the loading."""
     model, info = cls.from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
     return output(model), info
 
@@ -126,7 +126,7 @@ def test_a_result_is_exact_and_complete(
     if option == "untie" and family != "bert":
         assert not plan.kept and len(plan.ops) == (family == "bloom")
 
-    found = verify(out)  # from its recipe alone
+    found = verify(out)  # by the plan that is stored in it
     assert found.passed, found.failures
     assert found.identity_error <= 1e-12
     if not options.rotate:

@@ -66,7 +66,7 @@ def test_the_marker_says_what_turned(out: Path) -> None:
     assert [one["kind"] for one in marker["rotated"]["bases"]] == ["stream"] + 3 * ["values"]
 
 
-def test_it_is_verified_from_its_recipe_alone(out: Path) -> None:
+def test_it_is_verified_by_its_stored_plan(out: Path) -> None:
     found = verify(out)
     assert found.passed, found.failures
     assert found.identity_error <= 1e-12 and found.max_ratio == 2.0

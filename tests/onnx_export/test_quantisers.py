@@ -109,7 +109,7 @@ def test_onnxruntime_quantises_the_file(
 
 
 def test_static_quantisation_with_default_arguments(file: Path, tmp_path: Path) -> None:
-    """It rounds masked scores too, which costs much; but the file loads, and runs."""
+    """It rounds masked scores too, so outputs are far off; but the file loads and runs."""
     *feeds, held_out = feeds_of(file, 5)
     quantize_static(file, tmp_path / "quantised.onnx", Calibration(feeds))
     assert np.isfinite(output(tmp_path / "quantised.onnx", held_out)).all()

@@ -80,7 +80,7 @@ def test_the_proof_says_what_is_merged() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_check_from_the_recipe_alone_passes(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_check_by_the_stored_plan_passes(dtype: torch.dtype, tmp_path: Path) -> None:
     save("dinov2", "Dinov2Model", tmp_path / "source", dtype)
     fold(tmp_path / "source", tmp_path / "out")
     found = verify(tmp_path / "out")

@@ -627,7 +627,6 @@ def test_an_option_that_nobody_knows_is_refused(option: str, message: str) -> No
 
 GOOD = dump_recipe(recipe_of(gpt2_plan(), config=gpt2_config(3)))
 BODY = "version: 1\nmodel_type: gpt2\nvariants:\n- model_class: A\n  norms: "
-CENTRE = BODY + "{a: fold}\n  centre: "
 HOSTILE = {
     "nothing": ("", "nothing instead of a mapping with version"),
     "not a mapping": ("[1]", "a list instead of a mapping"),

@@ -1,11 +1,11 @@
 """A grammar of models: lines of Python, by the place in a model where they may stand.
 
-A production is a name, and below it lines of Python. Lines that begin with ``self.NAME =`` belong
-to ``__init__``, the others to ``forward``. In them, ``x`` is the value that comes in, ``y`` the
-one that goes out, and ``h`` the residual stream of shape ``(batch, tokens, d)``. ``d`` is its
-width, ``i`` the width of ``x`` where a layer writes to the stream, ``m`` a module that is there
-already, and ``w`` one of the model's weights. The first productions of a rule are usual (``plain``
-says how many), the others are odd.
+A production is a name, and below it lines of Python. Lines that begin with ``self.NAME =``, ``m.``
+or ``nn.utils`` belong to ``__init__``, the others to ``forward``. In them, ``x`` is the value that
+comes in, ``y`` the one that goes out, and ``h`` the residual stream of shape ``(batch, tokens,
+d)``. ``d`` is its width, ``i`` the width of ``x`` where a layer writes to the stream, ``m`` a
+module that is there already, and ``w`` one of the model's weights. The first productions of a rule
+are usual (``plain`` says how many), the others are odd.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ CALLS = rule(
         y = m(x.flatten(0, 1)).unflatten(0, x.shape[:2])
     """,
 )
-"""How a norm or a branch ``m`` is called."""
+"""How a norm ``m`` is called."""
 
 EDITS = rule(
     """
@@ -198,7 +198,7 @@ EDITS = rule(
         m.requires_grad_(False)
     """,
 )
-"""What is done to a module ``m`` after it was made."""
+"""What is done to a norm ``m`` after it was made."""
 
 WEIGHT_EDITS = rule(
     """
