@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from custom_code import custom_checkpoint
 from rounding import relative
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import enjoyln_cli
 from enjoyln_cli.kernels import literally
@@ -53,22 +52,17 @@ class OwnModel(PreTrainedModel):
 
 
 def checkpoint(folder: Path, dtype: torch.dtype) -> Path:
-    folder.mkdir()
-    (folder / "own.py").write_text(OWN)
-    cls: Any = get_class_from_dynamic_module("own.OwnModel", str(folder))
-    model, generator = cls(cls.config_class()), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.is_floating_point():
-                tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator) + 0.2)
-                if name.endswith("running_var"):
-                    tensor.abs_()
-    model.to(dtype).save_pretrained(folder)
-    (folder / "own.py").write_text(OWN)
-    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    config = {"model_type": "own", "architectures": ["OwnModel"], "auto_map": code}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    def fill(model: Any) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if tensor.is_floating_point():
+                    tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator) + 0.2)
+                    if name.endswith("running_var"):
+                        tensor.abs_()
+        return model.to(dtype)
+
+    return custom_checkpoint(folder, OWN, fill=fill)
 
 
 @pytest.mark.slow

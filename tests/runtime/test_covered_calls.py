@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 import transformers
+from custom_code import custom_checkpoint
 from live_models import CHECKPOINTS, moved
 from rounding import IDENTITY, relative
 from tiny_models import converted
@@ -452,17 +453,8 @@ class OwnModel(PreTrainedModel):
 
 
 def own_checkpoint(folder: Path, signature: str, branch: str) -> Path:
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    folder.mkdir()
-    (folder / "own.py").write_text(OWN.replace("SIGNATURE", signature).replace("BRANCH", branch))
-    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    named = {"model_type": "own", "architectures": ["OwnModel"], "auto_map": code}
-    cls: Any = get_class_from_dynamic_module("own.OwnModel", str(folder))
-    moved(cls(cls.config_class())).save_pretrained(folder)
-    (folder / "own.py").write_text(OWN.replace("SIGNATURE", signature).replace("BRANCH", branch))
-    (folder / "config.json").write_text(json.dumps({**named, "hidden_size": 16}))
-    return folder
+    code = OWN.replace("SIGNATURE", signature).replace("BRANCH", branch)
+    return custom_checkpoint(folder, code, hidden_size=16)
 
 
 IDS = torch.arange(27).reshape(3, 9)
@@ -619,17 +611,7 @@ class ChatModel(PreTrainedModel, GenerationMixin):
 
 @pytest.mark.slow
 def test_generate_of_custom_code_runs_rms_norm_and_is_not_refused(tmp_path: Path) -> None:
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "chat.py").write_text(CHAT)
-    cls: Any = get_class_from_dynamic_module("chat.ChatModel", str(source))
-    moved(cls(cls.config_class())).save_pretrained(source)
-    code = {"AutoConfig": "chat.ChatConfig", "AutoModelForCausalLM": "chat.ChatModel"}
-    named = {"model_type": "own_chat", "architectures": ["ChatModel"], "auto_map": code}
-    (source / "chat.py").write_text(CHAT)
-    (source / "config.json").write_text(json.dumps(named))
+    source = custom_checkpoint(tmp_path / "source", CHAT, "Chat")
     plan = fold(source, tmp_path / "out", trust_remote_code=True).plan
     assert len(plan.folded) == len(plan.norms) == 3
     load: dict[str, Any] = {"trust_remote_code": True, "dtype": torch.float64}
