@@ -67,6 +67,7 @@ def _narrowed(problem: Problem, traces: int, required: frozenset[str]) -> Proble
         locked=problem.locked,
         groups=problem.groups,
         scales=problem.scales,
+        baked=problem.baked,
         widenings=problem.widenings,
     )
 

@@ -24,6 +24,7 @@ from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.models.outputs import match_names, require_named
 from enjoyln_cli.plan.axis import feature_axis
 from enjoyln_cli.plan.plan import NOT_ASKED, Options
+from enjoyln_cli.proof.baked_norms import BakedNorms, find_baked_norms
 from enjoyln_cli.proof.flow import Flow
 from enjoyln_cli.proof.layer_norms import layer_norms, norm_calls
 from enjoyln_cli.proof.layer_scale import Scales, find_scales
@@ -69,6 +70,8 @@ class Statement:
     """The form of each LayerNorm of the reference, by module path."""
     refused: dict[str, str]
     """The norms that cannot be swapped, even with a zero-mean input, and why."""
+    inputs_of_tables: Mapping[str, tuple[str, ...]]
+    """For each table that a norm can be baked into: the inputs that take the place of its rows."""
     single: Callable[[str], bool]
     """Whether a parameter is untied and stored as one tensor with its own layout."""
     stored_weight: StoredWeight
@@ -88,7 +91,14 @@ def state_problem(subject: TracedClasses, options: Options) -> Statement:
         required = _required(traces, reference.name, subject.outputs)
     elif options.rotate:
         required = _used(traces, bool(base_path(reference.model)))
-    flow = Flow(traces=traces, required=required, products=scales.products, refused=scales.refused)
+    changes_table = (options.untie or options.rotate) and not subject.training
+    baked = find_baked_norms(traces, groups, single) if changes_table else BakedNorms()
+    flow = Flow(
+        traces=traces,
+        required=required,
+        products=scales.products | baked.products,
+        refused=scales.refused,
+    )
     forms, other_forms = layer_norms(reference.model, grouped=subject.training is not None)
     norms, refused = norm_calls(flow, forms, other_forms)
     if not options.fold:
@@ -105,6 +115,7 @@ def state_problem(subject: TracedClasses, options: Options) -> Statement:
         locked=_locked(reference, groups, fixed),
         groups=groups,
         scales=scales.into,
+        baked=baked.tables,
         widenings=widenings,
         centres_dropout=subject.training == "centre",
     )
@@ -112,6 +123,7 @@ def state_problem(subject: TracedClasses, options: Options) -> Statement:
         problem=problem,
         forms=forms,
         refused=refused,
+        inputs_of_tables=baked.inputs,
         single=single,
         stored_weight=_stored_weight(reference, groups, {*fixed, *scaled}),
     )

@@ -7,7 +7,7 @@ file stores copies of a tied tensor, or if it is built from several tensors of a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import nn
@@ -21,9 +21,11 @@ from enjoyln_cli.calls.calls import input_embeddings
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.plan.axis import Axis, feature_axis
 from enjoyln_cli.plan.plan import (
+    BakedNorm,
     Basis,
     Centring,
     Merge,
+    NamedParameter,
     Options,
     Plan,
     Scale,
@@ -49,8 +51,7 @@ def plan_of(subject: TracedClasses, statement: Statement, cut: Cut, options: Opt
     problem, found, traces = statement.problem, subject.reference, subject.traces
     norms = problem.norms.keys() | statement.refused.keys()
     paths = [path for path, _ in found.model.named_modules() if path in norms]
-    supports = cut.folded.values()
-    subtracting = {mlp for support in supports for mlp in support.mlps}
+    subtracting = {mlp for support in cut.folded.values() for mlp in support.mlps}
     widened = widenings_for(subtracting, problem.widenings.resizes, found.stored)
     table = _token_table(found.model, problem.groups)
     known = rotations(problem, options.values, table) if options.rotate else Rotations(())
@@ -64,19 +65,23 @@ def plan_of(subject: TracedClasses, statement: Statement, cut: Cut, options: Opt
         else:  # each norm is decided by itself
             merged = tuple(one for one in merged if one.norm in known.forms)
             unmerged = tuple(one for one in unmerged if one.norm in known.forms)
+    writers = writers_of(problem, cut, found)
+    rows = tuple(_given_rows(statement, writers))
+    entries = (e for support in cut.folded.values() for e in support.entries if e not in rows)
     return Plan(
         model_type=subject.model_type,
         model_class=found.name,
         classes=subject.classes,
         norms=tuple(verdict_on(problem, cut, path, statement.refused) for path in paths),
-        writers=writers_of(problem, cut, found),
+        writers=writers,
         ops=ops_of(problem, cut),
-        entry_inputs=tuple(dict.fromkeys(e for support in supports for e in support.entries)),
+        entry_inputs=tuple(dict.fromkeys(entries)),
         unproven=tuple(
             dict.fromkeys(
                 (
                     *unproven_inputs(subject.traced),
                     *known.unproven,
+                    *rows,
                     *_unread(found, problem.groups, traces),
                 )
             )
@@ -105,6 +110,14 @@ def _outputs_that_stay(
         return ()
     fields = (f for trace in traces for names in trace.returned.values() for f in names)
     return joined_fields(required.difference(*(trace.fed_back for trace in traces)), fields)
+
+
+def _given_rows(statement: Statement, writers: Iterable[Writer]) -> Iterator[str]:
+    """The inputs that take the place of rows of tables that a norm is baked into."""
+    for writer in writers:
+        if writer.baked:
+            table = statement.problem.groups.get(writer.parameter, writer.parameter)
+            yield from statement.inputs_of_tables[table]
 
 
 def _unread(found: Candidate, groups: Mapping[str, str], traces: Sequence[Trace]) -> list[str]:
@@ -139,6 +152,8 @@ def _merges(
         forms |= {norm: form for norm, form in statement.forms.items() if norm in asked}
         for norm in asked:
             moves[norm] = "affine" if norm in known.moves else options.merge
+    baked = {norm.weight for norm in problem.baked.values()}
+    forms = {norm: form for norm, form in forms.items() if f"{norm}.weight" not in baked}
     if not forms:
         return (), ()
     stored = {name: tensors[0] for name, tensors in found.stored.items() if statement.single(name)}
@@ -185,8 +200,12 @@ def writers_of(problem: Problem, cut: Cut, found: Candidate) -> tuple[Writer, ..
         axis, shape = parameter.axis, tuple(shapes[name].shape)
         by = problem.scales.get(parameter.name)
         scale = Scale(by, found.stored[by][0]) if by else None
+        baked = _baked(problem, found, parameter.name)
         tensors = found.stored.get(name, ())
-        made += [Writer(name, tensor, axis, shape, scale=scale) for tensor in tensors]
+        made += [Writer(name, tensor, axis, shape, scale=scale, baked=baked) for tensor in tensors]
+        if baked:  # it is zeros, and must not get another mean
+            bias, features = baked.bias, shape[axis.dim : axis.dim + 1]
+            made.append(Writer(bias.parameter, bias.tensor, feature_axis(features), features))
         if name in found.converted:
             made += _converted_writers(found.converted[name], name, axis)
     order = {name: position for position, name in enumerate(shapes)}
@@ -206,13 +225,27 @@ def turned_tensors(
         scaled = basis.merged and basis.parameters[parameter]
         by = problem.scales.get(parameter.name) if scaled else None
         scale = Scale(by, found.stored[by][0]) if by else None
+        baked = _baked(problem, found, parameter.name)
         tensors = found.stored.get(name, ())
-        made += [TurnedTensor(name, tensor, axis, shape, scale=scale) for tensor in tensors]
+        made += [
+            TurnedTensor(name, tensor, axis, shape, scale=scale, baked=baked) for tensor in tensors
+        ]
         if name in found.converted:
             writers = _converted_writers(found.converted[name], name, axis)
             made += [TurnedTensor(**vars(writer)) for writer in writers]
     order = {name: position for position, name in enumerate(held)}
     return tuple(sorted(made, key=lambda one: (order[one.parameter], one.tensor, one.axis)))
+
+
+def _baked(problem: Problem, found: Candidate, table: str) -> BakedNorm | None:
+    """The norm that is baked into a table, by the names of its stored tensors."""
+    norm = problem.baked.get(table)
+    if norm is None:
+        return None
+    weight, bias = (
+        NamedParameter(name, found.stored[name][0]) for name in (norm.weight, norm.bias)
+    )
+    return BakedNorm(weight, bias, norm.eps)
 
 
 def _converted_writers(layout: Conversion, name: str, axis: Axis) -> list[Writer]:

@@ -64,9 +64,11 @@ class Undo:
 def undo_of(edit: Edit, values: EditInputs, dtype: torch.dtype, shape: tuple[int, ...]) -> Undo:
     """How to approximate a tensor of ``dtype`` and ``shape`` before ``edit``.
 
-    What an edit adds to a tensor, or fills it with, is not undone. This concerns vectors only; the
-    difference then holds all of the tensor.
+    What an edit adds to a tensor, or fills it with, is not undone, and no norm that is baked into a
+    table; the difference then holds all of the tensor.
     """
+    if edit.bake or edit.level:
+        return Undo(dtype, shape)
     undo = Undo(dtype, shape, edit.axes)
     known = ((edit.times, values.times), (edit.scale, values.scale))
     pairs = [(at.dim, value) for at, value in known if at is not None and value is not None]

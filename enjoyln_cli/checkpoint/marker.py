@@ -142,6 +142,8 @@ class Marker:
     """The vector that was merged into a parameter: their product has zero mean."""
     units: Annotated[tuple[Units, ...], Distinct]
     """Hidden units of MLPs that subtract a mean."""
+    baked: Names
+    """Norm weights that are one number each, since the norm was baked into an embedding table."""
     merged: MergedNorms
     untied: Mapping[str, str]
     """Parameters that were tied to another, and are stored and loaded as two."""
@@ -225,6 +227,7 @@ def marker(
             )
             for one in widened
         ),
+        baked=tuple(norm.weight.parameter for norm in plan.baked.values()),
         merged=MergedNorms(
             tuple(one.norm for one in plan.merged if one.weight),
             tuple(one.norm for one in plan.merged if one.bias),

@@ -1,6 +1,8 @@
 """``Edit``: how a plan changes one tensor. Its steps apply in this order:
 
     fill                         every element becomes one number; no other step applies
+    E <- P (g n(E) + b)          bake the norm behind an embedding table into it; the last step
+                                 encodes the rows so that the new norm returns them (``baked_rows``)
     W <- W diag(g)               merge the weight g and the bias v of a norm into a linear layer
     b <- b + W v                 that reads the norm (W is the weight as stored)
     W <- diag(s) W               merge the vector s that multiplies a linear layer's output
@@ -25,6 +27,7 @@ import torch
 
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.axis import Axis, blocks, centre, centre_in_place, scale_along
+from enjoyln_cli.plan.baked_rows import baked_rows, level_of, normed_rows
 from enjoyln_cli.plan.mean_units import UNITS, read_by_units, written_by_units
 from enjoyln_cli.plan.orthogonal_matrices import Rotation, rotate
 from enjoyln_cli.plan.plan import (
@@ -78,6 +81,16 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Bake:
+    """An embedding table and the norm behind it, before the norm is baked into the table."""
+
+    table: str
+    weight: str
+    bias: str
+    eps: float
+
+
+@dataclass(frozen=True)
 class Append:
     """New slices at the end of dimension ``dim``, each filled with one number of ``values``."""
 
@@ -92,6 +105,10 @@ class Edit:
     source: str = ""
     """The tensor that it starts from; empty for the one stored under its own name."""
     fill: float | None = None
+    level: Bake | None = None
+    """Fills the weight of a baked norm with the level of its table; no other step applies."""
+    bake: Bake | None = None
+    """Of the table itself, whose rows are along dimension 1."""
     times: Vector | None = None
     plus: Product | None = None
     """Added to the tensor; has as many elements."""
@@ -108,7 +125,9 @@ class Edit:
     def needs(self) -> tuple[str, ...]:
         """The other tensors whose values the edit uses."""
         vectors = [vector.tensor for vector in (self.times, self.scale) if vector]
-        return (*vectors, *([self.plus.matrix, self.plus.by] if self.plus else []))
+        baked = self.bake or self.level
+        names = [baked.table, baked.weight, baked.bias] if baked else []
+        return (*vectors, *([self.plus.matrix, self.plus.by] if self.plus else []), *names)
 
     @property
     def changes(self) -> bool:
@@ -119,9 +138,9 @@ class Edit:
     def mixed_dims(self) -> frozenset[int]:
         """The dimensions along which the edit computes an element from several, or appends some."""
         appended = () if self.append is None else (self.append.dim,)
-        return frozenset(
-            (*(axis.dim for axis in self.axes), *(turn.axis.dim for turn in self.turns), *appended)
-        )
+        normed = () if self.bake is None else (1,)
+        axes = (*self.axes, *(turn.axis for turn in self.turns))
+        return frozenset((*(axis.dim for axis in axes), *appended, *normed))
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that a tensor of ``shape`` has after the edit."""
@@ -141,6 +160,12 @@ class EditInputs:
     """One-dimensional, with as many elements as the edited tensor."""
     scale: torch.Tensor | None = None
     """One element for each slice along ``Edit.scale.dim``."""
+    gain: torch.Tensor | None = None
+    """The weight of the norm that is baked, for each feature."""
+    bias: torch.Tensor | None = None
+    """The bias of the norm that is baked, for each feature."""
+    level: float = 1.0
+    """The level of the table that the norm is baked into."""
 
     def part(self, edit: Edit, dim: int, first: int, count: int) -> EditInputs:
         """The values for ``count`` slices of the tensor along ``dim``; ``plus`` is not cut."""
@@ -149,7 +174,8 @@ class EditInputs:
             along = values is not None and by is not None and by.dim == dim
             return values.narrow(0, first, count) if along else values  # type: ignore[union-attr]
 
-        return EditInputs(cut(self.times, edit.times), self.plus, cut(self.scale, edit.scale))
+        times, scale = cut(self.times, edit.times), cut(self.scale, edit.scale)
+        return replace(self, times=times, scale=scale)
 
 
 def read_edit_inputs(
@@ -174,12 +200,19 @@ def read_edit_inputs(
             )
         return repeated(1 / values if found.divides else values, found)
 
+    def rows_of(name: str) -> Iterable[torch.Tensor]:
+        return in_rows(read(name)) if rows is None else rows(name)
+
     plus = None
     if edit.plus is not None:
         by = repeated(read(edit.plus.by).double().flatten(), edit.plus)
-        parts = in_rows(read(edit.plus.matrix)) if rows is None else rows(edit.plus.matrix)
-        plus = _product(parts, edit.plus.dim, by)
-    return EditInputs(vector(edit.times), plus, vector(edit.scale))
+        plus = _product(rows_of(edit.plus.matrix), edit.plus.dim, by)
+    inputs = EditInputs(vector(edit.times), plus, vector(edit.scale))
+    if baked := edit.bake or edit.level:
+        gain, bias = (read(name).double().clone() for name in (baked.weight, baked.bias))
+        level = level_of(rows_of(baked.table), gain, bias, baked.eps)
+        inputs = replace(inputs, gain=gain, bias=bias, level=level)
+    return inputs
 
 
 def repeated(values: torch.Tensor, by: Vector | Product | Reader) -> torch.Tensor:
@@ -228,6 +261,10 @@ def apply_edit(
     """The float64 tensor ``x`` after ``edit``, in float64; with ``in_place``, ``x`` may change."""
     if edit.fill is not None:
         return torch.full_like(x, edit.fill)
+    if edit.level is not None:
+        return torch.full_like(x, values.level)
+    if edit.bake is not None and values.gain is not None and values.bias is not None:
+        x = normed_rows(x, values.gain, values.bias, edit.bake.eps)
     if edit.times is not None and values.times is not None:
         x = scale_along(x, values.times, edit.times.dim)
     if values.plus is not None:
@@ -241,6 +278,8 @@ def apply_edit(
             x = centre(x, axis)
     for turn in edit.turns:
         x = rotate(x, turn.axis, turn.rotation)
+    if edit.bake is not None:
+        x = baked_rows(x, values.level, edit.bake.eps)
     if edit.append is not None:
         x = torch.cat([x, appended_slices(tuple(x.shape), edit.append)], edit.append.dim)
     return x
@@ -291,7 +330,7 @@ def _passes(edit: Edit) -> list[Edit]:
     Steps that mix different dimensions commute.
     """
     first, *others = sorted(edit.mixed_dims) or [0]
-    alone = replace(edit, times=None, plus=None, scale=None)
+    alone = replace(edit, times=None, plus=None, scale=None, bake=None)
     return [_on_dimension(edit, first), *(_on_dimension(alone, dim) for dim in others)]
 
 
@@ -315,6 +354,8 @@ def _cut(shape: tuple[int, ...], edit: Edit) -> tuple[int, int]:
     and begin at its multiples; otherwise it stays whole.
     """
     units = [1] * len(shape) if edit.plus is None else list(shape)
+    if edit.bake is not None:
+        units[1] = shape[1]
     for axis in (*edit.axes, *(turn.axis for turn in edit.turns)):
         group, dim = axis.size * axis.inner, axis.dim
         regular = units[dim] in (1, group) and not (axis.start % group or axis.step % group)
@@ -384,7 +425,7 @@ def _apply_pass(
 
 def _computed(edit: Edit, x: torch.Tensor) -> torch.Tensor:
     """The elements of ``x`` that the edit computes; flat."""
-    if edit.times or edit.plus or edit.scale:
+    if edit.times or edit.plus or edit.scale or edit.bake or edit.level:
         return x.flatten()
     axes = (*edit.axes, *(turn.axis for turn in edit.turns))
     parts = [x.narrow(axis.dim, axis.start, axis.length).flatten() for axis in axes]
@@ -408,6 +449,7 @@ def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
     are not copied, since there each is a parameter of its own already.
     """
     edits: dict[str, Edit] = {}
+    copies = {} if held else {one.tensor: one.stored for one in plan.untied}
 
     def add(tensor: EditedTensor, rotation: Rotation | None) -> None:
         name = tensor.parameter if held else tensor.tensor
@@ -421,6 +463,14 @@ def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
             scale = tensor.scale.parameter if held else tensor.scale.tensor
             edit = replace(edit, scale=Vector(scale, axis.dim))
             edits[scale] = Edit(fill=1.0)
+        if tensor.baked:
+            weight, bias = (
+                one.parameter if held else one.tensor
+                for one in (tensor.baked.weight, tensor.baked.bias)
+            )
+            bake = Bake(copies.get(name, name), weight, bias, tensor.baked.eps)
+            edit = replace(edit, bake=bake)
+            edits.update({weight: Edit(level=bake), bias: Edit(fill=0.0)})
         edits[name] = edit
 
     for writer in plan.writers:
@@ -433,9 +483,9 @@ def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
         for part, values in _new_units(mlp):
             name, append = part.parameter if held else part.tensor, Append(part.dim, values)
             edits[name] = replace(edits.get(name, Edit()), append=append)
-    for one in () if held else plan.untied:
-        if one.stored != one.tensor:
-            edits[one.tensor] = replace(edits.get(one.tensor, Edit()), source=one.stored)
+    for copy, stored in copies.items():
+        if copy != stored:
+            edits[copy] = replace(edits.get(copy, Edit()), source=stored)
     for norm in plan.merged:
         _merge(edits, norm, held)
     return edits

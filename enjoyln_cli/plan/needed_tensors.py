@@ -41,6 +41,8 @@ def needed_tensors(plan: Plan) -> Iterator[NeededTensor]:
     for w in plan.edited_tensors:
         stored = copies.get(w.tensor, w.tensor)
         yield NeededTensor(w.parameter, stored, w.shape, is_converted=w.held is not None)
+    for named in (one for norm in plan.baked.values() for one in (norm.weight, norm.bias)):
+        yield NeededTensor(named.parameter, named.tensor)
     for mlp in plan.widened:
         for part in mlp.parts:
             yield NeededTensor(part.parameter, part.tensor, sizes={part.dim: mlp.size})

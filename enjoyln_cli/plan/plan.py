@@ -6,7 +6,7 @@ achieved by centring parameters, or by an explicit centring operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -77,6 +77,22 @@ class Scale(NamedParameter):
 
 
 @dataclass(frozen=True)
+class BakedNorm:
+    """The norm behind an embedding table that takes its place: see ``plan.baked_rows``."""
+
+    weight: NamedParameter
+    """The norm's weight, which becomes one number."""
+    bias: NamedParameter
+    """The norm's bias, which becomes zeros."""
+    eps: float
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` without a positive ``eps``, which scales the rows."""
+        if not self.eps > 0:
+            raise ValueError(f"eps is {self.eps}, but must be above 0")
+
+
+@dataclass(frozen=True)
 class EditedTensor:
     """A stored tensor that holds a parameter, or a part of it, and the axis of an edit."""
 
@@ -92,6 +108,8 @@ class EditedTensor:
     """Axis of the parameter, if the class uses another layout than the file."""
     scale: Scale | None = None
     """Merged in along ``axis.dim`` first; merged into all writers of a layer or none."""
+    baked: BakedNorm | None = None
+    """Baked into this table. ``axis`` is that of the rows, which are those of the norm's result."""
 
 
 @dataclass(frozen=True)
@@ -390,6 +408,11 @@ class Plan:
     def edited_tensors(self) -> tuple[EditedTensor, ...]:
         """The tensors that are centred, then those that are turned; some are in both."""
         return (*self.writers, *(one for basis in self.turned for one in basis.tensors))
+
+    @property
+    def baked(self) -> Mapping[str, BakedNorm]:
+        """The norms that are baked into embedding tables, by the name of the table's parameter."""
+        return {one.parameter: one.baked for one in self.edited_tensors if one.baked}
 
     @property
     def kept(self) -> tuple[Verdict, ...]:

@@ -75,7 +75,8 @@ class Flow:
     required: frozenset[str] | None = None
     """The output fields that must stay unchanged; ``None`` for all outputs."""
     products: Mapping[Node, Node] = field(default_factory=dict)
-    """Products whose scale is merged into weights, to the other factor (see ``layer_scale``)."""
+    """Ops that become the identity since weights take what they do, to the value that they pass on:
+    products with a scale (see ``layer_scale``), and norms behind tables (see ``baked_norms``)."""
     refused: Mapping[Node, str] = field(default_factory=dict)
     """Products whose scale cannot be merged, and why."""
     _pulls: dict[Value, Pull] = field(default_factory=dict)

@@ -28,6 +28,7 @@ from torch.fx import Node
 from enjoyln_cli.graph.insertion_points import Spot, Where
 from enjoyln_cli.graph.nodes import DROPOUTS, argument, packet, rank_of, shape_of
 from enjoyln_cli.plan.axis import Axis, feature_axis, on_dimension
+from enjoyln_cli.proof.baked_norms import NormBehindTable
 from enjoyln_cli.proof.flow import Flow, Observer, Value
 from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.proof.widening import Edge, Mlp, Widenings
@@ -72,6 +73,8 @@ class Problem:
     """Maps any parameter name to the first of its tied names."""
     scales: Mapping[str, str] = field(default_factory=dict)
     """Maps parameters to the scale that is merged into them before they are centred."""
+    baked: Mapping[str, NormBehindTable] = field(default_factory=dict)
+    """Maps embedding tables to the norm that is baked into them before they are centred."""
     widenings: Widenings = field(default_factory=Widenings)
     """Which MLPs can subtract which means."""
     centres_dropout: bool = False

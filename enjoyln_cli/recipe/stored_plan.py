@@ -74,6 +74,9 @@ def _require_axis(edited: EditedTensor, shapes: Mapping[str, Shape]) -> None:
         raise ValueError(f"{edited.tensor} of {list(shape)} has no {axis}")
     if scale and _shape_of(scale.tensor, shapes) != (shape[axis.dim],):
         raise ValueError(f"{scale.tensor} does not scale {edited.tensor}")
+    for named in (edited.baked.weight, edited.baked.bias) if edited.baked else ():
+        if axis.dim != 1 or len(shape) != 2 or _shape_of(named.tensor, shapes) != shape[1:]:
+            raise ValueError(f"{named.tensor} is of no norm behind {edited.tensor}")
 
 
 def _require_readers(merge: Merge, shapes: Mapping[str, Shape]) -> None:

@@ -99,6 +99,9 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
     lines += _rotated_lines(plan)
     lines += _widened_lines(plan.widened)
     lines += _merged_lines(plan)
+    for table, norm in plan.baked.items():
+        weight = norm.weight.parameter.rpartition(".")[0]
+        lines.append(f"  bake the norm {weight} into {table}, whose rows it passes on from then on")
     for copy in plan.untied:
         same = copy.tensor == copy.stored
         of = "" if same else f", as a copy of {copy.stored}"
@@ -127,6 +130,8 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
     elif plan.unproven:
         unproven = ", ".join(compact(plan.unproven))
         what = "not proven for" if only_rotated else "LayerNorm is used in"
+        if plan.folded and (plan.merged or plan.baked):
+            what = "a folded model refuses"
         lines.append(f"  {what} calls with {unproven}")
     return lines if len(lines) > 1 else []
 

@@ -273,6 +273,13 @@ def _check_edits(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> None:
                 raise BadCheckpoint(
                     f"{vector.tensor}: has {length} elements, too few or too many for {name}"
                 )
+        if baked := edit.bake or edit.level:
+            features = lengths[baked.table].shape[1:]
+            for name in (baked.weight, baked.bias):
+                if lengths[name].shape != features:
+                    raise BadCheckpoint(
+                        f"{name}: has shape {lengths[name].shape}, which does not fit {baked.table}"
+                    )
         if edit.plus:
             matrix = lengths[edit.plus.matrix].shape
             many = slices_of(edit.plus, lengths[edit.plus.by].shape)

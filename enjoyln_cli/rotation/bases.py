@@ -101,7 +101,7 @@ class FoundBasis:
     gains: dict[Gain, dict[tuple[int, Node], None]] = field(default_factory=dict)
     """For each norm with a weight: the ops that multiply by it, with the index of the trace."""
     merged: dict[Node, None] = field(default_factory=dict)
-    """Products that become the identity since their scale is merged (see ``layer_scale``)."""
+    """Ops that become the identity since weights take what they do (see ``Flow.products``)."""
     fixes_ones: bool = False
     inputs: dict[str, None] = field(default_factory=dict)
     """Optional inputs of the model that have to be turned, such as ``inputs_embeds``."""
@@ -164,6 +164,9 @@ class _BasisSearch:
             self.stop(WRITTEN, trace, node)
         elif node in self.flow.products:
             self.found.merged[node] = None
+            if packet(node) is aten.layer_norm:  # its table holds rows of zero mean
+                self.found.fixes_ones = True
+                self.found.whole[trace, node] = None
             self.visit(Value(trace, self.flow.products[node], axis))
         elif (norm := self.norm(value)) is not None:
             self.visit(Value(trace, norm, axis))

@@ -127,7 +127,8 @@ def _obstacle(
     if not basis.parameters:
         return LayerObstacle("no parameter writes it", "")
     for parameter in basis.parameters:
-        if why := problem.locked(parameter):
+        baked = parameter.name in problem.baked  # and so centred, too
+        if why := problem.obstacle(parameter) if baked else problem.locked(parameter):
             return LayerObstacle(why, parameter.name)
     own: dict[str, list[Parameter]] = {}
     for parameter in basis.parameters:

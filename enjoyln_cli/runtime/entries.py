@@ -192,8 +192,8 @@ class GuardInputs:
     It is an ``InputRule``, and can be used as a forward pre-hook, too. Raises ``UnprovenCall``
     where LayerNorm cannot restore the original function:
 
-    * The affine of norms was ``merged`` into the layers after them. With the unproven input, other
-      layers may read these norms.
+    * The affine of norms was ``merged`` into the layers after them, or norms into a table before
+      them. With the unproven input, other layers may read these norms, or they other values.
     * ``proven`` is set (a model outside of transformers) and does not cover the call. A path that
       no trace took may read a value whose mean was removed by centring the weights.
     """
@@ -221,7 +221,7 @@ class GuardInputs:
             raise UnprovenCall(
                 f"{type(module).__name__}: not proven for calls with {', '.join(found)}; LayerNorm "
                 "cannot be used instead, since norm weights or biases were merged into other "
-                "layers; leave that input out, or fold without --merge"
+                "layers; leave that input out, or fold without --merge and --untie"
             )
         if found:
             compute_layer_norm()

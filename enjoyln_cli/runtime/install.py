@@ -111,7 +111,7 @@ def install(
 def install_plan(model: nn.Module, plan: Plan) -> nn.Module:
     """``install`` for everything that ``plan`` says about a model whose weights are centred."""
     norms = [verdict.norm for verdict in plan.folded]
-    merged = bool(plan.merged)
+    merged = bool(plan.merged or plan.baked)
     return install(
         model, norms, plan.ops, plan.entry_inputs, plan.unproven, merged, covered=plan.covered
     )

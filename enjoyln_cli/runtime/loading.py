@@ -113,18 +113,18 @@ def optimize(model: Holder) -> Holder:
 
 def watched_weights(model: nn.Module, found: Marker) -> WatchList:
     """The weights of ``model`` that were centred; raises ``NotCentred`` if it lacks one."""
-    return locate_watched(model, WatchList(found.centred, units=found.units))
+    return locate_watched(model, WatchList(found.centred, units=found.units, constant=found.baked))
 
 
 def optimize_unchecked(model: Model, found: Marker) -> Model:
     """``optimize`` without the check of the weights: they were checked, or are not loaded yet."""
     unproven = (*found.unproven, *_inner_inputs(model, found))
-    merged, covered = bool(found.weightless or found.biasless), found.covered
+    merged, covered = bool(found.weightless or found.biasless or found.baked), found.covered
     recentres = any(check.recentres for _, check in weight_checks(model))
     install(model, found.rmsnorm, found.centering, found.entry_inputs, unproven, merged, covered)
     ops = tuple(op.module for op in found.centering)
     norms = (found.weightless, found.biasless)
-    watch_weights(model, WatchList(found.centred, ops, found.units, *norms))
+    watch_weights(model, WatchList(found.centred, ops, found.units, *norms, found.baked))
     for _, check in weight_checks(model):
         check.recentres = recentres  # a model that is trained so stays so
     kernels.prepare(kinds_of_norms(model, found.weightless, found.biasless))

@@ -58,13 +58,16 @@ class WatchList:
     """Norms whose weight a merge has set to one."""
     biasless: tuple[str, ...] = ()
     """Norms whose bias a merge has set to zero."""
+    constant: tuple[str, ...] = ()
+    """Weights of norms that are baked into a table: each is one number for all features."""
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """Every parameter that is checked."""
         pairs = [(one.parameter, one.scale) for one in self.weights]
         parts = [(one.first, one.bias, one.second) for one in self.units]
-        return tuple(dict.fromkeys(name for found in (*pairs, *parts) for name in found if name))
+        named = (*pairs, *parts, self.constant)
+        return tuple(dict.fromkeys(name for found in named for name in found if name))
 
 
 def locate_watched(model: nn.Module, watch: WatchList) -> WatchList:
@@ -112,7 +115,8 @@ def rename(watch: WatchList, tensor: Naming, module: Naming) -> WatchList:
     ops, weightless, biasless = (
         tuple(place for place in map(module, names) if place is not None) for names in named
     )
-    return WatchList(tuple(weights), ops, tuple(units), weightless, biasless)
+    constant = tuple(path for path in map(tensor, watch.constant) if path is not None)
+    return WatchList(tuple(weights), ops, tuple(units), weightless, biasless, constant)
 
 
 def tensor_at(model: nn.Module, path: str) -> torch.Tensor:
@@ -170,6 +174,9 @@ def check_centred(model: nn.Module, watch: WatchList) -> None:
             for part in _without_units(tensor.detach(), beside.get(one.parameter)):
                 _check_tensor(one, part, None if scale is None else scale.detach())
     _check_biases(model, watch)
+    for path in watch.constant:
+        with _in_memory(model, path):
+            _check_constant(path, whole(tensor_at(model, path)).detach())
     for some in watch.units:
         with _in_memory(model, some.first), _in_memory(model, some.second):
             _check_units(some, layers_of(model, some))
@@ -194,6 +201,18 @@ def _check_biases(model: nn.Module, watch: WatchList) -> None:
                 f"{path}: has a bias that it did not have when it was centred; convert the model "
                 "as it is now, or keep LayerNorm"
             )
+
+
+def _check_constant(path: str, weight: torch.Tensor) -> None:
+    if isinstance(weight, FakeTensor):
+        return
+    if weight.is_meta:
+        raise NotCentred(f"{path}: its values are not in memory; load the model first")
+    if bool((weight != weight.flatten()[0]).any()):
+        raise NotCentred(
+            f"{path}: is no longer one number for all features, as it has to be since its norm was "
+            "baked into the embedding table; freeze it in training, or keep LayerNorm"
+        )
 
 
 def layers_of(model: nn.Module, units: Units) -> Layers:

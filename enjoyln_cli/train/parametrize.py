@@ -193,7 +193,8 @@ def _require_usable(model: nn.Module, plan: Plan, approximate: bool) -> None:
     if found := _other_rate(model, plan):
         raise UnsupportedModel(f"{found}; call reparametrize without a plan")
     edits = replace(plan, writers=())
-    if edits_of(edits) or any(writer.scale for writer in plan.writers) or plan.untied:
+    scaled = any(writer.scale for writer in plan.writers)
+    if edits_of(edits) or scaled or plan.baked or plan.untied:
         raise UnsupportedModel(
             f"{name}: the plan does more than centring (it merges, turns, widens or unties "
             "weights), which cannot be done while training; analyse without these options"

@@ -8,6 +8,7 @@ checkpoints keep is that of their own weights with LayerNorm.
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ def plan_in_training(model: nn.Module, plan: Plan | None = None) -> Plan:
     plan = plan or _analysed(model, found)
     if not plan.folded:
         raise NothingToFold(why_nothing_changes(plan, name))
-    more = {"widen-mlp": plan.widened, "merge": plan.merged, "untie": plan.untied}
-    more["rotate"] = plan.turned
+    more: dict[str, Collection[Any]] = {"widen-mlp": plan.widened, "merge": plan.merged}
+    more |= {"untie": plan.untied or plan.baked, "rotate": plan.turned}
     if others := [option for option, edits in more.items() if edits]:
         raise UnsupportedModel(
             f"{name}: the plan does more than centring ({', '.join(others)}); fold the model with "

@@ -23,6 +23,7 @@ import torch
 
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor
 from enjoyln_cli.plan.axis import group_means
+from enjoyln_cli.plan.baked_rows import size_of_baked_rows
 from enjoyln_cli.plan.edits import (
     Edit,
     EditInputs,
@@ -142,7 +143,7 @@ def _absolute(edit: Edit, values: EditInputs, read: Callable[[str], torch.Tensor
     if edit.plus is not None:
         alone = Edit(plus=edit.plus)
         plus = read_edit_inputs(alone, lambda name: read(name).abs()).plus
-    return EditInputs(unsigned(values.times), plus, unsigned(values.scale))
+    return replace(values, times=unsigned(values.times), plus=plus, scale=unsigned(values.scale))
 
 
 def _is_rounded(
@@ -159,10 +160,14 @@ def _is_rounded(
     of. Where the result is NaN or infinite, because the original is, ``new`` must be the same.
     """
     exact = apply_edit(old.double(), edit, values)
-    unmixed = replace(edit, axes=(), turns=())
-    size = apply_edit(old.double().abs(), unmixed, sizes)
+    if edit.bake and values.gain is not None and values.bias is not None:
+        norm = values.gain, values.bias, values.level, edit.bake.eps
+        size = size_of_baked_rows(old.double(), *norm).expand(old.shape)
+    else:
+        unmixed = replace(edit, axes=(), turns=())
+        size = apply_edit(old.double().abs(), unmixed, sizes)
     size = torch.where(size.isfinite(), size, 0.0)
-    if edit.mixed_dims:
+    if edit.mixed_dims and not edit.bake:
         size = size.norm(dim=tuple(edit.mixed_dims), keepdim=True).expand(old.shape)
     margin = 2 * terms * torch.finfo(torch.float64).eps * size
     if new.dtype.itemsize == 2:  # torch rounds to 16 bits by way of float32
