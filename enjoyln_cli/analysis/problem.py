@@ -24,10 +24,9 @@ from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.models.outputs import match_names, require_named
 from enjoyln_cli.plan.axis import feature_axis
 from enjoyln_cli.plan.plan import NOT_ASKED, Options
-from enjoyln_cli.proof.baked_norms import BakedNorms, find_baked_norms
 from enjoyln_cli.proof.flow import Flow
+from enjoyln_cli.proof.identity_ops import BakedNorms, Scales, find_baked_norms, find_scales
 from enjoyln_cli.proof.layer_norms import layer_norms, norm_calls
-from enjoyln_cli.proof.layer_scale import Scales, find_scales
 from enjoyln_cli.proof.min_cut import Parameter, Problem
 from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.proof.widening import Widenings, find_widenings

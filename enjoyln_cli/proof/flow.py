@@ -75,8 +75,8 @@ class Flow:
     required: frozenset[str] | None = None
     """The output fields that must stay unchanged; ``None`` for all outputs."""
     products: Mapping[Node, Node] = field(default_factory=dict)
-    """Ops that become the identity since weights take what they do, to the value that they pass on:
-    products with a scale (see ``layer_scale``), and norms behind tables (see ``baked_norms``)."""
+    """Ops that become the identity since weights take over what they do (see ``identity_ops``), to
+    the value that they pass on."""
     refused: Mapping[Node, str] = field(default_factory=dict)
     """Products whose scale cannot be merged, and why."""
     _pulls: dict[Value, Pull] = field(default_factory=dict)

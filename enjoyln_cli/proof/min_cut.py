@@ -28,8 +28,8 @@ from torch.fx import Node
 from enjoyln_cli.graph.insertion_points import Spot, Where
 from enjoyln_cli.graph.nodes import DROPOUTS, argument, packet, rank_of, shape_of
 from enjoyln_cli.plan.axis import Axis, feature_axis, on_dimension
-from enjoyln_cli.proof.baked_norms import NormBehindTable
 from enjoyln_cli.proof.flow import Flow, Observer, Value
+from enjoyln_cli.proof.identity_ops import NormBehindTable
 from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.proof.widening import Edge, Mlp, Widenings
 

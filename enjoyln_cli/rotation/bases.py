@@ -101,7 +101,7 @@ class FoundBasis:
     gains: dict[Gain, dict[tuple[int, Node], None]] = field(default_factory=dict)
     """For each norm with a weight: the ops that multiply by it, with the index of the trace."""
     merged: dict[Node, None] = field(default_factory=dict)
-    """Ops that become the identity since weights take what they do (see ``Flow.products``)."""
+    """Ops that become the identity since weights take over what they do (see ``Flow.products``)."""
     fixes_ones: bool = False
     inputs: dict[str, None] = field(default_factory=dict)
     """Optional inputs of the model that have to be turned, such as ``inputs_embeds``."""
