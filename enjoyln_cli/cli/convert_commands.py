@@ -134,14 +134,48 @@ def fold(**options: Any) -> None:
 @model_options
 @untie_option
 @rotation_options
+@click.option(
+    "--like",
+    type=OLD_FOLDER,
+    metavar="RESULT",
+    help="MODEL is a LoRA adapter or a prompt: edit it as its base model was for RESULT.",
+)
 @conversion_options
-def rotate(opening: Options, **options: Any) -> None:
+def rotate(opening: Options, like: Path | None, **options: Any) -> None:
     """Turn the features of MODEL by an orthogonal matrix, so that it quantises better.
 
     The result computes the same function in the stock class: outliers are spread over all
     features, and norms stay as they are (their weights are merged). Norms are not converted.
     """
+    if like is not None:
+        _edit_adapter(like, opening, **options)
+        return
     _convert(opening=opening, keep_means=False, adapter=None, **options)
+
+
+def _edit_adapter(
+    like: Path,
+    opening: Options,
+    model: str,
+    out: Path | None,
+    force: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Edit an adapter or a prompt for the result ``like``."""
+    if out is None:
+        raise click.UsageError("Missing option '-o' / '--out'.")
+    require_folded(like)
+    require_new_folder(out, model, force=force)
+    from enjoyln_cli.cli.progress import watch_job
+
+    with watch_job(quiet, f"opening {model}"):
+        from enjoyln_cli.conversion.adapter import adapter_like, write_adapter  # takes seconds
+
+        adapter = adapter_like(model, like, access=opening["access"])
+        write_adapter(adapter, out, like, force=force)
+    if not quiet:
+        click.echo(f"wrote {out}, for {like}")
 
 
 def _convert(

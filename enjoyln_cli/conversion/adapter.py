@@ -8,7 +8,9 @@ The adapter adds ``s B A`` to a weight ``W`` (outputs times inputs). An edit of 
     new hidden units               zeros: the adapter does nothing to them
 
 Where the bias ``v`` of a norm moves into a layer, ``b <- b + W v``, the adapter gets a bias of its
-own, ``B A v`` (PEFT's ``lora_bias``). What is not known to be such an adapter is refused by name.
+own, ``B A v`` (PEFT's ``lora_bias``). Trained prompts (PEFT's prompt tuning) take the place of rows
+of the embedding table, and are edited as these are. What is not known to be one of both is refused
+by name.
 """
 
 from __future__ import annotations
@@ -25,19 +27,34 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor
+from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
+from enjoyln_cli.checkpoint.config import load_config, raw_config
+from enjoyln_cli.checkpoint.marker import read_marker
+from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint, read_tensor
 from enjoyln_cli.checkpoint.result_files import ADAPTER_CONFIG
+from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
+from enjoyln_cli.fs.staging import staged_output
 from enjoyln_cli.models.classes import build, class_named, classes_for
 from enjoyln_cli.plan.axis import on_dimension
-from enjoyln_cli.plan.edits import Append, Edit, apply_edit, edits_of, read_edit_inputs, repeated
+from enjoyln_cli.plan.edits import (
+    Append,
+    Edit,
+    EditInputs,
+    apply_edit,
+    edits_of,
+    read_edit_inputs,
+    repeated,
+)
 from enjoyln_cli.runtime.install import locate
 from enjoyln_cli.runtime.weight_check import tensor_at
+from enjoyln_cli.verification.verify import original_of, plan_of_result
 
 if TYPE_CHECKING:
     from enjoyln_cli.plan.plan import Plan
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+PROMPT = "PROMPT_TUNING"
 
 PREFIX = "base_model.model."
 KEY = re.compile(r"(?P<path>.+)\.(?P<part>lora_[AB]\.weight|lora_B\.bias|lora_embedding_[AB])")
@@ -70,7 +87,7 @@ class Adapter:
 
 
 def edit_adapter(folder: str | Path, plan: Plan, checkpoint: Checkpoint, config: Any) -> Adapter:
-    """The LoRA adapter in ``folder`` for the result of carrying out ``plan`` on ``checkpoint``.
+    """The LoRA adapter or prompt in ``folder`` for the result of ``plan`` on ``checkpoint``.
 
     ``config`` is that of the base model. The edits are computed in float64, and rounded once to the
     dtype of the adapter. Raises ``UnsupportedModel`` for an adapter that cannot be edited, or that
@@ -80,8 +97,10 @@ def edit_adapter(folder: str | Path, plan: Plan, checkpoint: Checkpoint, config:
     folder = Path(folder).expanduser()
     settings = _read_settings(folder)
     tensors = _read_tensors(folder)
-    layers, others = _sort(tensors)
     base = _Base(plan, checkpoint, config)
+    if settings["peft_type"] == PROMPT:
+        return Adapter(settings, _edited_prompt(folder, tensors, base))
+    layers, others = _sort(tensors)
     edited = dict(tensors)
     shifts: dict[str, torch.Tensor] = {}
     for path, parts in layers.items():
@@ -121,6 +140,54 @@ def edit_adapter(folder: str | Path, plan: Plan, checkpoint: Checkpoint, config:
     return Adapter(settings, edited)
 
 
+def adapter_like(
+    folder: str | Path, like: str | Path, *, access: HubAccess = DEFAULT_ACCESS
+) -> Adapter:
+    """The adapter in ``folder``, edited as its base model was for the result ``like``.
+
+    Reads the plan of ``like``, and from the original what the edits take from its weights. Raises
+    as ``edit_adapter`` does, ``BadCheckpoint`` if ``like`` was not converted or was trained since,
+    and ``ModelNotFound`` if the original cannot be found.
+    """
+    result = open_checkpoint(open_source(str(like), access=access, weights=True))
+    marker = read_marker(raw_config(result.source), result.source.model)
+    if marker.trained:
+        raise BadCheckpoint(f"{like} was trained after it was folded; train the adapter on it")
+    original = original_of(result.source, marker, None, None, access)
+    return edit_adapter(
+        folder, plan_of_result(result, marker), original, load_config(original.source)
+    )
+
+
+def write_adapter(adapter: Adapter, out: str | Path, like: str | Path, *, force: bool) -> None:
+    """Write an adapter for ``like`` to the new directory ``out``, which appears whole or not."""
+    with staged_output(Path(out), source=Path(like), force=force) as staged:
+        adapter.write(staged, str(like))
+
+
+def _edited_prompt(
+    folder: Path, tensors: Mapping[str, torch.Tensor], base: _Base
+) -> dict[str, torch.Tensor]:
+    """The vectors of a trained prompt, edited as the rows of the embedding table."""
+    model: Any = base.model
+    table = model.get_input_embeddings()
+    name = next(name for name, value in model.named_parameters() if value is table.weight)
+    edit, prompt = base.edits.get(name, Edit()), tensors.get("prompt_embeddings")
+    if prompt is None or tensors.keys() != {"prompt_embeddings"}:
+        raise UnsupportedModel(f"{folder}: holds other tensors than the vectors of a prompt")
+    if prompt.ndim != 2 or prompt.shape[1] != table.weight.shape[1]:
+        raise BadCheckpoint(
+            f"{folder}: has vectors of shape {list(prompt.shape)}, which do not fit {name} of "
+            f"{list(table.weight.shape)}; pass the prompt that was trained on the original"
+        )
+    if replace(edit, axes=(), turns=()).changes or edit.mixed_dims - {1}:
+        raise UnsupportedModel(
+            f"{folder}: {name} is edited in another way than row by row, so no prompt can be; "
+            "train the prompt on the result"
+        )
+    return {"prompt_embeddings": apply_edit(prompt.double(), edit, EditInputs()).to(prompt.dtype)}
+
+
 def _read_settings(folder: Path) -> dict[str, Any]:
     """The adapter's config. Raises ``UnsupportedModel`` for one that does more than add."""
     path = folder / ADAPTER_CONFIG
@@ -134,9 +201,13 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         raise BadCheckpoint(f"{path} cannot be read ({error}); save the adapter again") from error
     kind = settings.get("peft_type") if isinstance(settings, dict) else None
     merge_it = "merge it into the original (merge_and_unload) and fold the result"
+    if kind == PROMPT:
+        if settings.get("num_transformer_submodules", 1) not in (1, None):
+            raise UnsupportedModel(f"{folder}: has prompts for an encoder and a decoder")
+        return dict(settings)
     if kind != "LORA":
         raise UnsupportedModel(
-            f"{folder}: only LoRA adapters can be edited, not {kind}; {merge_it}"
+            f"{folder}: only LoRA and prompts can be edited, not {kind}; {merge_it}"
         )
     start = settings.get("init_lora_weights")
     if start not in PLAIN_STARTS:

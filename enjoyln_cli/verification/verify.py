@@ -197,7 +197,7 @@ def verify(
     original = original_of(folded.source, marker, against, revision, access)
     stored = _stored_dtype(folded)
     compute = stored if dtype is None else _as_dtype(dtype)
-    plan = plan or _plan_of(folded, marker)
+    plan = plan or plan_of_result(folded, marker)
     if max_ratio is None:
         max_ratio = ROTATED_RATIO if plan.turned else RATIO
     if marker.trained:
@@ -296,7 +296,8 @@ def original_of(
     return open_checkpoint(source)
 
 
-def _plan_of(folded: Checkpoint, marker: Marker) -> Plan:
+def plan_of_result(folded: Checkpoint, marker: Marker) -> Plan:
+    """The plan that ``folded`` was made by, with the matrices that the user gave for it."""
     plan, matrices = read_plan(folded, marker.covered), folded.source.path / MATRIX_FILE
     return give_matrices(plan, matrices) if matrices.is_file() else plan
 

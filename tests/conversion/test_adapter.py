@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from commands import enjoyln
+from commands import enjoyln, good, refused
 from safetensors.torch import load_file, save_file
 from tiny_models import BERT, GPT2, PHI, live
 
@@ -211,7 +211,7 @@ def test_what_adapters_are_not_combined_with(
 
 
 SETTINGS = [
-    ({"peft_type": "IA3"}, UnsupportedModel, "only LoRA adapters"),
+    ({"peft_type": "IA3"}, UnsupportedModel, "only LoRA and prompts"),
     ({"use_dora": True}, UnsupportedModel, "use_dora is True"),
     ({"trainable_token_indices": [3]}, UnsupportedModel, "trainable_token_indices"),
     ({"target_parameters": ["x"]}, UnsupportedModel, "target_parameters"),
@@ -279,3 +279,71 @@ def test_the_command(bases: dict[str, Path], adapters: dict[str, Path], tmp_path
         found = enjoyln(*words, "-o", str(tmp_path / "two"), name)
         assert found.exit_code == 2
         assert f"--adapter cannot be combined with {name}" in found.output
+
+
+@pytest.fixture(scope="module")
+def results(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Results whose original has an adapter: one rotated in its stock class, and two folded."""
+    folder = tmp_path_factory.mktemp("results")
+    ways = {
+        "rotated": ("phi", Options(fold=False, rotate=True, seed=2)),
+        "folded": ("phi", Options()),
+        "merged": ("phi", Options(merge="affine")),
+    }
+    for way, (name, options) in ways.items():
+        fold(bases[name], folder / way, options=options, verify=False)
+    return {way: folder / way for way in ways}
+
+
+@pytest.mark.parametrize("way", ["rotated", "folded", "merged"])
+def test_an_adapter_is_edited_like_its_base(
+    way: str,
+    bases: dict[str, Path],
+    adapters: dict[str, Path],
+    results: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    exact = first_output(peft.PeftModel.from_pretrained(load(bases["phi"]), adapters["phi"]).eval())
+    good("rotate", adapters["phi"], "--like", results[way], "-o", tmp_path / "new")
+    tuned = peft.PeftModel.from_pretrained(load(results[way]), tmp_path / "new").eval()
+    assert largest(first_output(tuned), exact) < 1e-12
+    settings = json.loads((tmp_path / "new" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(results[way])
+
+
+@pytest.mark.parametrize("way", ["rotated", "folded"])
+def test_a_prompt_is_edited_like_rows_of_the_table(
+    way: str, bases: dict[str, Path], results: dict[str, Path], tmp_path: Path
+) -> None:
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    torch.manual_seed(5)
+    model = peft.get_peft_model(load(bases["phi"]), prompt).double().eval()
+    with torch.no_grad():
+        for name, vectors in model.named_parameters():
+            if "prompt" in name:
+                vectors.copy_(0.5 + torch.randn_like(vectors))
+    model.save_pretrained(tmp_path / "prompt")
+    good("rotate", tmp_path / "prompt", "--like", results[way], "-o", tmp_path / "new")
+    tuned = peft.PeftModel.from_pretrained(load(results[way]), tmp_path / "new").double().eval()
+    rounding = torch.finfo(torch.float32).eps  # PEFT stores prompts in float32
+    assert largest(first_output(tuned), first_output(model)) < rounding
+    if way == "rotated":  # as it was trained, it is wrong
+        before = peft.PeftModel.from_pretrained(load(results[way]), tmp_path / "prompt")
+        assert largest(first_output(before.double().eval()), first_output(model)) > 1e-3
+
+
+def test_what_is_no_adapter_of_this_result_is_refused(
+    bases: dict[str, Path], adapters: dict[str, Path], results: dict[str, Path], tmp_path: Path
+) -> None:
+    def said(adapter: Path, like: Path) -> str:
+        return refused("rotate", adapter, "--like", like, "-o", tmp_path / "new")
+
+    assert "was not folded" in said(adapters["phi"], bases["phi"])
+    assert "no adapter_config.json" in said(bases["phi"], results["rotated"])
+    assert "the adapter changes it" in said(adapters["gpt2"], results["rotated"])
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    peft.get_peft_model(load(bases["phi"]), prefix).save_pretrained(tmp_path / "prefix")
+    assert "not PREFIX_TUNING" in said(tmp_path / "prefix", results["rotated"])
+    assert not (tmp_path / "new").exists()
+    found = enjoyln("rotate", adapters["phi"], "--like", results["rotated"])
+    assert found.exit_code == 2 and "Missing option '-o'" in found.output
