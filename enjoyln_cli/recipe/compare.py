@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan import differences as nested
-from enjoyln_cli.plan.differences import ABSENT
+from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.plan.schema import ABSENT
 from enjoyln_cli.recipe.from_plan import layers_in, variant_of
 from enjoyln_cli.recipe.model import (
     SECTIONS,
@@ -68,7 +68,7 @@ def compare(recipe: Variant, proof: Variant, config: Mapping[str, Any]) -> list[
 
     ``config`` gives the values of named sizes. Raises ``RecipeError`` for a size without a value.
     """
-    found = nested.differences(_texts(recipe, config), _texts(proof, config))
+    found = schema.differences(_texts(recipe, config), _texts(proof, config))
     return [
         Difference(section, "".join(name), *(NOTHING if text is ABSENT else text for text in texts))
         for (section, *name), *texts in found

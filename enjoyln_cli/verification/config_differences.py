@@ -22,8 +22,8 @@ from typing import Any
 from enjoyln_cli.analysis.untying import FLAG
 from enjoyln_cli.checkpoint.config import MARKER, with_entries
 from enjoyln_cli.checkpoint.marker import Marker
-from enjoyln_cli.plan.differences import ABSENT, differences
 from enjoyln_cli.plan.plan import Plan, Setting, size_settings
+from enjoyln_cli.plan.schema import ABSENT, differences
 
 ORIGIN = ("_name_or_path", "_commit_hash", "transformers_version")
 DTYPES = ("dtype", "torch_dtype")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enjoyln_cli.plan.differences import ABSENT, differences
+from enjoyln_cli.plan.schema import ABSENT, differences
 
 
 def test_every_entry_that_differs_has_its_path() -> None:
