@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import transformers
 from bench_cases import MODELS
-from paper_tables import norm_cost, paper_cases, saved, seconds_of, table, time_models, times_page
+from paper_times import norm_cost, paper_cases, saved, seconds_of, table, time_models, times_page
 
 from enjoyln_cli import __version__
 from enjoyln_cli.kernels import gpu

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 import bench
-import paper_tables
+import paper_times
 import pytest
-from paper_tables import FIGURES, NORM_SHARES, paper_cases, time_models, times_page
+from paper_times import FIGURES, NORM_SHARES, paper_cases, time_models, times_page
 
 
 def test_tasks_take_turns_and_ratios_are_those_within_a_round() -> None:
@@ -67,7 +67,7 @@ def test_what_is_measured_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> No
     (row,) = results["GPT2"]["rows"]
     lines = [line for line in times_page(results).splitlines() if line.startswith("| GPT2 | 1 x")]
     assert len(lines) == 2
-    assert all(f"| {paper_tables.seconds_of(row, 'original')} |" in line for line in lines)
+    assert all(f"| {paper_times.seconds_of(row, 'original')} |" in line for line in lines)
 
 
 def test_a_model_that_fails_is_left_out() -> None:
