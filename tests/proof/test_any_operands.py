@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  (registers its grouped product)
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from random_ops import FAMILIES
 from torch.fx import Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -210,7 +208,7 @@ def op_key(node: Node) -> Any:
     return getattr(packet(node), "_qualified_op_name", packet(node))
 
 
-FEW = 4
+FEW = 8
 CALLS = {
     "copies": 250,
     "views": 120,
@@ -231,11 +229,9 @@ ALWAYS = {"_same", "_permute", "_zeros", "_cast", "_view", "_matmul", "_reduce"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=FEW, derandomize=True, deadline=None, database=None,
-          suppress_health_check=list(HealthCheck))  # fmt: skip
-@given(seed=st.integers(0, 2**20))
-def test_rules_hold_for_a_few_operands(name: str, seed: int) -> None:
-    judge_case(name, seed)
+def test_rules_hold_for_a_few_operands(name: str) -> None:
+    for seed in range(FEW):
+        judge_case(name, seed)
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "sub"])

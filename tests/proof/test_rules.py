@@ -1,4 +1,7 @@
-"""Every rule of the table against the real op, in float64, for both facts that it claims."""
+"""What rules refuse, and why; which shifts are absorbed, passed on or seen.
+
+That rules are right about what they accept is tested in ``test_any_operands.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from enjoyln_cli.graph.nodes import packet, shape_of
-from enjoyln_cli.plan.axis import Axis, centre, group_means, through_view
+from enjoyln_cli.plan.axis import Axis, centre, through_view
 from enjoyln_cli.proof.flow import Absorbed, push, reads_no_values
-from enjoyln_cli.proof.pullback import _RULES, Opaque, pull
+from enjoyln_cli.proof.pullback import Opaque, pull
 
 aten = torch.ops.aten
 
@@ -33,218 +36,6 @@ ROWS = torch.tensor([[True, False, True, False, False], [False, True, False, Fal
 PICKED = torch.tensor([[[3], [0], [1]], [[1], [4], [1]]])
 IMAGE = values(2, 6, 4, 4)
 OFFSETS = torch.tensor([2, 2, 5], dtype=torch.int32)
-
-CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
-    "view": (lambda x: x.view(2, 5, 3, 4), (X,)),
-    "merge": (lambda x: x.view(2, 5, 12).reshape(10, 12), (values(2, 5, 3, 4),)),
-    "unflatten": (lambda x: aten.unflatten.int(x, 2, [4, 3]), (X,)),
-    "flatten": (lambda x: aten.flatten.using_ints(x, 0, 1), (X,)),
-    "_unsafe_view": (lambda x: aten._unsafe_view(x, [10, 12]), (X,)),
-    "view_as": (lambda x: aten.view_as(x, x), (X,)),
-    "unsqueeze": (lambda x: x.unsqueeze(1), (X,)),
-    "squeeze": (lambda x: aten.squeeze.dim(x, 1), (values(2, 1, 6),)),
-    "clone": (lambda x: x.clone(), (X,)),
-    "contiguous": (lambda x: aten.contiguous(x), (X,)),
-    "alias": (lambda x: aten.alias(x), (X,)),
-    "detach": (lambda x: x.detach(), (X,)),
-    "detach_": (lambda x: aten.detach_(x.clone()), (X,)),
-    "lift_fresh_copy": (lambda x: aten.lift_fresh_copy(x), (X,)),
-    "neg": (lambda x: -x, (X,)),
-    "positive": (lambda x: aten.positive(x), (X,)),
-    "_to_copy": (lambda x: aten._to_copy(x, dtype=torch.float64), (X,)),
-    "to": (lambda x: aten.to.dtype(x, torch.float64, False, True), (X,)),
-    "type_as": (lambda x, y: aten.type_as(x, y), (X, values(1))),
-    "dropout": (lambda x: aten.dropout(x, 0.5, False), (X,)),
-    "dropout of rate 0 in training": (lambda x: aten.dropout(x, 0.0, True), (X,)),
-    "feature_dropout": (lambda x: aten.feature_dropout(x, 0.5, False), (X,)),
-    "permute": (lambda x: x.permute(2, 0, 1), (X,)),
-    "transpose": (lambda x: x.transpose(0, 2), (X,)),
-    "t": (lambda x: x.t(), (values(5, 6),)),
-    "numpy_T": (lambda x: aten.numpy_T(x), (values(5, 6),)),
-    "mT": (lambda x: x.mT, (X,)),
-    "moveaxis": (lambda x: aten.moveaxis.int(x, 0, 2), (X,)),
-    "swapdims": (lambda x: aten.swapdims(x, 0, 1), (X,)),
-    "narrow": (lambda x: aten.narrow(x, -1, -9, 6), (X,)),
-    "movedim": (lambda x: aten.movedim.int(x, 0, 2), (X,)),
-    "swapaxes": (lambda x: aten.swapaxes(x, 0, 1), (X,)),
-    "add": (lambda x, y: x + y, (X, values(12))),
-    "sub": (lambda x, y: aten.sub.Tensor(x, y, alpha=2), (X, values(5, 12))),
-    "centring": (lambda x: x - x.mean(-1, keepdim=True), (X,)),
-    "mul": (lambda x, y: x * y, (X, values(2, 5, 1))),
-    "multiply": (lambda x: aten.multiply.Scalar(x, 3.0), (X,)),
-    "div": (lambda x, y: x / y, (X, values(5, 1))),
-    "true_divide": (lambda x: aten.true_divide.Scalar(x, 3.0), (X,)),
-    "where": (lambda x, y: torch.where(MASK, x, y), (X, values(2, 5, 12, seed=4))),
-    "masked_fill": (lambda x: x.masked_fill(MASK, 0), (X,)),
-    "expand": (lambda x: x.expand(3, 5, 12), (values(1, 5, 12),)),
-    "expand_as": (lambda x, y: aten.expand_as(x, y), (values(1, 5, 12), values(3, 5, 12))),
-    "broadcast_to": (lambda x: aten.broadcast_to(x, [3, 5, 12]), (values(1, 5, 12),)),
-    "repeat": (lambda x: x.repeat(2, 1, 3, 1), (X,)),
-    "tile": (lambda x: aten.tile(x, [3, 1]), (X,)),
-    "slice": (lambda x: x[:, 1:4, 3:9], (X,)),
-    "strided": (lambda x: x[:, ::2], (X,)),
-    "getitem": (lambda x: x.split([4, 8], -1)[1] + 0, (X,)),
-    "unbind": (lambda x: x.unbind(1)[2] + 0, (X,)),
-    "select": (lambda x: x.select(1, 2), (X,)),
-    "cat": (lambda x, y: torch.cat((x, y), 1), (X, values(2, 3, 12))),
-    "cat along": (lambda x, y: torch.cat((x, y), -1), (X, values(2, 5, 6))),
-    "concat": (lambda x, y: aten.concat((x, y), 1), (X, values(2, 3, 12))),
-    "concatenate": (lambda x, y: aten.concatenate((x, y), 1), (X, values(2, 3, 12))),
-    "stack": (lambda x, y: torch.stack((x, y), 1), (X, values(2, 5, 12, seed=5))),
-    "index_select": (lambda x: x.index_select(1, torch.tensor([3, 0])), (X,)),
-    "roll": (lambda x: x.roll((1, 2), (0, 1)), (X,)),
-    "flip": (lambda x: x.flip(1), (X,)),
-    "index": (lambda x: x[:, INDEX], (X,)),
-    "index two": (lambda x: x[torch.tensor([0, 1]), torch.tensor([3, 4])], (X,)),
-    "index by a mask": (lambda x: x[ROWS], (X,)),
-    "index by a mask of tokens": (lambda x: x[:, MASK[:, 0]], (X,)),
-    "index_put": (lambda x, y: aten.index_put(x, [None, INDEX], y), (X, values(2, 12))),
-    "index_put added": (
-        lambda x, y: aten.index_put(x, [torch.tensor([0, 1])], y, True),
-        (X, values(2, 1, 12)),
-    ),
-    "index_put by a mask": (lambda x, y: aten.index_put(x, [ROWS], y), (X, values(4, 12))),
-    "index_add": (lambda x, y: x.index_add(1, INDEX[0], y), (X, values(2, 2, 12))),
-    "index_copy": (lambda x, y: x.index_copy(1, INDEX[0], y), (X, values(2, 2, 12))),
-    "gather": (lambda x: x.gather(1, PICKED.expand(2, 3, 12)), (X,)),
-    "gather by a repeated index": (lambda x: x.gather(1, PICKED.repeat(1, 1, 12)), (X,)),
-    "repeat_interleave": (lambda x: aten.repeat_interleave.self_int(x, 3, 1), (X,)),
-    "windows": (lambda x: x.unfold(1, 2, 1).transpose(2, 3), (X,)),
-    "copy": (lambda x, y: aten.copy(x, y), (values(2, 5, 12, seed=6), X)),
-    "sum": (lambda x: x.sum(1), (X,)),
-    "mean": (lambda x: x.mean(1, keepdim=True), (X,)),
-    "cumsum": (lambda x: x.cumsum(1), (X,)),
-    "avg_pool1d": (lambda x: aten.avg_pool1d(x, [2]), (values(2, 6, 8),)),
-    "avg_pool2d": (lambda x: aten.avg_pool2d(x, [2, 2]), (IMAGE,)),
-    "avg_pool of tokens": (lambda x: aten.avg_pool2d(x, [2, 1], [2, 1], [0, 0], True), (IMAGE,)),
-    "masked_scatter": (
-        lambda x, y: x.masked_scatter(MASK.expand(2, 5, 12), y),
-        (X, values(6, 12)),
-    ),
-    "adaptive_avg_pool1d": (lambda x: aten.adaptive_avg_pool1d(x, [3]), (values(2, 6, 8),)),
-    "adaptive_avg_pool2d": (lambda x: aten.adaptive_avg_pool2d(x, [3, 3]), (IMAGE,)),
-    "upsample_bicubic2d": (lambda x: aten.upsample_bicubic2d(x, [7, 5], False), (IMAGE,)),
-    "upsample_bilinear2d": (lambda x: aten.upsample_bilinear2d(x, [7, 5], False), (IMAGE,)),
-    "upsample_nearest2d": (lambda x: aten.upsample_nearest2d(x, [7, 5]), (IMAGE,)),
-    "_upsample_bicubic2d_aa": (lambda x: aten._upsample_bicubic2d_aa(x, [3, 5], False), (IMAGE,)),
-    "_upsample_bilinear2d_aa": (
-        lambda x: aten._upsample_bilinear2d_aa(x, [3, 5], False),
-        (IMAGE,),
-    ),
-    "constant_pad_nd": (lambda x: aten.constant_pad_nd(x, [0, 0, 1, 2]), (X,)),
-    "pad": (lambda x: aten.pad(x, [0, 0, 1, 2]), (X,)),
-    "pad by the last token": (lambda x: aten.replication_pad2d(x, [0, 0, 1, 2]), (X,)),
-    "pad by the last pixel": (lambda x: aten.pad(x, [1, 2], "replicate"), (values(2, 6, 5),)),
-    "pad by a mirror": (lambda x: aten.reflection_pad1d(x, [1, 2]), (values(2, 6, 5),)),
-    "reflection_pad2d": (lambda x: aten.reflection_pad2d(x, [1, 2, 1, 1]), (IMAGE,)),
-    "replication_pad1d": (lambda x: aten.replication_pad1d(x, [1, 2]), (values(2, 6, 5),)),
-    "replication_pad3d": (
-        lambda x: aten.replication_pad3d(x, [1, 0, 0, 2, 0, 0]),
-        (values(1, 6, 2, 2, 3),),
-    ),
-    "reflection_pad3d": (
-        lambda x: aten.reflection_pad3d(x, [1, 0, 0, 1, 0, 0]),
-        (values(1, 6, 2, 2, 3),),
-    ),
-    "reshape_as": (lambda x, y: aten.reshape_as(x, y), (X, values(10, 3, 4))),
-    "lerp": (lambda x, y: torch.lerp(x, y, 0.3), (X, values(5, 12))),
-    "lerp by a weight of tokens": (
-        lambda x, y, w: torch.lerp(x, y, w),
-        (X, values(5, 12), values(5, 1)),
-    ),
-    "scatter": (
-        lambda x, y: x.scatter(1, PICKED[:, :2].expand(2, 2, 12), y),
-        (X, values(2, 2, 12)),
-    ),
-    "select_scatter": (
-        lambda x, y: torch.select_scatter(x, y, 1, 2),
-        (X, values(2, 12)),
-    ),
-    "slice_scatter": (
-        lambda x, y: torch.slice_scatter(x, y, 1, 1, 5, 2),
-        (X, values(2, 2, 12)),
-    ),
-    "scatter_add": (
-        lambda x, y: x.scatter_add(1, PICKED.expand(2, 3, 12), y),
-        (X, values(2, 3, 12)),
-    ),
-    "take_along_dim": (lambda x: torch.take_along_dim(x, PICKED, 1), (X,)),
-    "take_along_dim by a repeated index": (
-        lambda x: torch.take_along_dim(x, PICKED.expand(2, 3, 12), 1),
-        (X,),
-    ),
-    "tensordot": (lambda x, w: aten.tensordot(x, w, [2], [0]), (X, values(12, 6))),
-    "tensordot of heads": (
-        lambda x, w: aten.tensordot(x, w, [2, 3], [0, 1]),
-        (values(2, 5, 3, 4), values(3, 4, 6)),
-    ),
-    "embedding_bag": (
-        lambda w: aten.embedding_bag(w, INDEX.view(-1), torch.tensor([0, 2]))[0] + 0,
-        (values(5, 12),),
-    ),
-    "upsample_nearest1d": (lambda x: aten.upsample_nearest1d(x, [7]), (values(2, 6, 4),)),
-    "upsample_linear1d": (lambda x: aten.upsample_linear1d(x, [7], False), (values(2, 6, 4),)),
-    "zeros": (lambda x: torch.zeros(5, 6, dtype=x.dtype) + 0, (X,)),
-    "zeros_like": (lambda x: torch.zeros_like(x), (X,)),
-    "new_zeros": (lambda x: x.new_zeros(5, 6), (X,)),
-    "embedding": (lambda w: F.embedding(INDEX, w), (values(5, 12),)),
-    "linear": (lambda x, w, b: F.linear(x, w, b), (X, values(6, 12), values(6))),
-    "linear without bias": (lambda x, w: F.linear(x, w), (X, values(6, 12))),
-    "matmul": (lambda x, y: x @ y, (X, values(12, 6))),
-    "mm": (lambda x, y: torch.mm(x, y), (values(5, 6), values(6, 8))),
-    "bmm": (lambda x, y: torch.bmm(x, y), (X, values(2, 12, 6))),
-    "einsum": (lambda x, w: torch.einsum("bth,hnd->btnd", x, w), (X, values(12, 2, 6))),
-    "einsum of heads": (
-        lambda p, v: torch.einsum("bnij, jbnd -> ibnd", p, v),
-        (values(2, 3, 5, 4), values(4, 2, 3, 6)),
-    ),
-    "einsum with an ellipsis": (
-        lambda p, v: torch.einsum("...si,...id->...sd", p, v),
-        (values(3, 2, 5, 4), values(2, 4, 6)),
-    ),
-    "einsum of one": (lambda x: torch.einsum("btd->bd", x), (X,)),
-    "grouped_mm_fallback": (
-        lambda x, w: torch.ops.transformers.grouped_mm_fallback(x, w, OFFSETS),
-        (values(5, 8), values(3, 8, 12)),
-    ),
-    "addmm": (lambda b, x, w: aten.addmm(b, x, w, beta=2), (values(6), values(5, 8), values(8, 6))),
-    "baddbmm": (lambda b, x, y: torch.baddbmm(b, x, y), (values(2, 5, 6), X, values(2, 12, 6))),
-    "conv1d": (
-        lambda x, w, b: F.conv1d(x, w, b, padding=1),
-        (values(2, 4, 7), values(6, 4, 3), values(6)),
-    ),
-    "conv2d": (lambda x, w: F.conv2d(x, w), (IMAGE, values(8, 6, 2, 2))),
-    "conv3d": (lambda x, w: F.conv3d(x, w), (values(1, 2, 3, 3, 3), values(6, 2, 2, 2, 2))),
-    "convolution": (
-        lambda x, w: aten.convolution(x, w, None, [1], [0], [1], False, [0], 1),
-        (values(2, 4, 7), values(6, 4, 3)),
-    ),
-    "conv_transpose1d": (
-        lambda x, w, b: F.conv_transpose1d(x, w, b, stride=2),
-        (values(2, 4, 7), values(4, 6, 3), values(6)),
-    ),
-    "conv_transpose2d": (lambda x, w: F.conv_transpose2d(x, w), (IMAGE, values(6, 8, 2, 2))),
-    "conv_transpose3d": (
-        lambda x, w: F.conv_transpose3d(x, w),
-        (values(1, 2, 3, 3, 3), values(2, 6, 2, 2, 2)),
-    ),
-    "scaled_dot_product_attention": (
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
-        (values(2, 3, 5, 4), values(2, 3, 6, 4), values(2, 3, 6, 8)),
-    ),
-    "attention with dropout of the probabilities": (
-        lambda q, k, v: attention_with_dropout(q, k, v),
-        (values(2, 3, 5, 4), values(2, 3, 6, 4), values(2, 3, 6, 8)),
-    ),
-    "layer_norm": (lambda x: F.layer_norm(x, (12,)), (X,)),
-    "layer_norm with bias": (lambda x, b: F.layer_norm(x, (12,), None, b), (X, values(12))),
-}
-
-
-def attention_with_dropout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same probabilities are dropped in every call."""
-    torch.manual_seed(0)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.4)
 
 
 def captured(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Node, list[Node]]:
@@ -280,49 +71,6 @@ def sources(node: Node, axis: Axis) -> list[tuple[Node, Axis]] | Opaque:
             return deeper
         result += deeper
     return result
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_both_facts(name: str) -> None:
-    function, inputs = CASES[name]
-    node, placeholders = captured(function, *inputs)
-    out = function(*(x.clone() for x in inputs))
-    accepted = 0
-    for axis in axes(tuple(out.shape)):
-        pairs = sources(node, axis)
-        if isinstance(pairs, Opaque):
-            assert pairs.reason
-            continue
-        accepted += 1
-        changed, shifted = list(inputs), list(inputs)
-        for position, placeholder in enumerate(placeholders):
-            for operand, below in dict.fromkeys(pairs):
-                if operand is placeholder:
-                    x = inputs[position]
-                    changed[position] = centre(changed[position], below)
-                    free = values(*x.shape, seed=9)
-                    shift = free - centre(free, below)
-                    shifted[position] = shifted[position] + shift
-        expected = centre(out, axis)
-        torch.testing.assert_close(centre(function(*changed), axis), expected)
-        means = group_means(function(*changed), axis)
-        torch.testing.assert_close(means, torch.zeros_like(means), atol=1e-11, rtol=0)
-        torch.testing.assert_close(centre(function(*shifted), axis), expected)
-        rest = function(*shifted) - out
-        covered = centre(rest, axis).narrow(axis.dim, axis.start, axis.length)
-        torch.testing.assert_close(covered, torch.zeros_like(covered), atol=1e-11, rtol=0)
-    assert accepted, "a rule that accepts nothing is not tested"
-
-
-def test_every_rule_has_a_case() -> None:
-    met = set()
-    for function, inputs in CASES.values():
-        node, _ = captured(function, *inputs)
-        called = [n for n in node.graph.nodes if n.op == "call_function"]
-        met |= {packet(n) for n in called}
-        met |= {getattr(packet(n), "_qualified_op_name", "") for n in called}
-    untested = {aten.dropout_, aten._grouped_mm}  # in place; not for float64, as its fallback
-    assert set(_RULES) - met <= untested, f"no case for {set(_RULES) - met - untested}"
 
 
 def test_a_grouped_product_keeps_columns_in_single_precision() -> None:
