@@ -48,12 +48,6 @@ class Recorded(nn.Module):
         x.mul_(self.gain)
         return x - mean
 
-    def between_by_view(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        x = x.tanh()
-        mean = x.mean(-1, keepdim=True)
-        x[..., 0].fill_(3.0)
-        return x - mean
-
     def between_by_another_view(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         whole = x.tanh()
         x, other = whole.view(-1, D), whole.flatten()
@@ -76,12 +70,6 @@ class Recorded(nn.Module):
     def index(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         places = (tokens % 2).unsqueeze(-1).repeat(1, 1, D)
         places[..., 0] = 2
-        return x.gather(1, places)
-
-    def index_by_view(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        places = (tokens % 2).unsqueeze(-1).repeat(1, 1, D)
-        some = places.view(-1, D)[:, 2:5]
-        some.add_(1)
         return x.gather(1, places)
 
     def mask(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -111,8 +99,8 @@ class Recorded(nn.Module):
 
 FOLDING = ["nothing", "residual", "ids_before"]
 WRITING = [
-    "between", "between_by_view", "between_by_another_view", "between_by_out", "written_mean",
-    "index", "index_by_view", "mask", "parameter", "kept", "through_a_list",
+    "between", "between_by_another_view", "between_by_out", "written_mean", "index", "mask",
+    "parameter", "kept", "through_a_list",
 ]  # fmt: skip
 
 
@@ -188,30 +176,17 @@ class Copying(nn.Module):
         return store * 2
 
     def copy(self, into: torch.Tensor, rows: torch.Tensor) -> None:
-        places = torch.arange(rows.shape[1])
-        match self.how:
-            case "copy":
-                into[:, : rows.shape[1]].copy_(rows)
-            case "index_copy":
-                into.index_copy_(1, places, rows)
-            case "index_add":
-                into.index_add_(1, places, rows)
-            case "index_put":
-                into[:, places] = rows
-            case "scatter":
-                into.scatter_(1, places[None, :, None].expand_as(rows), rows)
+        if self.how == "copy":
+            into[:, : rows.shape[1]].copy_(rows)
+        else:
+            into[:, torch.arange(rows.shape[1])] = rows
 
 
-COPIES = ["copy", "index_copy", "index_add", "index_put", "scatter"]
-RECORDED = [
-    pytest.param(how, dynamic, marks=pytest.mark.slow if dynamic and how != "copy" else ())
-    for how in COPIES
-    for dynamic in (False, True)
-]
-"""Each copy in an exported graph, and one in a recorded graph, where the same code finds it."""
+COPIES = [("copy", False), ("index_put", False), ("copy", True)]
+"""Two in an exported graph, and one in a recorded graph, where the same code finds it."""
 
 
-@pytest.mark.parametrize(("how", "dynamic"), RECORDED)
+@pytest.mark.parametrize(("how", "dynamic"), COPIES)
 def test_what_is_copied_elsewhere_is_not_written(how: str, dynamic: bool) -> None:
     model = randomised(Copying(how, dynamic, "result"))
     assert bool(analyze_module(model, ids()).plan.by_example) == dynamic
@@ -219,7 +194,7 @@ def test_what_is_copied_elsewhere_is_not_written(how: str, dynamic: bool) -> Non
     assert found.folded == {"norm"} and found.error < 1e-12
 
 
-@pytest.mark.parametrize(("how", "dynamic"), RECORDED)
+@pytest.mark.parametrize(("how", "dynamic"), COPIES)
 @pytest.mark.parametrize("what", ["source", "operand"])
 def test_what_is_seen_in_a_copy_or_written_stays(how: str, dynamic: bool, what: str) -> None:
     found = fold_in_place(randomised(Copying(how, dynamic, what)), ids())

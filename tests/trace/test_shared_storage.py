@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from folding_live import VOCAB, D, Outcome, fold_in_place, ids, randomised
 from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
-
-HELD: dict[str, torch.Tensor] = {}
 
 
 class Stem(nn.Module):
@@ -57,12 +54,6 @@ def a_row(model: Stem) -> None:
     bind(model, lambda self, t: self.norm(self.emb(t)) * self.extra.bias.sum())
 
 
-def from_numpy(model: Stem) -> None:
-    array = model.emb.weight.detach().numpy().copy()
-    model.emb.weight = nn.Parameter(torch.from_numpy(array))
-    model.head.weight = nn.Parameter(torch.from_numpy(array))
-
-
 def a_buffer(model: Stem) -> None:
     model.register_buffer("table", model.emb.weight.data)
     bind(model, lambda self, t: F.linear(self.norm(self.emb(t)), self.table))
@@ -73,42 +64,12 @@ def an_attribute(model: Stem) -> None:
     bind(model, lambda self, t: F.linear(self.norm(self.emb(t)), self.table))
 
 
-def a_list(model: Stem) -> None:
-    model.tables = [model.emb.weight]
-    bind(model, lambda self, t: F.linear(self.norm(self.emb(t)), self.tables[0]))
-
-
-def a_nested_dict(model: Stem) -> None:
-    model.tables = {"all": ({"one": model.emb.weight.data},)}
-    bind(model, lambda self, t: F.linear(self.norm(self.emb(t)), self.tables["all"][0]["one"]))
-
-
 def a_closure(model: Stem) -> None:
     table = model.emb.weight
     bind(model, lambda self, t: F.linear(self.norm(self.emb(t)), table))
 
 
-def a_default_argument(model: Stem) -> None:
-    def forward(self: Any, tokens: torch.Tensor, table: Any = model.emb.weight) -> torch.Tensor:
-        return F.linear(self.norm(self.emb(tokens)), table)
-
-    bind(model, forward)
-
-
-def a_global(model: Stem) -> None:
-    HELD["table"] = model.emb.weight.data
-    bind(model, lambda self, t: F.linear(self.norm(self.emb(t)), HELD["table"]))
-
-
-def a_column_in_a_list(model: Stem) -> None:
-    model.parts = [model.emb.weight.data[:, 2]]
-    bind(model, lambda self, t: self.norm(self.emb(t)) * self.parts[0].sum())
-
-
-SHARING = [
-    two_parameters, transposed, a_row, from_numpy, a_buffer, an_attribute, a_list, a_nested_dict,
-    a_closure, a_default_argument, a_global, a_column_in_a_list,
-]  # fmt: skip
+SHARING = [two_parameters, transposed, a_row, a_buffer, an_attribute, a_closure]
 
 
 @pytest.mark.parametrize("share", SHARING, ids=lambda share: share.__name__)
@@ -194,7 +155,7 @@ class Changing(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.emb, self.norm = nn.Embedding(VOCAB, D), nn.LayerNorm(D)
-        self.mask, self.how = nn.Parameter(torch.zeros(VOCAB, D)), how
+        self.how = how
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         weight = self.emb.weight
@@ -202,21 +163,12 @@ class Changing(nn.Module):
             weight.data.clamp_(min=0.1)
         elif self.how == "assigned data":
             weight.data = weight.data.clamp(min=0.1)
-        elif self.how == "copied":
-            weight.copy_(weight.clamp(min=0.1))
         elif self.how == "new parameter":
             self.emb.weight = nn.Parameter(weight.clamp(min=0.1), requires_grad=False)
-        elif self.how == "replaced by another":
-            self.emb.weight = nn.Parameter(self.mask.exp() + weight * 0, requires_grad=False)
-        elif self.how == "one row":
-            weight[3].clamp_(max=0.5)
         return self.norm(self.emb(tokens))
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["clamp_", "assigned data", "copied", "new parameter", "replaced by another", "one row"],
-)
+@pytest.mark.parametrize("how", ["clamp_", "assigned data", "new parameter"])
 def test_a_weight_that_a_call_changes_is_not_centred(how: str) -> None:
     found: Outcome = fold_in_place(randomised(Changing(how)), ids())
     assert found.error < 1e-12 and not found.folded
