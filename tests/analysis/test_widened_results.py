@@ -66,6 +66,8 @@ def test_the_function_stays_the_same(
 ) -> None:
     config = CONFIG_MAPPING[kind](**settings)
     plan = analyze_config(config, model_class=name, options=WIDEN).plan
+    assert len(plan.folded) == wider and not plan.ops
+    assert sum(not verdict.mlps for verdict in plan.folded) == plain
     original = live(name, config)
     folded = converted(original, plan)
     for given in given_to(original):

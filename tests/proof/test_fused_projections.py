@@ -41,22 +41,10 @@ FORMS: dict[str, Callable[[torch.Tensor], Parts]] = {
     "by number": lambda y: tuple(
         y.reshape(*y.shape[:2], 3, H, D)[:, :, i].transpose(1, 2) for i in range(3)
     ),
-    "permuted and by number": lambda y: tuple(
-        y.reshape(*y.shape[:2], 3, H, D).permute(2, 0, 3, 1, 4)[i] for i in range(3)
-    ),
     "split and squeezed": lambda y: tuple(
         p.squeeze(2).transpose(1, 2) for p in y.view(*y.shape[:2], 3, H, D).split(1, 2)
     ),
-    "chunk after a permute": lambda y: tuple(
-        p[0] for p in y.unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4).chunk(3)
-    ),
-    "copied between": lambda y: (
-        y.view(*y.shape[:2], 3, H, D).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
-    ),
     "interleaved": interleaved,
-    "interleaved and unbound": lambda y: tuple(
-        p.transpose(1, 2) for p in y.view(*y.shape[:2], H, 3, D).unbind(3)
-    ),
     "interleaved and chunked": lambda y: (
         y.view(*y.shape[:2], H, 3 * D).transpose(1, 2).chunk(3, -1)
     ),
@@ -135,19 +123,13 @@ class Shown(Attention):
 
 
 OBSERVERS: dict[str, tuple[Callable[..., torch.Tensor], set[str]]] = {
-    "the whole": (lambda y, whole, q, k, v: y.relu().sum(), set()),
     "the whole as a view": (lambda y, whole, q, k, v: whole.relu().sum(), set()),
     "the queries": (lambda y, whole, q, k, v: q.relu().sum(), {"k_norm"}),
     "the keys by number": (lambda y, whole, q, k, v: whole[:, :, 1].relu().sum(), {"q_norm"}),
-    "one head of the keys": (lambda y, whole, q, k, v: whole[0, 0, 1, 2].tanh().sum(), {"q_norm"}),
     "one feature of the queries": (
         lambda y, whole, q, k, v: whole[..., 0, :, 2].tanh().sum(), {"k_norm"},
     ),
-    "queries and keys": (lambda y, whole, q, k, v: whole[:, :, :2].relu().sum(), set()),
     "the values": (lambda y, whole, q, k, v: whole[:, :, 2].relu().sum(), {"q_norm", "k_norm"}),
-    "the last rows": (
-        lambda y, whole, q, k, v: y[..., 2 * H * D :].relu().sum(), {"q_norm", "k_norm"},
-    ),
     "its shape": (
         lambda y, whole, q, k, v: torch.zeros_like(whole).sum(), {"q_norm", "k_norm"},
     ),

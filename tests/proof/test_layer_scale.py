@@ -79,9 +79,8 @@ def test_the_proof_says_what_is_merged() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_check_by_the_stored_plan_passes(dtype: torch.dtype, tmp_path: Path) -> None:
-    save("dinov2", "Dinov2Model", tmp_path / "source", dtype)
+def test_the_check_by_the_stored_plan_passes(tmp_path: Path) -> None:
+    save("dinov2", "Dinov2Model", tmp_path / "source", torch.bfloat16)
     fold(tmp_path / "source", tmp_path / "out")
     found = verify(tmp_path / "out")
     assert found.passed and found.identity_error is not None and found.identity_error <= 1e-12

@@ -409,54 +409,6 @@ def test_a_norm_folds_only_if_each_of_its_calls_does() -> None:
     assert fold(randomised(Shared(both=False)), ids()) < 1e-12
 
 
-class Cached(Stem):
-    """The values that a norm reads are returned as a cache."""
-
-    def __init__(self, cached: bool) -> None:
-        super().__init__()
-        self.cached = cached
-
-    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        values = self.writer(self.norm_free(self.embed(tokens)))
-        result = self.norm(values)
-        return (result, values) if self.cached else (result,)
-
-
-def test_a_cache_is_an_output() -> None:
-    found = verdict(randomised(Cached(True)), "norm", ids())
-    assert found.status == "kept"
-    assert "returns it" in found.culprit
-    assert verdict(randomised(Cached(False)), "norm", ids()).status == "static"
-
-
-class Heads(nn.Module):
-    """Query/key norms per head, after one fused projection or after three."""
-
-    def __init__(self, fused: bool, bias: bool) -> None:
-        super().__init__()
-        self.fused = fused
-        self.qkv = nn.Linear(D, 3 * 6, bias=bias)
-        self.parts = nn.ModuleList(nn.Linear(D, 6, bias=bias) for _ in range(3))
-        self.query, self.key = nn.LayerNorm(3), nn.LayerNorm(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(x).chunk(3, -1) if self.fused else [part(x) for part in self.parts]
-        q, k, v = (part.unflatten(-1, (2, 3)).transpose(1, 2) for part in parts)
-        return F.scaled_dot_product_attention(self.query(q), self.key(k), v)
-
-
-@pytest.mark.one_case
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-def test_norms_per_head_fold_behind_any_projection(fused: bool, bias: bool) -> None:
-    model = randomised(Heads(fused, bias))
-    plan = analyze_module(model, floats(2, 5, D)).plan
-    assert [v.status for v in plan.norms] == ["static", "static"]
-    assert {(w.axis.outer, w.axis.size) for w in plan.writers} == {(2, 3)}
-    assert len(plan.writers) == (2 + 2 * bias)
-    assert fold(model, floats(2, 5, D)) < 1e-12
-
-
 class OwnForward(nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) + 1
