@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from commands import enjoyln
 from fold_cases import written
 from live_models import CHECKPOINTS, moved
 from rounding import as_exact, in_float64
@@ -33,10 +32,8 @@ from enjoyln_cli.errors import BadCheckpoint, RecipeError, VerificationFailed
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.recipe.compare import differences
 from enjoyln_cli.recipe.from_plan import recipe_of
-from enjoyln_cli.recipe.read import load_recipe, parse_recipe
+from enjoyln_cli.recipe.read import load_recipe
 from enjoyln_cli.recipe.write import dump_recipe
-from enjoyln_cli.report.model_report import ModelReport
-from enjoyln_cli.report.notes import notes
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.modules import RMSNorm
@@ -165,19 +162,14 @@ def rows(seed: int = 3) -> torch.Tensor:
 READ: dict[str, Callable[[Block, torch.Tensor], Any]] = {
     "one layer": lambda m, y: m.up(y),
     "a gated MLP": lambda m, y: m.up(y) * F.silu(m.gate(y)),
-    "a Conv1D": lambda m, y: m.conv(y),
     "a product and a sum": lambda m, y: y @ m.matrix + m.added,
     "a layer by a sum": lambda m, y: m.bare(y) + m.added,
-    "one token": lambda m, y: m.up(y[:, 0]),
-    "picked tokens": lambda m, y: m.up(y[torch.tensor([1, 0])].flip(1)),
     "the mean of the tokens": lambda m, y: m.up(y.mean(1)),
     "dropout and a cast": lambda m, y: m.up(m.drop(y).to(torch.float64)),
     "channels first and back": lambda m, y: m.up(y.transpose(1, 2).contiguous().permute(0, 2, 1)),
     "a pool over channels first": lambda m, y: m.up(
         F.adaptive_avg_pool1d(y.transpose(1, 2), 1).flatten(1)
     ),
-    "a split of the tokens": lambda m, y: [m.up(part) for part in y.split([2, 3], 1)],
-    "heads after a layer": lambda m, y: m.heads(y).unflatten(-1, (3, 4)).softmax(-1),
     "a layer that is called twice": lambda m, y: m.up(y) + m.up(y.roll(1, 1)),
     "its shape": lambda m, y: m.up(y) + torch.zeros_like(y).sum(-1, keepdim=True),
 }
@@ -192,7 +184,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize(
     ("read", "norm"),
     [(read, "plain") for read in READ]
-    + [(read, "1 + weight") for read in ("one layer", "a Conv1D", "a product and a sum")],
+    + [(read, "1 + weight") for read in ("one layer", "a product and a sum")],
 )
 def test_a_reader_that_a_norm_merges_into(read: str, norm: str) -> None:
     """What the gain is computed from does not depend on how the reader is reached."""
@@ -215,20 +207,12 @@ REFUSED: dict[str, tuple[Callable[[Block, torch.Tensor], Any], str, str]] = {
     "the caller": (lambda m, y: (m.up(y), y), "the model returns its result", ""),
     "another norm": (lambda m, y: m.up(m.again(y)), NO_LINEAR.format("layer_norm"), "again"),
     "some of the features": (lambda m, y: m.down(y[..., :9]), NO_LINEAR.format("slice"), ""),
-    "heads": (
-        lambda m, y: m.up(y.unflatten(-1, (3, 4)).flatten(-2)), NO_LINEAR.format("unflatten"), "",
-    ),
-    "tokens beside others": (
-        lambda m, y: m.up(torch.cat([y, torch.ones_like(y)], 1)), NO_LINEAR.format("cat"), "",
-    ),
     "a product of it with itself": (
         lambda m, y: m.up(y).sum() + y @ y.transpose(1, 2), NO_LINEAR.format("matmul"), "",
     ),
     "a layer that reads something else, too": (
         lambda m, y: m.up(y) + m.up(m.down(m.heads.weight[:5, :9])), ELSEWHERE, "up.weight",
     ),
-    "a layer of another norm": (lambda m, y: m.up(y) + m.up(m.again(m.bare.weight[:5])), ELSEWHERE,
-        "up.weight"),
     "a weight that is looked up": (
         lambda m, y: m.up(y) + F.embedding(torch.tensor([0]), m.up.weight).sum(), ELSEWHERE,
         "up.weight",
@@ -331,16 +315,6 @@ def test_another_model_is_left_alone() -> None:
 
 
 # Checkpoints.
-
-
-def test_nothing_of_bert_is_merged_and_the_report_says_so() -> None:
-    plan = analyze_config(
-        transformers.AutoConfig.from_pretrained(CHECKPOINTS / "bert"),
-        model_class="BertModel", options=BIAS,
-    ).plan  # fmt: skip
-    text = "\n".join(notes(ModelReport("bert", plan)))
-    assert "not merged: embeddings.LayerNorm: its result is read by add" in text
-    assert "because of encoder.layer.0.attention.output" in text
 
 
 @pytest.fixture(scope="module")
@@ -447,36 +421,6 @@ def test_the_proof_says_where_things_go() -> None:
     last = analyze_module(model, rows(), options=BIAS).why("norm").children[-1]
     assert last.text == f"nothing is merged: {NO_BIAS} (bare.weight)" and not last.zero_mean
     assert "merged" not in str(analyze_module(model, rows()).why("norm"))
-
-
-def test_on_the_command_line(tmp_path: Path) -> None:
-    command = ["fold", str(CHECKPOINTS / "phi"), "--merge", "bias", "--dry-run", "--json"]
-    done = enjoyln(*command)
-    found = json.loads(done.stdout)
-    names = [f"model.layers.{i}.input_layernorm" for i in range(4)]
-    assert [one["norm"] for one in found["plan"]["merged"]] == names
-    assert all("bias" in one and "weight" not in one for one in found["plan"]["merged"])
-    assert "model.final_layernorm" in {one["norm"] for one in found["plan"]["unmerged"]}
-    text = " ".join(enjoyln(*command[:-1]).stdout.split())
-    assert "merge the bias of model.layers.0-3.input_layernorm into model.layers.0-3.self" in text
-    assert "4 norms merged into the layers that read them" in text
-    wrong = enjoyln("fold", "x", "-o", tmp_path / "o", "--merge", "gamma")
-    assert wrong.exit_code == 2 and "affine" in wrong.output
-
-
-def test_a_line_for_every_layer_with_other_names_on_disk() -> None:
-    checkpoint = open_checkpoint(open_source(str(CHECKPOINTS / "vit")))
-    config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / "vit")
-    plan = analyze_config(config, checkpoint=checkpoint, options=AFFINE).plan
-    recipe = parse_recipe(dump_recipe(recipe_of(plan, config=config)), where="here")
-    assert len(recipe.variants[0].merge) == 3
-    assert differences(recipe, plan, config=config) == ()
-    found = differences(recipe, replace(plan, merged=plan.merged[:-1]), config=config)
-    assert found == (
-        "merge: vit.layernorm: the recipe has {weight: vit.layernorm.weight, bias: "
-        "vit.layernorm.bias, readers: [{weight: classifier.weight, dim: 1, bias: "
-        "classifier.bias}]}, the proof nothing",
-    )
 
 
 # Errors that verify has to find.

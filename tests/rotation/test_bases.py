@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from live_models import moved
-from tiny_models import BERT, GPT2, PHI, TOKENS, VIT, live, rotated
+from tiny_models import BERT, GPT2, TOKENS, VIT, live, rotated
 from torch import nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING
@@ -38,10 +38,6 @@ WHISPER = {
     "max_source_positions": 20, "max_target_positions": 31, "num_mel_bins": 8,
     "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
 }  # fmt: skip
-OPT = {
-    **TOKENS, "hidden_size": 24, "word_embed_proj_dim": 24, "num_hidden_layers": 2, "ffn_dim": 33,
-    "num_attention_heads": 4, "max_position_embeddings": 31,
-}  # fmt: skip
 SMALL = {**TOKENS, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2}
 UNTIED = {"tie_word_embeddings": False}
 
@@ -57,16 +53,10 @@ MODELS: list[tuple[str, dict[str, Any], str, tuple[str, ...], int, int]] = [
     ("gpt2", {**GPT2, **UNTIED}, "GPT2LMHeadModel", (), 1, 2),
     ("llama", {**LLAMA, **UNTIED}, "LlamaForCausalLM", (), 1, 2),
     ("gemma", {**LLAMA, **UNTIED}, "GemmaForCausalLM", (), 1, 2),
-    ("qwen2", {**LLAMA, **UNTIED}, "Qwen2ForCausalLM", (), 1, 2),
-    ("mistral", {**LLAMA, **UNTIED}, "MistralForCausalLM", (), 1, 2),
     ("phi3", {**LLAMA, **UNTIED}, "Phi3ForCausalLM", (), 1, 2),
     ("t5", {**T5, **UNTIED}, "T5ForConditionalGeneration", ("logits",), 2, 6),
-    ("opt", {**OPT, **UNTIED}, "OPTForCausalLM", (), 1, 2),
     ("bloom", {**SMALL, "n_layer": 2, "n_head": 4}, "BloomForCausalLM", (), 0, 2),
-    ("phi", {**PHI, **UNTIED}, "PhiForCausalLM", (), 1, 2),
     ("falcon", {**SMALL, "bias": True, **UNTIED}, "FalconForCausalLM", (), 1, 0),
-    ("gpt_neox", {**SMALL, "intermediate_size": 33}, "GPTNeoXForCausalLM", (), 1, 2),
-    ("starcoder2", {**LLAMA, **UNTIED}, "Starcoder2ForCausalLM", (), 1, 2),
     ("whisper", {**WHISPER, **UNTIED}, "WhisperForConditionalGeneration", ("logits",), 1, 5),
     ("vit", VIT, "ViTForImageClassification", (), 1, 2),
     ("bert", BERT, "BertForMaskedLM", (), 0, 2),
@@ -119,7 +109,7 @@ def test_the_function_stays_the_same_in_the_stock_class(
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize("kind", ["gpt2", "opt", "phi", "vit"])
+@pytest.mark.parametrize("kind", ["gpt2", "vit"])
 def test_a_rotated_model_folds(kind: str) -> None:
     kind, settings, name, outputs, streams, _ = next(m for m in MODELS if m[0] == kind)
     config = config_of(kind, settings)
@@ -281,42 +271,22 @@ def rope(h: torch.Tensor) -> torch.Tensor:
 TURNS: dict[str, Callable[[Stream, torch.Tensor], Any]] = {
     "nothing": lambda m, h: h,
     "other tokens": lambda m, h: h + h.roll(1, 1) * 0.5,
-    "the mean of the tokens": lambda m, h: h + h.mean(1, keepdim=True),
     "an LayerScale before the sum": lambda m, h: h + m.scale * m.back(F.relu(m.wide(h))),
     "a scaled layer from the stream to itself": lambda m, h: h + m.scale * m.lora(h),
     "a convolution over channels": lambda m, h: h + m.mixing(h.mT).mT,
     "an RMSNorm": lambda m, h: h + m.down(F.relu(m.wide(m.rms(h)))),
-    "an RMSNorm by hand": lambda m, h: (
-        h + m.down(m.wide(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)))
-    ),
     "a LayerNorm by hand": lambda m, h: h + m.down(m.wide(by_hand(h))),
     "a router and its experts": lambda m, h: h + routed(m, h),
     "a mask over tokens": lambda m, h: h.masked_fill(torch.tensor([[[False], [True]]]), 0),
     "attention over tokens": lambda m, h: (
         h + F.scaled_dot_product_attention(m.wide(h), m.wide(h), h)
     ),
-    "a concatenation of tokens": lambda m, h: torch.cat([h, h[:, :1]], 1),
     "tokens in one": lambda m, h: h + m.pair(in_one(h)),
-    "tokens in one, by feature": lambda m, h: h + m.pair(by_feature(h)),
-    "a norm, then tokens in one": lambda m, h: h + m.pair(in_one(m.first(h))),
     "a norm, then tokens in one, by feature": lambda m, h: h + m.pair(by_feature(m.first(h))),
     "a norm over tokens in one": lambda m, h: h + m.pair(m.both(in_one(h))),
-    "a norm over tokens in one, by feature": lambda m, h: h + m.pair(m.both(by_feature(h))),
     "a norm by hand over tokens in one": lambda m, h: h + m.pair(by_hand(in_one(h))),
-    "a token beside the mean": lambda m, h: h + m.pair(class_and_mean(h)),
     "a norm, then a token beside the mean": lambda m, h: h + m.pair(class_and_mean(m.first(h))),
-    "a norm over a token beside the mean": lambda m, h: h + m.pair(m.both(class_and_mean(h))),
     "tokens in one, in part": lambda m, h: h + m.pair(torch.cat([h[:, :1], h[:, 1:]], -1)[:, -1:]),
-    "rows that a mask chooses": lambda m, h: (
-        h + h.masked_scatter(torch.tensor([[[True], [False]]]).expand(2, 2, D), m.lora(h))
-    ),
-    "one row replaced": lambda m, h: h + torch.select_scatter(h, m.lora(h)[:, 0], 1, 1),
-    "some rows replaced": lambda m, h: h + torch.slice_scatter(h, m.lora(h)[:, :1], 1, 1),
-    "rows replaced by index": lambda m, h: (
-        h + h.scatter(1, torch.tensor([[[1]], [[0]]]).expand(2, 1, D), m.lora(h)[:, :1])
-    ),
-    "rows copied over others": lambda m, h: h + torch.ops.aten.copy(h.roll(1, 1), m.lora(h)),
-    "rows put": lambda m, h: h + h.index_put((torch.tensor([1]),), m.lora(h)[0]),
     "an adapter": lambda m, h: h + m.back(m.wide(h)) + m.lora(h),
 }
 STAYS: dict[str, tuple[Callable[[Stream, torch.Tensor], Any], str]] = {
@@ -329,14 +299,9 @@ STAYS: dict[str, tuple[Callable[[Stream, torch.Tensor], Any], str]] = {
     "a norm over a part": (
         lambda m, h: h + torch.cat([m.part(h[..., :6]), h[..., 6:]], -1), "acts on single features"
     ),
-    "a concatenation": (
-        lambda m, h: torch.cat([h[..., :6], h[..., 6:]], -1), "slice acts on single features"
-    ),
     "single features": (lambda m, h: h + h[..., :1], "acts on single features"),
     "the caller": (lambda m, h: (h, h), "the model returns it"),
     "a constant": (lambda m, h: h + torch.arange(12.0), "it is an input or a constant"),
-    "a flip": (lambda m, h: h.flip(-1), "flip along the features"),
-    "a softmax": (lambda m, h: h + h.softmax(-1), "acts on single features"),
     "a norm that is added": (
         lambda m, h: h + m.norm(h), "its result is read by add, which is not a linear layer"
     ),
@@ -346,13 +311,9 @@ STAYS: dict[str, tuple[Callable[[Stream, torch.Tensor], Any], str]] = {
     "a norm over other features, too": (
         lambda m, h: h + m.cut(m.more(torch.cat([h, m.rest(h)], -1))), "other elements"
     ),
-    "one feature replaced": (
-        lambda m, h: h + torch.select_scatter(h, h[..., 0], 2, 1), "acts on single features"
-    ),
     "some features replaced": (
         lambda m, h: h + torch.slice_scatter(h, m.rest(h), 2, 6), "written to a part"
     ),
-    "its largest feature": (lambda m, h: h + h.amax(-1, keepdim=True), "acts on single features"),
 }  # fmt: skip
 
 
@@ -433,13 +394,10 @@ SEPARATE = {
 
 @pytest.mark.one_case
 @pytest.mark.parametrize("untied", [{}, UNTIED], ids=["untied here", "untied before"])
-@pytest.mark.parametrize("kind", ["Pegasus", "Blenderbot"])
-def test_embeddings_from_the_model_itself_are_in_its_basis(
-    kind: str, untied: dict[str, Any]
-) -> None:
+def test_embeddings_from_the_model_itself_are_in_its_basis(untied: dict[str, Any]) -> None:
     """``get_input_embeddings`` gives a table that ``forward`` does not read once it is untied."""
-    name = f"{kind}ForConditionalGeneration"
-    config = CONFIG_MAPPING[kind.lower()](**SEPARATE, **untied)
+    name = "PegasusForConditionalGeneration"
+    config = CONFIG_MAPPING["pegasus"](**SEPARATE, **untied)
     options = replace(ROTATED, untie=not untied)
     plan = analyze_config(config, model_class=name, outputs=("logits",), options=options).plan
     assert [basis.kind for basis in plan.turned].count("stream") == 2

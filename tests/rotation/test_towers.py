@@ -14,16 +14,9 @@ from enjoyln_cli.plan.plan import Options
 
 TOWERS: list[tuple[str, str, int, set[str]]] = [
     ("dinov2", "Dinov2ForImageClassification", 1, set()),
-    ("beit", "BeitForImageClassification", 1, set()),
     ("swin", "SwinForImageClassification", 3, set()),
-    ("siglip", "SiglipForImageClassification", 1, set()),
-    ("voxtral", "VoxtralForConditionalGeneration", 1, set()),
     (
         "qwen2_vl", "Qwen2VLForConditionalGeneration", 2,
-        {"image_outputs.last_hidden_state", "image_outputs.pooler_output"},
-    ),
-    (
-        "smolvlm", "SmolVLMForConditionalGeneration", 2,
         {"image_outputs.last_hidden_state", "image_outputs.pooler_output"},
     ),
 ]  # fmt: skip

@@ -105,7 +105,7 @@ class Fault:
     held: bool
     """Never answer; it lasts until the client hangs up."""
     corrupt: bool
-    """Turn a byte over: of the answer, or of what was uploaded."""
+    """Turn a byte of the answer over."""
     times: int
 
 
@@ -117,13 +117,7 @@ class Hub:
     """The large files, by their SHA-256."""
     parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
-    """Tokens, and whose they are. Everybody may write where the name of a user is the owner's."""
-    roles: dict[str, str] = field(default_factory=dict)
-    """What a token may: ``read``, ``fineGrained``, or ``write`` where none is given."""
-    orgs: dict[str, str] = field(default_factory=dict)
-    """Organizations of every user, and their role in them: ``read``, ``write``."""
-    granted: set[str] = field(default_factory=set)
-    """Users who may read gated repositories."""
+    """Tokens, and whose they are. A user may write where the owner has the user's name."""
     requests: list[Request] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -154,11 +148,7 @@ class Hub:
         return sorted({match[1] for match in found if match})
 
     def user(self, request: Request) -> str | None:
-        return self.tokens.get(token_of(request))
-
-    def may_write(self, request: Request, owner: str) -> bool:
-        may = self.user(request) == owner or self.orgs.get(owner) == "write"
-        return may and self.roles.get(token_of(request)) != "read"
+        return self.tokens.get(request.headers.get("authorization", "").removeprefix("Bearer "))
 
     # Serving.
 
@@ -178,8 +168,6 @@ class Hub:
         if fault and fault.held:
             await receive()  # that it has hung up
             return
-        if fault and fault.corrupt and body:
-            request.body = turned(body)
         if fault and fault.status:
             reply: Reply = fault.status, b"asked for", dict(fault.headers)
         else:
@@ -211,21 +199,17 @@ class Hub:
         ``ref`` is to be written, ``""`` is a pull request to be opened, as everybody may.
         """
         user, owner, found = self.user(request), name.split("/")[0], self.repositories.get(name)
-        if found is None or (found.private and owner not in {user, *self.orgs}):
+        if found is None or (found.private and owner != user):
             status = 404 if user else 401
             return problem(status, "RepoNotFound", "Repository not found")
         own = user is not None and (ref == "" or found.pulls.get(ref or "") == user)
-        if ref is not None and not own and not self.may_write(request, owner):
+        if ref is not None and not own and user != owner:
             text = "You don't have the required permissions"
             return problem(403 if user else 401, message=text)
         return found
 
     def commit_named(self, found: Repository, revision: str) -> str | None:
         return found.refs.get(revision) or (revision if revision in found.commits else None)
-
-
-def token_of(request: Request) -> str:
-    return request.headers.get("authorization", "").removeprefix("Bearer ")
 
 
 def turned(data: bytes) -> bytes:
@@ -238,7 +222,7 @@ async def _send(
     reply: Reply, request: Request, fault: Fault | None, send: Callable[[Any], Awaitable[None]]
 ) -> None:
     status, body, headers = reply
-    if fault and fault.corrupt and not request.body:
+    if fault and fault.corrupt:
         body = turned(body)
     headers = {"Content-Length": str(len(body)), **headers}
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
@@ -268,10 +252,7 @@ def whoami(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     user = hub.user(request)
     if user is None:
         return problem(401, message="Invalid username or password.")
-    orgs = [{"type": "org", "name": name, "roleInOrg": role} for name, role in hub.orgs.items()]
-    role = hub.roles.get(token_of(request), "write")
-    auth = {"type": "access_token", "accessToken": {"displayName": "a token", "role": role}}
-    return answer({"type": "user", "name": user, "orgs": orgs, "auth": auth})
+    return answer({"type": "user", "name": user})
 
 
 def info(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
@@ -315,7 +296,7 @@ def resolve(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     found = hub.opened(request, name)
     if not isinstance(found, Repository):
         return found
-    if found.gated and hub.user(request) not in hub.granted:
+    if found.gated:
         return problem(403 if hub.user(request) else 401, "GatedRepo", "Access is restricted")
     commit = hub.commit_named(found, revision)
     if commit is None:
@@ -357,7 +338,7 @@ def create(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     if user is None:
         return problem(401, message="Invalid username or password.")
     owner = asked.get("organization") or user
-    if not hub.may_write(request, owner):
+    if user != owner:
         return problem(403, message="You don't have the rights to create a model there")
     name = f"{owner}/{asked['name']}"
     if name in hub.repositories:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 from folding_live import VOCAB, D, ids
 from torch import nn
+from warm_process import run
 
 from enjoyln_cli import EnjoyLNError, analyze
 
@@ -36,62 +34,6 @@ class Later(Plain):
         return {"y": y, "mean": [lambda: self.emb(tokens).mean()]}
 
 
-class Array(Plain):
-    def forward(self, tokens: torch.Tensor) -> Any:
-        return self.norm(self.emb(tokens)).detach().numpy()
-
-
-class Locked(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = threading.Lock()
-
-    def forward(self, tokens: torch.Tensor) -> Any:
-        with self.lock:
-            return self.norm(self.emb(tokens[:, : int((tokens >= 0).sum(-1).max())]))
-
-
-class Branching(Plain):
-    def forward(self, tokens: torch.Tensor) -> Any:
-        h = self.emb(tokens)
-        return self.norm(h if h.sum() > 0 else h.tanh())
-
-
-class NoConfig(Plain):
-    def __getattr__(self, name: str) -> Any:
-        if name == "config":
-            raise ValueError("there is no config")
-        return super().__getattr__(name)
-
-
-class OtherMemory(Plain):
-    def forward(self, tokens: torch.Tensor) -> Any:
-        h = self.emb(tokens)
-        h.data = h.tanh()
-        return self.norm(h)
-
-
-class NoSecond(Plain):
-    """Holds objects that cannot be compared, printed, or converted to a bool."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.odd = [Odd(), {"odd": Odd()}]
-
-
-class Odd:
-    def __eq__(self, other: object) -> bool:
-        raise RuntimeError("cannot be compared")
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        raise RuntimeError("has no text")
-
-    def __bool__(self) -> bool:
-        raise RuntimeError("is neither true nor false")
-
-
 class Lazy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -101,10 +43,7 @@ class Lazy(nn.Module):
         return self.norm(self.linear(tokens.float()))
 
 
-REFUSED = [Lazily, Later, Array, Locked, Branching, NoConfig, OtherMemory, Lazy]
-
-
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", [Lazily, Later, Lazy])
 def test_a_module_that_cannot_be_analysed_is_refused(kind: type[nn.Module]) -> None:
     with pytest.raises(EnjoyLNError, match=kind.__name__):
         analyze(kind().eval(), ids())
@@ -120,10 +59,6 @@ def test_a_module_without_inputs_or_a_forward_is_refused() -> None:
     for model, given in ((Plain(), ()), (nn.ModuleList([nn.LayerNorm(D)]), (ids(),))):
         with pytest.raises(EnjoyLNError):
             analyze(model, *given)
-
-
-def test_objects_that_cannot_be_looked_at_do_not_matter() -> None:
-    assert len(analyze(NoSecond(), ids()).plan.folded) == 1
 
 
 @pytest.mark.slow
@@ -148,5 +83,5 @@ def test_a_folded_model_is_traced_by_jit_before_its_first_call() -> None:
             traced = torch.jit.trace(model, (x,))
         assert as_exact(traced(y), expected, exact)
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-500:]
+    status, _, error = run("-c", code)
+    assert status == 0, error

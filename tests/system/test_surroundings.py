@@ -75,9 +75,6 @@ def test_a_locale_without_utf8(tmp_path: Path) -> None:
     assert status == 0 and said.startswith(b"converted 7 of 7 LayerNorms")
     (out / "README.md").read_bytes().decode("utf-8")
     assert (out / "model.safetensors").is_file()
-    status, said, err = started(["report", GPT2, "--why", "transformer.h.0.ln_1"], **PLAIN)
-    assert (status, err.count(b"\n")) == (0, 1) and err.startswith(b"analysing ")
-    assert said.startswith(b"transformer.h.0.ln_1 becomes RMSNorm")
 
 
 @pytest.mark.slow
@@ -90,12 +87,6 @@ def test_a_narrow_terminal_shows_every_number() -> None:
 
 
 @pytest.mark.slow
-def test_a_narrow_terminal_shows_help() -> None:
-    text = on_a_terminal("-m", "enjoyln_cli", "fold", "--help", COLUMNS="20")
-    assert "--resume" in text
-
-
-@pytest.mark.slow
 def test_a_fold_on_a_narrow_terminal(tmp_path: Path) -> None:
     words = ("-m", "enjoyln_cli", "fold", GPT2, "-o", tmp_path / "out", "--no-verify")
     text = on_a_terminal(*words, COLUMNS="20", NO_COLOR="1")
@@ -105,9 +96,7 @@ def test_a_fold_on_a_narrow_terminal(tmp_path: Path) -> None:
 def test_tests_use_one_thread_in_a_process_and_the_cores_that_are_there(
     pytestconfig: pytest.Config, tmp_path: Path
 ) -> None:
-    code = "import torch; print(torch.get_num_threads())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (torch.get_num_threads(), done.stdout) == (1, "1\n")
+    assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]) == (1, "1")
     plugins = pytestconfig.pluginmanager
     workers = plugins.subset_hook_caller("pytest_xdist_auto_num_workers", [])
 
