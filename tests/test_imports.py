@@ -1,10 +1,11 @@
-"""The architecture, enforced: imports point one way, and every library has its owners."""
+"""The architecture, enforced: imports point one way, libraries have owners, names are unique."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -88,10 +89,15 @@ def modules(package: Path = PACKAGE) -> dict[str, Path]:
 
 
 @cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imported(path: Path) -> set[str]:
     """Full dotted names that a module imports anywhere, for type checking too."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -141,6 +147,20 @@ def test_imports_point_one_way() -> None:
 
 def test_no_modules_import_each_other() -> None:
     assert circle(own_imports()) == []
+
+
+def repeated(names: list[str]) -> set[str]:
+    return {name for name, number in Counter(names).items() if number > 1}
+
+
+def test_a_name_of_a_class_or_module_means_one_thing() -> None:
+    paths = [path for path in PACKAGE.rglob("*.py") if not path.stem.startswith("__")]
+    nodes = [node for path in paths for node in ast.walk(parsed(path))]
+    assert not repeated([node.name for node in nodes if isinstance(node, ast.ClassDef)])
+    folders = [path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()]
+    stems = [path.stem for path in paths if path.stem != path.parent.name]
+    assert len(folders) > 10 and len(stems) > 100
+    assert not repeated(folders + stems)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

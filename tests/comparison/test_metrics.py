@@ -53,7 +53,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 32])
+@pytest.mark.parametrize("rows", [1, 3, 8])
 def test_chance_explains_every_ratio_of_two_errors_of_the_same_size(kind: str, rows: int) -> None:
     exact = torch.ones(rows, 1 if kind == "one number" else 50, dtype=torch.float64)
     above = 0

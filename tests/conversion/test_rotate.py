@@ -75,6 +75,7 @@ def test_it_is_verified_by_its_stored_plan(out: Path) -> None:
     assert "enjoyln rotate ./gpt2 -o gpt2 --untie --seed 3" in card
 
 
+@pytest.mark.slow
 def test_an_interrupted_rotation_goes_on_with_its_own_matrix_only(
     out: Path, tmp_path: Path
 ) -> None:
@@ -187,6 +188,7 @@ def test_another_matrix_than_the_plans_does_not_pass(out: Path, tmp_path: Path) 
     assert not found.passed and "not what the plan makes" in found.failures[0]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("merge", [(), ("--merge", "affine")], ids=["divided", "moved"])
 def test_a_class_token_beside_the_mean_of_the_others(tmp_path: Path, merge: tuple[str]) -> None:
     """DINOv2's classifier reads the last norm twice; ``--merge affine`` moves its bias as well."""
@@ -455,6 +457,7 @@ SMALL = [(torch.float16, 1e-5), (torch.bfloat16, 1e-6), (torch.float32, 1e-8), (
 UNCHECKED = {"options": ROTATED, "verify": False}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("dtype", "small"), SMALL)
 def test_a_bias_beside_a_small_weight_goes_into_the_readers(
     dtype: torch.dtype, small: float, tmp_path: Path
@@ -471,6 +474,7 @@ def test_a_bias_beside_a_small_weight_goes_into_the_readers(
     assert far <= 4 * torch.finfo(dtype).eps
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("dtype", "small"), SMALL[:3])
 def test_a_small_weight_before_a_layer_without_bias_is_an_obstacle(
     dtype: torch.dtype, small: float, tmp_path: Path

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from live_models import moved
 from rounding import as_exact
 from tiny_models import converted
 from torch import nn
@@ -71,13 +72,6 @@ class Encoder(nn.Module):
         return self.head(self.encode(x + table.to(x.device, dtype=x.dtype)).mean(1))
 
 
-def random(model: nn.Module) -> nn.Module:
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, 0.5 if parameter.dim() == 1 else 0.1, 0.3)
-    return model.double().eval()
-
-
 @pytest.mark.parametrize(
     ("table", "normed"),
     [("constant", False), ("not stored", False), ("computed", True), ("stored", True)],
@@ -85,7 +79,7 @@ def random(model: nn.Module) -> nn.Module:
 def test_a_mean_is_subtracted_in_front_of_a_call_that_is_no_block(table: str, normed: bool) -> None:
     embed = nn.Linear(5, WIDTH)
     stem = nn.Sequential(embed, nn.LayerNorm(WIDTH)) if normed else embed
-    model, x = random(Encoder(table, stem)), torch.randn(2, TOKENS, 5, dtype=torch.float64)
+    model, x = moved(Encoder(table, stem)), torch.randn(2, TOKENS, 5, dtype=torch.float64)
     plan = analyze_module(model, x).plan
     ops = [("encode", "input")]
     if table == "stored":  # and so centred in the file
@@ -115,7 +109,7 @@ def test_without_a_call_behind_the_sum_only_a_stored_table_is_centred(table: str
                 x = mlp(x) + x
             return self.head(self.encode.norm(x).mean(1))
 
-    model, x = random(Flat(table, nn.Linear(5, WIDTH))), torch.randn(2, TOKENS, 5).double()
+    model, x = moved(Flat(table, nn.Linear(5, WIDTH))), torch.randn(2, TOKENS, 5).double()
     plan = analyze_module(model, x).plan
     assert not plan.ops and len(plan.folded) == (5 if table == "stored" else 0)
     reason = "a concatenation" if table == "computed" else "it is an input or a constant"
@@ -156,7 +150,7 @@ def test_a_leaf_or_a_block_is_preferred() -> None:
             return self.norm(self.encode(self.stem(x)))
 
     x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
-    (op,) = analyze_module(random(Model(nn.Linear(WIDTH, WIDTH))), x).plan.ops
+    (op,) = analyze_module(moved(Model(nn.Linear(WIDTH, WIDTH))), x).plan.ops
     assert (op.module, op.place) == ("encode.blocks.0", "input")
-    (op,) = analyze_module(random(Leaf(nn.LayerNorm(WIDTH))), x).plan.ops
+    (op,) = analyze_module(moved(Leaf(nn.LayerNorm(WIDTH))), x).plan.ops
     assert (op.module, op.place) == ("stem", "output")

@@ -22,7 +22,7 @@ TOWERS: list[tuple[str, str, int, set[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name", "streams", "changed"), TOWERS, ids=[tower[0] for tower in TOWERS]
 )
@@ -35,6 +35,7 @@ def test_towers_turn_in_the_stock_class(
     assert set(row["changed"]) == changed
 
 
+@pytest.mark.slow
 def test_a_tower_whose_last_norm_nothing_reads() -> None:
     """LLaVA takes the layer before the last, so the norm after the last is only returned."""
     small = {"hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 4}

@@ -83,6 +83,7 @@ def operators(program: Any) -> list[str]:
     return [str(node.target) for node in program.graph.nodes]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("name", "called", "copied"),
     [("gpt2", False, False), ("phi", True, False), ("whisper", False, True), ("gpt2", True, True)],
@@ -100,6 +101,7 @@ def test_an_export_of_centred_weights_has_rms_norms(
     assert far(program.module()(**inputs(name)).logits, run(stock, name)) < 1e-9
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("name", "change"), CHANGED)
 @pytest.mark.parametrize("called", [False, True])
 def test_weights_that_change_before_an_export(
@@ -126,6 +128,7 @@ def test_weights_that_are_centred_again_are_exported_as_rms_norm(folder: Path) -
     assert far(program.module()(**inputs("phi")).logits, run(stock, "phi")) < 1e-9
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("name", "change"), CHANGED)
 def test_code_that_was_compiled_around_a_call(
     folder: Path, name: str, change: Callable[[Any, Any], None]
@@ -143,6 +146,7 @@ def test_code_that_was_compiled_around_a_call(
     assert thread.running.entry is None
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("name", "change", "how"),
     [

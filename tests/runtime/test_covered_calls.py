@@ -475,6 +475,7 @@ OWN_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=SLOW if name != "adds" else ()) for name in OWN_CASES]
 )

@@ -257,6 +257,7 @@ def test_loading_by_transformers_alone(merged: dict[str, Path]) -> None:
     assert sorted(flagged(optimize(model), "weightless")) == merged_norms(model, "weight")
 
 
+@pytest.mark.slow
 @pytest.mark.one_case
 @pytest.mark.parametrize("opset", [23, 20])
 def test_an_onnx_file_has_no_addition_of_zeros(

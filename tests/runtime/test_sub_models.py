@@ -84,6 +84,7 @@ def test_features_of_a_tower(folder: Path, part: str) -> None:
             assert far(getattr(model, part)(**chosen), getattr(stock, part)(**chosen)) < 1e-9
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["opt", "whisper", "gpt2", "bloom", "phi"])
 def test_a_decoder_that_is_given_embeddings(folder: Path, name: str) -> None:
     model, stock = pair(name, folder)

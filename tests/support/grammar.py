@@ -88,9 +88,6 @@ NORMS = rule(
     writes into its input
         x.sub_(x.mean(-1, keepdim=True))
         return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
-    loop over rows
-        rows = [F.layer_norm(r, r.shape[-1:], self.weight, self.bias) for r in x.unbind(1)]
-        return torch.stack(rows, 1)
     wrong: std + large eps
         s = x.std(-1, keepdim=True, unbiased=False)
         return (x - x.mean(-1, keepdim=True)) / (s + 1e-3) * self.weight + self.bias
@@ -126,26 +123,13 @@ CALLS = rule(
         y = m(m(x))
     checkpoint
         y = checkpoint(m, x, use_reentrant=False)
-    reentrant checkpoint
-        y = checkpoint(m, x, use_reentrant=True)
     functional_call
         y = functional_call(m, dict(m.named_parameters()), (x,))
-    functional_call with other weights
-        y = functional_call(m, {k: 2 * p for k, p in m.named_parameters()}, (x,))
     tokens by halves
         y = torch.cat([m(t) for t in x.split(3, 1)], 1)
-    no_grad
-        with torch.no_grad():
-            y = m(x)
-    second name
-        self.again = m
-        y = self.again(x)
     both names
         self.again = m
         y = m(x) + self.again(-x)
-    in a list
-        self.modules_in_a_list = [m]
-        y = self.modules_in_a_list[0](x)
     cond of two calls
         y = torch.cond(x.sum() > 0, lambda t: m(t), lambda t: m(t) * 2, (x,))
     a number decides
@@ -154,10 +138,6 @@ CALLS = rule(
         y = m(x) if x.shape[1] < 7 else m(torch.tanh(x))
     the batch decides
         y = m(x) if x.shape[0] > 1 else m(x * x)
-    padded with zeros
-        y = m(F.pad(x, (0, 0, 0, 2)))[:, :-2]
-    of some tokens
-        y = torch.cat((m(x[:, :1]), x[:, 1:].tanh()), 1)
     in float32
         y = copy.deepcopy(m).float()(x.float()).double()
     vmap
@@ -165,8 +145,6 @@ CALLS = rule(
     of chosen tokens
         chosen = x[..., 0] > 0
         y = x.tanh().masked_scatter(chosen[..., None], m(x[chosen]))
-    of rows
-        y = m(x.flatten(0, 1)).unflatten(0, x.shape[:2])
     """,
 )
 """How a norm ``m`` is called."""
@@ -178,22 +156,14 @@ EDITS = rule(
         m.register_forward_pre_hook(lambda _, a: (torch.tanh(a[0]),))
     pre-hook that adds
         m.register_forward_pre_hook(lambda _, a: (a[0] + 0.5,))
-    pre-hook that scales features
-        m.register_forward_pre_hook(lambda _, a: (a[0] * torch.linspace(1, 2, a[0].shape[-1]),))
-    pre-hook that does nothing
-        m.register_forward_pre_hook(lambda _, a: None)
     hook that changes
         m.register_forward_hook(lambda _, a, r: r * 1.5 + 0.1)
     hook that adds the input
         m.register_forward_hook(lambda _, a, r: r + a[0])
     hook that writes
         m.register_forward_hook(lambda _, a, r: r.mul_(0.5).tanh_())
-    hook that does nothing
-        m.register_forward_hook(lambda _, a, r: None)
     forward replaced
         m.forward = types.MethodType(lambda self, t: t.tanh() * 2, m)
-    forward wrapped
-        m.forward = functools.partial(lambda f, t: f(t + 0.25) * 2, m.forward)
     frozen
         m.requires_grad_(False)
     """,
@@ -205,12 +175,8 @@ WEIGHT_EDITS = rule(
     none
     parametrisation
         nn.utils.parametrize.register_parametrization(m, "weight", nn.Tanh())
-    parametrised bias
-        nn.utils.parametrize.register_parametrization(m, "bias", nn.ELU())
     weight_norm
         nn.utils.parametrizations.weight_norm(m)
-    weight_norm of another dimension
-        nn.utils.parametrizations.weight_norm(m, dim=1)
     spectral_norm
         nn.utils.parametrizations.spectral_norm(m)
     pruning
@@ -232,26 +198,17 @@ STEMS = rule(
     max_norm
         self.embed = nn.Embedding(20, d, max_norm=1.0)
         y = self.embed(x)
-    scaled
-        self.embed = nn.Embedding(20, d)
-        y = self.embed(x) * math.sqrt(d)
     rows by index
         self.embed = weight(20, d)
         y = self.embed[x]
     rows by index_select
         self.embed = weight(20, d)
         y = self.embed.index_select(0, x.flatten()).view(*x.shape, d)
-    rows by gather
-        self.embed = weight(20, d)
-        y = self.embed.gather(0, x.reshape(-1, 1).expand(-1, d)).view(*x.shape, d)
     rows by one_hot
         self.embed = weight(20, d)
         y = F.one_hot(x, 20).to(self.embed.dtype) @ self.embed
     EmbeddingBag of pairs
         self.embed = nn.EmbeddingBag(20, d, mode="mean")
-        y = self.embed(torch.stack((x, x.flip(-1)), -1).flatten(0, 1)).view(*x.shape, d)
-    EmbeddingBag of largest
-        self.embed = nn.EmbeddingBag(20, d, mode="max")
         y = self.embed(torch.stack((x, x.flip(-1)), -1).flatten(0, 1)).view(*x.shape, d)
     product of two tables
         self.embed = nn.Embedding(20, 4)
@@ -260,10 +217,6 @@ STEMS = rule(
     one table twice
         self.embed = nn.Embedding(20, d)
         y = self.embed(x) + self.embed((x + 1) % 20)
-    choice of two tables
-        self.embed = nn.Embedding(20, d)
-        self.second = nn.Embedding(20, d)
-        y = torch.where((x > 9).unsqueeze(-1), self.embed(x), self.second(x))
     bins of floats
         self.embed = nn.Embedding(4, d)
         y = self.embed(torch.bucketize(x.sum(-1), torch.tensor([-1.0, 0.5, 1.0]).double()))
@@ -296,36 +249,17 @@ POSITIONS = rule(
     class token
         self.cls = weight(1, 1, d)
         y = torch.cat((self.cls.expand(x.shape[0], -1, -1), x), 1)
-    token of zeros
-        y = torch.cat((x.new_zeros(x.shape[0], 1, d), x), 1)
     token of ones
         y = torch.cat((x.new_ones(x.shape[0], 1, d), x), 1)
     interpolated
         self.position = weight(7, d)
         y = x + F.interpolate(self.position[None].mT, x.shape[1], mode="linear").mT
-    interpolated over features
-        self.position = weight(16, 3)
-        y = x + F.interpolate(self.position[None], d, mode="linear")[:, : x.shape[1]]
     repeated
         self.position = weight(3, d)
         y = x + self.position.repeat(6, 1)[: x.shape[1]]
-    each row four times
-        self.position = weight(4, d)
-        y = x + self.position.repeat_interleave(4, 0)[: x.shape[1]]
-    each feature as often as it takes
-        self.position = weight(16, 1)
-        y = x + self.position.repeat_interleave(d, 1)[: x.shape[1]]
-    outer product
-        self.rows = weight(16)
-        self.columns = weight(d)
-        y = x + self.rows[: x.shape[1], None] * self.columns
     rolled features
         self.position = weight(16, d)
         y = x + self.position[: x.shape[1]].roll(1, -1)
-    two halves
-        self.rows = weight(16, 3)
-        self.columns = weight(16, d - 3)
-        y = x + torch.cat((self.rows[: x.shape[1]], self.columns[: x.shape[1]]), -1)
     not for long inputs
         self.position = weight(16, d)
         y = x + self.position[: x.shape[1]] if x.shape[1] < 7 else x

@@ -37,16 +37,6 @@ MIXERS = rule(
         self.qk_norm = nn.LayerNorm(d)
         q, k, v = self.qkv(x).chunk(3, -1)
         y = F.scaled_dot_product_attention(self.qk_norm(q), self.qk_norm(k), v)
-    permuted projections
-        self.qkv = nn.Linear(d, 3 * d)
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-    scores masked by triu
-        self.qkv = nn.Linear(d, 3 * d)
-        q, k, v = self.qkv(x).split(d, -1)
-        scores = q @ k.mT * d**-0.5
-        scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), float("-inf"))
-        y = scores.softmax(-1) @ v
     MultiheadAttention
         self.attention = nn.MultiheadAttention(d, heads, batch_first=True)
         y = self.attention(x, x, x, need_weights=False)[0]
@@ -54,15 +44,9 @@ MIXERS = rule(
         y = x.cumsum(1) / torch.arange(1, x.shape[1] + 1).to(x)[:, None]
     shifted tokens
         y = F.pad(x, (0, 0, 1, 0))[:, :-1]
-    some features rolled
-        a, b = x.split([3, d - 3], -1)
-        y = torch.cat((a.roll(1, 1), b), -1)
     GRU
         self.gru = nn.GRU(d, d, batch_first=True)
         y = self.gru(x)[0]
-    product of tokens
-        self.mix = weight(16, 16)
-        y = self.mix[: x.shape[1], : x.shape[1]] @ x
     """,
     plain=3,
 )
@@ -103,16 +87,10 @@ WRITERS = rule(
     F.linear beside the module
         self.out = nn.Linear(i, d)
         y = self.out(x) + F.linear(x.tanh(), self.out.weight)
-    einsum
-        self.w = weight(i, d)
-        y = torch.einsum("bti,id->btd", x, self.w)
     einsum with dots
         self.w = weight(d, i)
         self.b = weight(d)
         y = torch.einsum("...i,oi->...o", x, self.w) + self.b
-    tensordot
-        self.w = weight(i, d)
-        y = torch.tensordot(x, self.w, dims=([-1], [0]))
     addmm with factors
         self.w = weight(i, d)
         self.b = weight(d)
@@ -147,9 +125,6 @@ WRITERS = rule(
     slice of a larger weight
         self.w = weight(d + 2, i)
         y = F.linear(x, self.w[1:-1])
-    two slices of a weight
-        self.w = weight(2 * d, i)
-        y = F.linear(x, self.w[:d]) + F.linear(x.tanh(), self.w[d:])
     overlapping slices of a weight
         self.w = weight(d + 1, i)
         y = F.linear(x, self.w[:d]) + F.linear(x.tanh(), self.w[1:])
@@ -163,17 +138,10 @@ WRITERS = rule(
         self.w = weight(d, i)
         self.v = weight(d, 1)
         y = F.linear(x, self.w * self.v)
-    ParameterList
-        self.list = nn.ParameterList([torch.ones(1), torch.ones(d, i)])
-        y = F.linear(x, self.list[1])
     bias by index
         self.out = nn.Linear(i, d)
         self.b = weight(d)
         y = self.out(x) + self.b[torch.arange(d - 1, -1, -1)]
-    bias of one number
-        self.out = nn.Linear(i, d)
-        self.b = weight(1)
-        y = self.out(x) + self.b.expand(d)
     LayerScale
         self.out = nn.Linear(i, d)
         self.scale = weight(d)
@@ -190,10 +158,6 @@ WRITERS = rule(
         self.out = nn.Linear(i, d)
         self.gate = nn.Linear(i, d)
         y = self.out(x) * torch.sigmoid(self.gate(x))
-    divided by a gate
-        self.out = nn.Linear(i, d)
-        self.gate = nn.Linear(i, 1)
-        y = self.out(x) / (1 + self.gate(x).exp())
     activation behind
         self.out = nn.Linear(i, d)
         y = F.gelu(self.out(x))
@@ -201,9 +165,6 @@ WRITERS = rule(
         self.q = nn.Linear(i, i)
         self.v = nn.Linear(i, d)
         y = F.scaled_dot_product_attention(self.q(x), x, self.v(x))
-    values that are the keys
-        self.v = nn.Linear(i, d)
-        y = F.scaled_dot_product_attention(self.v(x), self.v(x).tanh(), self.v(x))
     experts by mask
         self.route = nn.Linear(i, 2)
         self.experts = nn.ModuleList(nn.Linear(i, d) for _ in range(2))

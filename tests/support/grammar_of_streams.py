@@ -11,17 +11,10 @@ RESIDUALS = rule(
     in place
         h += x
         y = h
-    in place of the branch
-        y = x.add_(h)
-    alpha
-        y = torch.add(h, x, alpha=0.5)
     stacked and summed
         y = torch.stack((h, x)).sum(0)
     lerp
         y = torch.lerp(h, x, 0.5)
-    lerp by feature
-        self.mix = weight(d)
-        y = torch.lerp(h, x, self.mix)
     LayerScale
         self.gamma = weight(d)
         y = h + self.gamma * x
@@ -38,31 +31,18 @@ RESIDUALS = rule(
         y = h + x * torch.sigmoid(h.mean(-1, keepdim=True))
     gate that sees the spread
         y = h + x * torch.sigmoid((h - h.mean(-1, keepdim=True)).std(-1, keepdim=True))
-    some tokens in place
-        y = h.clone()
-        y[:, ::2] += x[:, ::2]
     where a feature is positive
         y = torch.where(h[..., :1] > 0, h + x, h)
-    where the token is even
-        y = torch.where((torch.arange(h.shape[1]) % 2 == 0)[:, None], h + x, h)
     index_add
         y = h.index_add(1, torch.arange(h.shape[1]), x)
     index_add along the features
         y = h.index_add(2, torch.arange(d - 1, -1, -1), x)
-    index_copy
-        y = h.index_copy(0, torch.tensor([0]), (h + x)[:1])
     index_put
         y = h.index_put((torch.tensor([0]),), x[:1], True)
-    index_put of one feature
-        y = h.index_put((torch.tensor([0]), torch.tensor([0]), torch.tensor([1])), x[0, 0, 1])
-    scatter_add
-        y = h.scatter_add(1, torch.zeros_like(x[..., :1], dtype=torch.long).expand(x.shape), x)
     scatter_add by feature
         y = h.scatter_add(2, torch.zeros_like(x, dtype=torch.long), x)
     masked_scatter
         y = h.masked_scatter((x[..., :1] > 0).expand(x.shape), x)
-    masked_scatter of features
-        y = h.masked_scatter(x > 0, x)
     baddbmm
         y = torch.baddbmm(h, torch.eye(h.shape[1]).to(h).expand(h.shape[0], -1, -1), x)
     dropout
@@ -71,8 +51,6 @@ RESIDUALS = rule(
         y = h + F.dropout(x, 0.0, True)
     product
         y = h * (1 + x)
-    einsum
-        y = torch.einsum("kbtd,k->btd", torch.stack((h, x)), torch.tensor([1.0, 0.5]).to(h))
     """,
 )
 """How a branch ``x`` joins the stream ``h``."""
@@ -93,33 +71,13 @@ STREAMS = rule(
     tokens gathered
         order = x.detach()[..., 0].argsort(1)
         y = x.gather(1, order[..., None].expand(x.shape))
-    features gathered
-        y = x.gather(2, torch.zeros_like(x, dtype=torch.long))
-    last token again
-        y = torch.cat((x, x[:, -1:]), 1)
-    every other token
-        y = x[:, ::2]
-    pooled tokens
-        y = F.avg_pool1d(x.mT, 2, 1, 1).mT
-    upsampled tokens
-        y = F.interpolate(x.mT, scale_factor=2, mode="nearest").mT
-    tokens padded with ones
-        y = F.pad(x, (0, 0, 1, 0), value=1.0)
-    tokens replicated
-        y = F.pad(x.mT, (1, 1), mode="replicate").mT
     tokens masked
         y = x.masked_fill((torch.arange(x.shape[1]) % 3 == 0)[:, None], 0.0)
-    tokens masked with ones
-        y = x.masked_fill((torch.arange(x.shape[1]) % 3 == 0)[:, None], 1.0)
     tokens masked in place
         y = x.clone()
         y[torch.arange(x.shape[0]) % 2 == 0] = 0
     tokens weighted
         y = x * torch.linspace(1, 2, x.shape[1]).to(x)[:, None]
-    windows of tokens
-        y = F.pad(x, (0, 0, 1, 1)).unfold(1, 3, 1).sum(-1)
-    windows of features
-        y = F.pad(x, (1, 1)).unfold(2, 3, 1).sum(-1)
     repeated features
         y = x[..., :1].repeat(1, 1, d)
     split and joined
@@ -136,9 +94,6 @@ STREAMS = rule(
         y = torch.cond(x.sum() > 0, lambda t: t * 2, lambda t: t + 1, (x,))
     tanh
         y = torch.tanh(x)
-    one feature written
-        y = x.clone()
-        y[..., 0] = 0
     one feature written through a view
         y = x.clone()
         view = y.view(-1, d)
@@ -155,10 +110,6 @@ STREAMS = rule(
         y = first + x * mask
     features rolled
         y = x.roll(1, -1)
-    features chosen
-        y = x[..., [1, 0, *range(2, d)]]
-    features padded
-        y = F.pad(x[..., 1:], (1, 0))
     features scaled
         y = x * torch.linspace(1, 2, d).to(x)
     features masked
@@ -167,10 +118,6 @@ STREAMS = rule(
         y = x.cumsum(-1)
     normalised
         y = F.normalize(x, dim=-1) * 3
-    softmax added
-        y = x + x.softmax(-1)
-    variance added
-        y = x + x.var(-1, keepdim=True)
     constant added
         y = x + 0.5
     stored buffer added
@@ -224,10 +171,6 @@ LOOPS = rule(
         self.block = Block()
         for _ in range(layers + 1):
             h = self.block(h)
-    as often as there are tokens
-        self.block = Block()
-        for _ in range(h.shape[1] % 4):
-            h = self.block(h)
     skipped by length
         self.blocks = nn.ModuleList(Block() for _ in range(layers + 1))
         for block in self.blocks[: h.shape[1]]:
@@ -238,15 +181,6 @@ LOOPS = rule(
             h = block(h)
             if h.mean().item() > 0.5:
                 break
-    one block twice
-        self.first = Block()
-        self.blocks = nn.ModuleList([self.first, Block(), self.first])
-        for block in self.blocks:
-            h = block(h)
-    checkpoints
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
-        for block in self.blocks:
-            h = checkpoint(block, h, use_reentrant=False)
     states weighted
         self.blocks = nn.ModuleList(Block() for _ in range(layers))
         self.depth = weight(layers + 1)
@@ -331,9 +265,6 @@ LEAKS = rule(
     """
     nothing
         y = x
-    in a list
-        self.held = [w]
-        y = x + self.held[0].mean()
     in a buffer
         self.held = nn.Buffer(w.detach())
         y = x + self.held.mean()
@@ -350,11 +281,6 @@ LEAKS = rule(
         self.other = nn.Identity()
         self.other.weight = w
         y = x + self.other.weight.mean()
-    as one of all parameters
-        y = x + sum(p.mean() for p in self.parameters())
-    normalised
-        self.held = w
-        y = x + F.layer_norm(self.held, self.held.shape).mean()
     for long inputs
         self.held = w
         y = x + (self.held.mean() if x.shape[1] > 6 else 0)
@@ -372,14 +298,10 @@ OUTPUTS = rule(
         return {"logits": y}
     with the stream
         return y, h
-    with one token of the stream
-        return y, h[:, -1]
     with the mean of the stream
         return {"logits": y, "mean": h.mean(-1)}
     with the centred stream
         return y, h - h.mean(-1, keepdim=True)
-    with the variance
-        return y, h.var(-1)
     with a softmax of the stream
         return y, h.softmax(-1)
     with a number
@@ -388,14 +310,8 @@ OUTPUTS = rule(
         return Output(logits=y, hidden=h)
     own class
         return types.SimpleNamespace(logits=y, extra=[h])
-    nested
-        return {"a": [(y, {"b": (h,)})]}
     loss
         return {"loss": y.square().mean(), "logits": y}
-    shared memory
-        return y, y[0], h[:, :0]
-    None too
-        return y, None, 3, "text"
     """,
     plain=3,
 )

@@ -7,7 +7,6 @@ model with one odd production. ``random_check`` folds them.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import random
 import re
@@ -83,7 +82,7 @@ def tied(module: nn.Module, other: nn.Module) -> nn.Module:
 
 NAMES = {
     "F": F, "Output": Output, "bools": bools, "checkpoint": checkpoint,
-    "copy": copy, "floats": floats, "functional_call": functional_call, "functools": functools,
+    "copy": copy, "floats": floats, "functional_call": functional_call,
     "ids": ids, "math": math, "nn": nn, "tied": tied, "torch": torch, "types": types,
     "weight": weight,
 }  # fmt: skip

@@ -102,6 +102,7 @@ def test_a_result_remembers_the_commit(hub: Hub, folded: Path) -> None:
     assert marker["revision"] == hub.repositories["org/gpt2"].refs["v1"]
 
 
+@pytest.mark.slow
 def test_offline_the_cache_is_enough(hub: Hub, home: Path, folded: Path, tmp_path: Path) -> None:
     calls = [["fold", "org/gpt2", "--revision", "v1", "-o", tmp_path / "again", "--no-verify"]]
     calls += [["report", "org/other"], ["push", folded, "me/model", "--yes"]]
@@ -316,6 +317,7 @@ def test_on_a_terminal_the_user_decides_and_sees_it_go(hub: Hub, home: Path, out
     assert hub.repositories["me/seen"].private
 
 
+@pytest.mark.slow
 def test_a_hub_that_cannot_be_reached_is_one_line(hub: Hub, home: Path, out: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -327,6 +329,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(hub: Hub, home: Path, out: Pat
     assert len(json.loads(seen.out)["files"]) == 9
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_push_needs_no_network(hub: Hub, home: Path, out: Path) -> None:
     calls: list[list[object]] = [
         ["push", out, "me/x", "--dry-run"],

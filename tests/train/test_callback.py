@@ -93,6 +93,7 @@ def largest(a: Record, b: Record) -> float:
     return max(abs(one - other) / other for one, other in pairs)
 
 
+@pytest.mark.slow
 def test_a_trainer_learns_the_same_and_saves_folded_checkpoints(tmp_path: Path, plan: Plan) -> None:
     plain, _ = trained(tmp_path / "plain", live("GPT2LMHeadModel", CONFIG))
     kept, trainer = trained(
@@ -173,6 +174,7 @@ def test_adapters_in_a_trainer(tmp_path: Path, plan: Plan) -> None:
     assert resumed.losses == kept.losses[-len(resumed.losses) :]
 
 
+@pytest.mark.slow
 def test_a_callback_that_is_added_later_and_one_that_stays_unused(
     tmp_path: Path, plan: Plan
 ) -> None:

@@ -112,6 +112,7 @@ def largest_mean(model: Any) -> float:
     return float(torch.stack(means).max())
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_learned_is_what_layer_norm_learns(
@@ -212,6 +213,7 @@ def uses_rms_norm_after_a_call(model: Any) -> bool:
     return uses_rms_norm(model)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("reads", ["state_dict", "evaluation", "both"])
 def test_weights_that_are_centred_between_forward_and_backward(
     plans: dict[str, Plan], reads: str
@@ -269,6 +271,7 @@ def test_an_edited_model_is_not_centred(plans: dict[str, Plan]) -> None:
     assert float(weight.detach().mean(0).abs().min()) > 0.05 and not uses_rms_norm(model)
 
 
+@pytest.mark.slow
 def test_a_folded_model_is_trained_and_keeps_its_source(outs: dict[str, Path]) -> None:
     before = from_pretrained(outs["phi"])
     source = read_marker(before.config.to_dict()).source
