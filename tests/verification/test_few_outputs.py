@@ -21,7 +21,7 @@ from enjoyln_cli.plan.plan import Plan
 
 pytestmark = pytest.mark.slow
 
-SEEDS = 200
+SEEDS = 40
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 Tensors = dict[str, torch.Tensor]
 
@@ -104,5 +104,5 @@ def test_every_seed_finds_a_wrong_fold(name: str, wrong: str, tmp_path: Path) ->
     else:
         left = tuple(writer for writer in plan.writers if writer.tensor != first_writer(plan))
         out = folded(source, tmp_path / "wrong", replace(plan, writers=left))
-    for seed in range(8):
-        assert not verify(out, samples=1 + seed % 4, seed=seed, write=False).passed, seed
+    for seed in range(4):
+        assert not verify(out, samples=1 + seed, seed=seed, write=False).passed, seed
