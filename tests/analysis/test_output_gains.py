@@ -127,7 +127,7 @@ def test_hidden_states_stay_where_they_are_named(
     assert torch.allclose(before.logits, after.logits, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [[], ["vision_model_output"]], ids=str)
 def test_verify_compares_what_the_marker_says(out: Path, tmp_path: Path, left: Any) -> None:
     folder = tmp_path / "edited"

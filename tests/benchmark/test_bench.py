@@ -196,6 +196,7 @@ def test_every_case_is_measured(measured: Bench) -> None:
     assert measured.left_out == ()
 
 
+@pytest.mark.slow
 def test_columns_fit_together(measured: Bench) -> None:
     for r in measured.to_json()["rows"]:
         assert r["rounds"] == 3 and r["speedup_interval"] is None, "too few for an interval"

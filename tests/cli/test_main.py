@@ -129,12 +129,14 @@ def test_report_as_json_has_one_object_per_model(llama: Path) -> None:
     assert other["layernorms"] == 0 and sum(many for _, many in other["plan"]["other_norms"]) == 5
 
 
+@pytest.mark.slow
 def test_report_has_the_option_of_the_other_commands(llama: Path) -> None:
     assert good("report", GPT2, llama, "--json") == good("report", GPT2, llama, "--format", "json")
     good("report", llama, "--json", "--format", "json")
     assert "--format csv" in refused("report", llama, "--json", "--format", "csv", status=2)
 
 
+@pytest.mark.slow
 def test_report_names_what_forbids(tmp_path: Path) -> None:
     """From a config alone: BERT with its tied head keeps every norm."""
     shutil.copy(CHECKPOINTS / "bert" / "config.json", tmp_path)
@@ -285,6 +287,7 @@ def test_a_folded_checkpoint_is_not_folded_again(folded: Path, tmp_path: Path) -
     assert "earlier fold" in refused("fold", folded, "-o", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_nothing_to_fold_gives_reasons_and_the_next_step(tmp_path: Path, llama: Path) -> None:
     line = refused("fold", BERT, "-o", tmp_path / "out", "--model-class", "BertForMaskedLM")
     assert "not zero-mean" in line and "enjoyln report" in line
@@ -348,6 +351,7 @@ def test_verify_of_the_first_blocks_says_so(folded: Path) -> None:
     assert "at most 90 blocks" in refused("verify", folded, "--layers", "90")
 
 
+@pytest.mark.slow
 def test_verify_with_the_weights_on_the_disk(folded: Path) -> None:
     found, other = (
         json.loads(good("verify", folded, "--device-map", where, "--json"))

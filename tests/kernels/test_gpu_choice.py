@@ -120,6 +120,7 @@ def test_each_number_of_rows_uses_the_nearest_measurement(
     assert gpu.fastest_for(torch.ones(5, 24), weight, None) is None, "another kind"
 
 
+@pytest.mark.slow
 def test_the_command_shows_what_was_measured(
     asked: list[tuple[Norms, int]], outs: dict[str, Path]
 ) -> None:

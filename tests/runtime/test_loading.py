@@ -1014,6 +1014,7 @@ def test_generate_with_embeddings_for_the_encoder(
     assert encoder_computes_rms(model, inputs_embeds=torch.randn(2, 7, 32))
 
 
+@pytest.mark.slow
 def test_an_encoder_knows_whether_its_model_is_running(pairs: dict[str, tuple[Any, Path]]) -> None:
     model, within = from_pretrained(pairs["pegasus"][1]), []
     encoder, start = model.get_encoder(), torch.ones(2, 1, dtype=torch.long)

@@ -30,6 +30,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "dtype", "shards"), [("gpt2", "float32", 1), ("opt", "bfloat16", 2)]
 )

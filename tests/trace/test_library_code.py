@@ -97,7 +97,7 @@ MASKS = {
 }
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_transformer_encoder_takes_a_mask(mask: str) -> None:
     """Torch compares the mask with a causal one if ``is_causal`` is not given."""

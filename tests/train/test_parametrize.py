@@ -91,8 +91,8 @@ def test_an_mlp_trains_as_with_layer_norm(
     assert losses < EXACT and weights < EXACT
 
 
-@pytest.mark.one_case
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "momentum", "Adam with coupled L2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adam with coupled L2"])
 def test_a_tied_model_with_attention_dropout_trains_as_with_layer_norm(
     gpt2: Any, gpt2_plan: Plan, ids: list[torch.Tensor], optimizer: str
 ) -> None:
@@ -403,6 +403,7 @@ def test_a_part_in_another_mode_makes_the_norms_compute_layer_norm(
         model(xs[0])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_parametrised_is_refused(xs: list[torch.Tensor]) -> None:
     model = dropped()
     plan = analyze(model, xs[0]).plan

@@ -167,6 +167,7 @@ def test_a_short_check_compares_every_stored_tensor(outs: dict[str, Path], tmp_p
     assert not found.passed and f"{name}: not what the plan" in found.summary
 
 
+@pytest.mark.slow
 def test_a_short_fold_refuses_what_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +182,7 @@ def test_a_short_fold_refuses_what_is_wrong(
 # Too few inputs.
 
 
+@pytest.mark.slow
 def test_too_few_inputs_for_a_ratio_are_said_and_not_judged(outs: dict[str, Path]) -> None:
     """The model has few logits, whose errors have one cause in each image."""
     few = verify(outs["vit"], write=False, samples=2)
@@ -301,6 +303,7 @@ def test_sentence_embeddings_are_compared(tmp_path: Path, monkeypatch: pytest.Mo
     assert found.passed and not found.undecided_outputs and found.own_rows == 3
 
 
+@pytest.mark.slow
 def test_sentence_embeddings_without_their_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

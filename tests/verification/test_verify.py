@@ -539,6 +539,7 @@ def test_a_run_leaves_the_cache_and_the_loss_out() -> None:
     assert list(output) == ["logits"]
 
 
+@pytest.mark.slow
 def test_verify_on_images(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     if Version(transformers.__version__) < Version("5.23"):
@@ -572,6 +573,7 @@ def test_a_result_is_not_its_own_original(outs: dict[str, Path]) -> None:
         verify(outs["float32"], against=outs["float32"])
 
 
+@pytest.mark.slow
 def test_a_text_without_a_language_head(tmp_path: Path) -> None:
     """The outputs are compared, but no perplexity is computed."""
     source = CHECKPOINTS / "bert"

@@ -166,7 +166,7 @@ def test_a_new_head_and_a_pooler_that_nobody_trained(tmp_path: Path) -> None:
 # NaN and infinity.
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"),
     [
