@@ -2,8 +2,7 @@
 
     python scripts/bench.py fold                    folds of generated checkpoints beside cp
     python scripts/bench.py fold DIR --options=--merge=affine
-    python scripts/bench.py report                  reports from configs alone, small to 176B
-    python scripts/bench.py command "verify OUT" "report DIR" --beside ../another-checkout
+    python scripts/bench.py command "verify OUT" "report --model-type bloom" --beside ../other
     python scripts/bench.py norms                   RMSNorm beside torch's LayerNorm
     python scripts/bench.py models --models gpt2,bert    `enjoyln bench` with random weights
 
@@ -37,9 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_cases import MODELS, REPORTS, benchmarked, keep_pages
+from bench_cases import MODELS, benchmarked, keep_pages
 from torch.nn import functional as F
-from transformers import CONFIG_MAPPING
 
 import enjoyln_cli
 from enjoyln_cli import kernels
@@ -220,17 +218,6 @@ def generated(gigabytes: float, work: Path) -> Path:
     return out
 
 
-def report(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
-    """Reports from configs alone; the ratio is the time for the first model over this one's."""
-    commands = {}
-    for name in args.models or REPORTS:
-        model_type, model_class, settings = REPORTS[name]
-        config = CONFIG_MAPPING[model_type](**settings, architectures=[model_class])
-        config.save_pretrained(work / name)
-        commands |= beside(f"report {name}", ("report", str(work / name)), args.beside)
-    yield command_rows(commands, work / "out", args.rounds)
-
-
 def command(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
     """Any commands of ``enjoyln``, each by itself, or beside the same of another checkout."""
     for text in args.commands:
@@ -321,11 +308,9 @@ def arguments() -> argparse.ArgumentParser:
     of_fold.add_argument("directory", nargs="?", type=Path, help="default: generated checkpoints")
     of_fold.add_argument("--sizes", type=float, nargs="+", default=[1, 4, 8], metavar="GB")
     of_fold.add_argument("--options", action="append", default=[], help="such as --merge=affine")
-    of_report = kind(report)
-    of_report.add_argument("models", nargs="*", help=", ".join(REPORTS))
     of_command = kind(command)
     of_command.add_argument("commands", nargs="+", help='such as "fold DIR -o {out}"')
-    for one in (of_fold, of_report, of_command):
+    for one in (of_fold, of_command):
         one.add_argument("--beside", type=Path, help="checkout whose code takes turns with this")
     of_norms = kind(norms, rounds=31)
     of_norms.add_argument("--dtypes", type=names, default=["float32", "bfloat16"])

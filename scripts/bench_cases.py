@@ -1,4 +1,4 @@
-"""What ``bench.py`` measures: published configurations, and models with random weights."""
+"""The models that ``bench.py`` measures, with random weights."""
 
 from __future__ import annotations
 
@@ -31,18 +31,6 @@ MODELS: dict[str, tuple[str, str, Settings]] = {
     "tiny": ("gpt2", "GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
 }  # fmt: skip
 """From a name to the model type, the class and the settings that differ from its defaults."""
-REPORTS: dict[str, tuple[str, str, Settings]] = {
-    **{f"gpt2-{n}-layers": ("gpt2", "GPT2LMHeadModel", {"n_layer": n}) for n in (12, 24, 48, 96)},
-    "bert": ("bert", "BertForMaskedLM", {}),
-    "vit": ("vit", "ViTForImageClassification", {}),
-    "whisper": ("whisper", "WhisperForConditionalGeneration", {}),
-    "opt-66b": ("opt", "OPTForCausalLM", {
-        "num_hidden_layers": 64, "hidden_size": 9216, "num_attention_heads": 72, "ffn_dim": 36864,
-        "word_embed_proj_dim": 9216}),
-    "bloom-176b": ("bloom", "BloomForCausalLM", {
-        "hidden_size": 14336, "n_layer": 70, "n_head": 112, "vocab_size": 250880}),
-}  # fmt: skip
-"""Models of which the analysis is timed; the first four show how it grows with the layers."""
 
 
 def random_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 INTRODUCTION = """\
@@ -171,13 +172,18 @@ def _totals(
 
 def _reasons(done: list[dict[str, Any]]) -> list[str]:
     lines = ["## Why LayerNorms stay", "", "| reason | LNs | types |", "|---|---|---|"]
-    found: dict[str, list[str]] = {}
-    for row in done:
-        for _, reason, _ in row["kept"]:
-            found.setdefault(reason, []).append(row["type"])
-    for reason, types in sorted(found.items(), key=lambda item: -len(set(item[1]))):
+    reasons = types_by((reason, row["type"]) for row in done for _, reason, _ in row["kept"])
+    for reason, types in sorted(reasons.items(), key=lambda item: -len(set(item[1]))):
         lines.append(f"| {reason} | {len(types)} | {len(set(types))} |")
     return [*lines, ""]
+
+
+def types_by(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """From each text to the types of the LayerNorms that it is about; the most LayerNorms first."""
+    found: dict[str, list[str]] = {}
+    for text, model_type in pairs:
+        found.setdefault(text, []).append(model_type)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
 BASES = {"stream": "streams", "values": "values of attention", "heads": "heads"}
@@ -305,11 +311,8 @@ def _answers(done: list[dict[str, Any]]) -> list[str]:
         "| answer | LNs | types |",
         "|---|---|---|",
     ]
-    found: dict[str, list[str]] = {}
-    for row in done:
-        for answer in row["audit"].values():
-            found.setdefault(answer, []).append(row["type"])
-    for answer, types in sorted(found.items(), key=lambda item: -len(item[1])):
+    answers = [(answer, row["type"]) for row in done for answer in row["audit"].values()]
+    for answer, types in types_by(answers).items():
         names = sorted(set(types))
         shown = ", ".join(names) if len(names) <= 6 else len(names)
         lines.append(f"| {answer} | {len(types)} | {shown} |")
@@ -329,13 +332,14 @@ def _answers(done: list[dict[str, Any]]) -> list[str]:
 
 def _missing_rules(done: list[dict[str, Any]]) -> list[str]:
     """The missing rules, with the LayerNorms and types that each would convert."""
-    found: dict[str, list[str]] = {}
-    for row in done:
-        for answer in row["audit"].values():
-            if answer.startswith(("unseen", "missing rule", "its memory is written")):
-                found.setdefault(MISSING.get(row["type"], answer), []).append(row["type"])
+    missing = (
+        (MISSING.get(row["type"], answer), row["type"])
+        for row in done
+        for answer in row["audit"].values()
+        if answer.startswith(("unseen", "missing rule", "its memory is written"))
+    )
     lines = [
         f"* {rule}: {len(types)} LayerNorms, of {', '.join(sorted(set(types)))}."
-        for rule, types in sorted(found.items(), key=lambda item: -len(item[1]))
+        for rule, types in types_by(missing).items()
     ]
     return ["Rules that are missing:", "", *(lines or ["* No missing rule is known."]), ""]
