@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import TOKENS
 from transformers import MBartConfig, MBartForConditionalGeneration
+from widening_cases import BART
 
 from enjoyln_cli.comparison.metrics import distances
 from enjoyln_cli.onnx_export.call import ExportedCall, batches_of_other_sizes, call_to_export
@@ -71,18 +71,7 @@ def test_a_program_may_round_more_than_torch_but_not_grossly(
 
 
 def test_an_encoder_and_its_decoder_have_lengths_of_their_own() -> None:
-    config = MBartConfig(
-        **TOKENS,
-        d_model=24,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=20,
-        decoder_ffn_dim=20,
-        max_position_embeddings=30,
-    )
-    model = MBartForConditionalGeneration(config).eval()
+    model = MBartForConditionalGeneration(MBartConfig(**BART)).eval()
     call = call_to_export(model, (), torch.float32)
     tokens = {0: "batch", 1: "sequence"}
     assert call.axes == {

@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fold_cases import same, store, written
+from fold_cases import written
 from safetensors.torch import save_file
-from stored_files import opened
 from transformers import CONFIG_MAPPING
 
 from enjoyln_cli import analyze, fold, verify
-from enjoyln_cli.errors import BadCheckpoint, RecipeError
-from enjoyln_cli.plan.axis import Axis, centre
-from enjoyln_cli.plan.edits import Edit, Vector
+from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.report.notes import counts
-from enjoyln_cli.rewrite.writer import write_shards
 
 SMALL = {
     "num_hidden_layers": 2,
@@ -123,50 +119,3 @@ def test_a_recipe_merges_a_scale_into_all_that_it_scales_or_not_at_all(tmp_path:
     other = text.replace(f"{scale}layer_scale2", f"{scale}s")
     with pytest.raises(RecipeError, match="the recipe has .*, the proof .*scale: .*layer_scale2"):
         follow(other)
-
-
-A = Axis(0, 0, 1, 4, 1)
-
-
-def tensors(dtype: torch.dtype, by: float = 1.0) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    return {
-        "w": (torch.randn(4, 3, 2) + 0.5).to(dtype),
-        "b": (torch.randn(4) + 0.5).to(dtype),
-        "s": (by * torch.randn(1, 4, 1)).to(dtype),
-    }
-
-
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_a_scale_is_merged_on_the_way_from_file_to_file(kind: str, tmp_path: Path) -> None:
-    given = tensors(torch.bfloat16)
-    store(tmp_path / "model", given, kind)
-    (tmp_path / "out").mkdir()
-    merged = Edit(scale=Vector("s", 0), axes=(A,))
-    edits = {"w": merged, "b": merged, "s": Edit(fill=1.0)}
-    write_shards(opened(tmp_path / "model"), edits, tmp_path / "out")
-    got, by = written(tmp_path / "out"), given["s"].double().flatten()
-    w = centre(by[:, None, None] * given["w"].double(), A).bfloat16()
-    assert same(got["w"], w)
-    assert same(got["b"], centre(by * given["b"].double(), A).bfloat16())
-    assert same(got["s"], torch.ones_like(given["s"]))
-
-
-@pytest.mark.parametrize(
-    ("by", "scale", "reason"),
-    [
-        (1e6, "s", "beyond F16|NaN or Inf"),
-        (1.0, "w", "too few or too many"),
-        (1.0, "x", "lacks it"),
-    ],
-)
-def test_a_scale_that_does_not_fit_is_refused(
-    by: float, scale: str, reason: str, tmp_path: Path
-) -> None:
-    given = tensors(torch.float16) | {"s": torch.full((4,), by, dtype=torch.float32)}
-    given["w"] = given["w"].repeat(1, 1, 5)
-    store(tmp_path / "model", given, "safetensors")
-    (tmp_path / "out").mkdir()
-    with pytest.raises(BadCheckpoint, match=reason):
-        edits = {"b": Edit(scale=Vector(scale, 0), axes=(A,))}
-        write_shards(opened(tmp_path / "model"), edits, tmp_path / "out")

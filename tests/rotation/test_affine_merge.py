@@ -370,9 +370,7 @@ def test_the_recipe_is_the_plan_again(out: tuple[Path, Plan]) -> None:
 
 
 @pytest.mark.slow
-def test_a_recipe_chooses_and_is_followed_or_refused(
-    out: tuple[Path, Plan], tmp_path: Path
-) -> None:
+def test_a_recipe_chooses_what_is_merged(out: tuple[Path, Plan], tmp_path: Path) -> None:
     text, plan = (out[0] / "enjoyln_recipe.yaml").read_text(), out[1]
 
     def follow(changed: str) -> Plan:
@@ -387,30 +385,11 @@ def test_a_recipe_chooses_and_is_followed_or_refused(
     kept = follow(text.replace(line, f"{line}    model.layers.0.input_layernorm: keep\n"))
     assert len(kept.merged) == 4 and verify(tmp_path / "again").passed
     assert kept.unmerged[-1].reason == "the recipe keeps it"
-    head = "{weight: lm_head.weight, dim: 1"
-    assert head in text
-    fewer = text.replace(head, head.replace("1", "0"))
-    with pytest.raises(
-        RecipeError,
-        match="the recipe has .*lm_head.weight, dim: 0.*the proof .*lm_head.weight, dim: 1",
-    ):
-        follow(fewer)
     not_folded = text.replace("  norms:\n", "  norms:\n    model.layers.0.input_layernorm: keep\n")
     with pytest.raises(
         RecipeError, match="merges model.layers.0.input_layernorm, which it does not"
     ):
         follow(not_folded)
-    unproven = text.replace(
-        "    model.layers.{i}.self_attn.q_layernorm:\n      keep:",
-        "    model.layers.{i}.self_attn.q_layernorm:\n      readers:\n"
-        "      - {weight: a.weight, dim: 0}\n      weight: a.b\n"
-        "    model.nobody:\n      keep:",
-    )
-    with pytest.raises(RecipeError, match="q_layernorm is not part of the proof: its result"):
-        follow(unproven)
-    plain = text.replace("options: {merge: affine}\n", "")
-    with pytest.raises(RecipeError, match="is not part of the proof; write keep for it, or see"):
-        follow(plain)
 
 
 def test_the_proof_says_where_things_go() -> None:
