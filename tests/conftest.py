@@ -35,9 +35,10 @@ def pytest_configure() -> None:
 
     A job in the background of a script ignores Ctrl-C, and so would the commands it starts. What
     transformers logs goes to the stream that was there when it was imported, which pytest has
-    closed by the time of the tests.
+    closed by the time of the tests. Python looks for garbage less often than by default.
     """
     torch.set_num_threads(1)
+    gc.set_threshold(20_000, 20, 100)
     os.environ["OMP_NUM_THREADS"] = "1"
     transformers.logging.set_verbosity_error()
     inductor.keep_apart()

@@ -32,11 +32,8 @@ OPT = {**BERT, "ffn_dim": 33, "word_embed_proj_dim": 15, "do_layer_norm_before":
 FAMILY = [
     ("bert", BERT, "BertModel", 1, 3),
     ("bert", BERT, "BertForMaskedLM", 0, 2),
-    ("roberta", BERT, "RobertaModel", 1, 3),
     ("distilbert", DISTIL, "DistilBertModel", 1, 3),
-    ("electra", {**BERT, "embedding_size": 13}, "ElectraModel", 1, 3),
     ("deberta", BERT, "DebertaModel", 1, 3),
-    ("deberta-v2", BERT, "DebertaV2Model", 1, 3),
     ("mpnet", BERT, "MPNetModel", 1, 3),
     ("bart", BART, "BartModel", 2, 6),
     ("opt", OPT, "OPTModel", 0, 2),

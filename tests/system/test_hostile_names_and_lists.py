@@ -29,18 +29,10 @@ MANY = 20_000
     [
         ["fold", GPT2, "-o", NUL],
         ["fold", NUL, "-o", "out"],
-        ["fold", GPT2, "-o", "out", "--recipe", NUL],
-        ["fold", GPT2, "-o", "out", "--adapter", NUL],
         ["fold", GPT2, "-o", "out", f"--cache-dir={NUL}"],
         ["rotate", GPT2, "-o", "out", "--matrix", NUL],
-        ["verify", NUL],
-        ["verify", GPT2, "--against", NUL],
         ["verify", GPT2, "--text", NUL],
-        ["unfold", GPT2, "-o", NUL],
-        ["export", GPT2, "-o", NUL],
-        ["bench", GPT2, "--plot", NUL],
         ["push", NUL, "owner/name"],
-        ["env", "--tune", NUL],
     ],
 )
 def test_an_argument_with_a_nul_character(arguments: list[str]) -> None:
@@ -67,13 +59,10 @@ def test_a_path_with_a_nul_character_in_python(use: Callable[[], Any]) -> None:
 
 UNITS = {"first": "a", "bias": None, "second": "b", "dim": 1, "start": 8}
 REPEATED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "classes": lambda entry: entry.update(classes=entry["classes"] * MANY),
     "rmsnorm": lambda entry: entry.update(rmsnorm=entry["rmsnorm"] * MANY),
-    "entry_inputs": lambda entry: entry.update(entry_inputs=["inputs_embeds"] * MANY),
     "centering": lambda entry: entry.update(centering=entry["centering"] * MANY),
     "centered": lambda entry: entry.update(centered=entry["centered"] * MANY),
     "parameters": lambda entry: entry["centered"][0].update(parameters=["wte.weight"] * MANY),
-    "weight": lambda entry: entry["merged"].update(weight=["ln_f"] * MANY),
     "units": lambda entry: entry.update(units=[UNITS] * MANY),
     "proven": lambda entry: entry.update(
         calls={"proven": ["Net(x=float[a, 16])"] * MANY, "attributes": {}}

@@ -12,7 +12,6 @@ import torch
 from random_ops import FAMILIES
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from enjoyln_cli.trace import meta_results
 from enjoyln_cli.trace.recorder import record
@@ -87,21 +86,10 @@ def plain(x: torch.Tensor) -> Any:
     return meta_results.compute(aten.mul.Tensor, (x, x), {})
 
 
-class Doubling(TorchDispatchMode):
-    """Returns another result than torch."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return torch.empty(result.shape[0] * 2, device="meta") if result.dim() == 1 else result
-
-
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "gradients": torch.enable_grad,
     "inference mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "a mode of the model": Doubling,
 }
 
 
