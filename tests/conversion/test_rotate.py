@@ -419,6 +419,7 @@ TIED: list[tuple[str, str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("kind", "name", "settings"), TIED, ids=[case[0] for case in TIED])
 def test_a_tied_model_whose_norms_have_no_weight_stays_tied(
     kind: str, name: str, settings: dict[str, Any], tmp_path: Path

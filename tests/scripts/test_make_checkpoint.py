@@ -56,6 +56,7 @@ def test_stock_transformers_loads_all_of_it(
     assert abs(float(model.get_input_embeddings().weight.detach().float().mean())) > 1e-3
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("model_type", ["gpt2", "vit", "whisper"])
 def test_names_and_shapes_are_those_of_save_pretrained(tmp_path: Path, model_type: str) -> None:
     model = small(model_type)

@@ -195,6 +195,7 @@ print(*(float((one - exact).norm() / exact.norm()) for one in found))
     assert 0 < max(errors) <= TIMES * own and len(errors) == 2
 
 
+@pytest.mark.slow
 def test_a_fold_can_push_its_result(hub: Hub, home: Path, tmp_path: Path) -> None:
     call = ["fold", "org/gpt2", "-o", tmp_path / "out", "--push-to-hub", "one-go", "--yes"]
     (done,) = enjoyln(hub, home, [*call, "--token", TOKEN, "--json"])
@@ -489,6 +490,7 @@ def test_a_repository_keeps_whether_it_is_private(hub: Hub, home: Path, out: Pat
     assert before == [hub.repositories[name].refs for name in ("me/public", "me/private")]
 
 
+@pytest.mark.slow
 def test_a_result_on_the_hub_is_verified_and_its_cache_left_alone(
     hub: Hub, home: Path, out: Path, tmp_path: Path
 ) -> None:
@@ -519,6 +521,7 @@ def test_what_was_not_folded_is_not_pushed(hub: Hub, home: Path, tmp_path: Path)
     assert "me/x" not in hub.repositories
 
 
+@pytest.mark.slow
 def test_a_push_tells_where_a_local_source_lay(hub: Hub, home: Path, tmp_path: Path) -> None:
     calls: list[list[object]] = [["fold", GPT2, "-o", tmp_path / "out"]]
     calls += [["push", tmp_path / "out", "me/local", "--dry-run", "--json"]]

@@ -420,6 +420,7 @@ LORA_ON = {"gpt2": ("c_attn", "c_proj"), "phi": ("q_proj", "dense", "fc2")}
 """Layers that read the residual stream, and layers that write into it."""
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", MODELS)
 def test_adapters_are_trained_as_with_layer_norm(
     name: str, plans: dict[str, Plan], tmp_path: Path

@@ -119,6 +119,7 @@ def test_a_loss_counts_even_if_the_plan_is_for_other_outputs(plan: Plan) -> None
         keep_centred(net, plan=chosen)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", ["", "auxiliary head behind a norm", "LayerDrop"])
 def test_training_code_behind_a_norm_is_accepted(kind: str, plan: Plan) -> None:
     net = net_with(kind)

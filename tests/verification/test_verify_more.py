@@ -56,6 +56,7 @@ def with_weights(found: Path, into: Path, edit: Edit) -> Path:
 # config.json.
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
