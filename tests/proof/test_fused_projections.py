@@ -44,6 +44,9 @@ FORMS: dict[str, Callable[[torch.Tensor], Parts]] = {
     "split and squeezed": lambda y: tuple(
         p.squeeze(2).transpose(1, 2) for p in y.view(*y.shape[:2], 3, H, D).split(1, 2)
     ),
+    "copied between": lambda y: (
+        y.view(*y.shape[:2], 3, H, D).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
+    ),
     "interleaved": interleaved,
     "interleaved and chunked": lambda y: (
         y.view(*y.shape[:2], H, 3 * D).transpose(1, 2).chunk(3, -1)

@@ -175,6 +175,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Axis, str
     "windows along the features": (
         lambda x: x.unfold(2, 4, 2), (X,), Axis(3, 0, 1, 4, 1), "windows along the features",
     ),
+    "every other feature": (
+        lambda x: x[..., ::2], (X,), Axis(2, 0, 1, 6, 1), "a strided slice of the features",
+    ),
+    "one feature": (lambda x: x + x, (X,), Axis(2, 0, 1, 1, 1), "a single element"),
     "a copy of another shape": (
         lambda x, y: aten.copy(x, y), (X, values(12)), Axis(2, 0, 1, 12, 1), "another shape",
     ),
