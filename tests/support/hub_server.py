@@ -144,8 +144,8 @@ class Hub:
 
     def fetched(self) -> list[str]:
         """Paths of the files that were asked for, sorted, each once."""
-        found = [re.search(r"/resolve/[^/]+/(.*)", request.path) for request in self.requests]
-        return sorted({match[1] for match in found if match})
+        matches = [re.search(r"/resolve/[^/]+/(.*)", request.path) for request in self.requests]
+        return sorted({match[1] for match in matches if match})
 
     def user(self, request: Request) -> str | None:
         return self.tokens.get(request.headers.get("authorization", "").removeprefix("Bearer "))
@@ -198,18 +198,20 @@ class Hub:
 
         ``ref`` is to be written, ``""`` is a pull request to be opened, as everybody may.
         """
-        user, owner, found = self.user(request), name.split("/")[0], self.repositories.get(name)
-        if found is None or (found.private and owner != user):
+        user, owner = self.user(request), name.split("/")[0]
+        repository = self.repositories.get(name)
+        if repository is None or (repository.private and owner != user):
             status = 404 if user else 401
             return problem(status, "RepoNotFound", "Repository not found")
-        own = user is not None and (ref == "" or found.pulls.get(ref or "") == user)
+        own = user is not None and (ref == "" or repository.pulls.get(ref or "") == user)
         if ref is not None and not own and user != owner:
             text = "You don't have the required permissions"
             return problem(403 if user else 401, message=text)
-        return found
+        return repository
 
-    def commit_named(self, found: Repository, revision: str) -> str | None:
-        return found.refs.get(revision) or (revision if revision in found.commits else None)
+    def commit_named(self, repository: Repository, revision: str) -> str | None:
+        commit = revision if revision in repository.commits else None
+        return repository.refs.get(revision) or commit
 
 
 def turned(data: bytes) -> bytes:
@@ -257,27 +259,27 @@ def whoami(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
 
 def info(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     name, revision = match["repo"], match["revision"] or "main"
-    found = hub.opened(request, name)
-    if not isinstance(found, Repository):
-        return found
-    commit = hub.commit_named(found, revision)
+    repository = hub.opened(request, name)
+    if not isinstance(repository, Repository):
+        return repository
+    commit = hub.commit_named(repository, revision)
     if commit is None:
         return problem(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-    siblings = [{"rfilename": path} for path in found.commits[commit]]
-    facts = {"id": name, "modelId": name, "sha": commit, "private": found.private}
+    siblings = [{"rfilename": path} for path in repository.commits[commit]]
+    facts = {"id": name, "modelId": name, "sha": commit, "private": repository.private}
     return answer({**facts, "tags": [], "siblings": siblings, "downloads": 0})
 
 
 def tree(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
-    found = hub.opened(request, match["repo"])
-    if not isinstance(found, Repository):
-        return found
-    commit = hub.commit_named(found, match["revision"])
+    repository = hub.opened(request, match["repo"])
+    if not isinstance(repository, Repository):
+        return repository
+    commit = hub.commit_named(repository, match["revision"])
     if commit is None:
         return problem(404, "RevisionNotFound", "Invalid rev id")
     below = (match["path"] or "").strip("/")
     listing = []
-    for path, data in found.commits[commit].items():
+    for path, data in repository.commits[commit].items():
         if below and not path.startswith(below + "/"):
             continue
         entry: dict[str, Any] = {"type": "file", "path": path, "size": len(data)}
@@ -293,19 +295,19 @@ def tree(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
 
 def resolve(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     name, revision, path = match["repo"], match["revision"], match["path"]
-    found = hub.opened(request, name)
-    if not isinstance(found, Repository):
-        return found
-    if found.gated:
+    repository = hub.opened(request, name)
+    if not isinstance(repository, Repository):
+        return repository
+    if repository.gated:
         return problem(403 if hub.user(request) else 401, "GatedRepo", "Access is restricted")
-    commit = hub.commit_named(found, revision)
+    commit = hub.commit_named(repository, revision)
     if commit is None:
         return problem(404, "RevisionNotFound", "Invalid rev id")
     headers = {"X-Repo-Commit": commit}
-    if path not in found.commits[commit]:
+    if path not in repository.commits[commit]:
         status, body, refused = problem(404, "EntryNotFound", "Entry not found")
         return status, body, {**refused, **headers}
-    data = found.commits[commit][path]
+    data = repository.commits[commit][path]
     if path.endswith(LARGE):
         linked = {"X-Linked-Etag": f'"{sha256(data)}"', "X-Linked-Size": str(len(data))}
         place = hub.url.replace("127.0.0.1", "localhost")  # another host, as the Hub's storage is
@@ -349,14 +351,14 @@ def create(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
 
 
 def branch(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
-    found = hub.opened(request, match["repo"], match["name"])
-    if not isinstance(found, Repository):
-        return found
+    repository = hub.opened(request, match["repo"], match["name"])
+    if not isinstance(repository, Repository):
+        return repository
     if match["name"].startswith("refs/"):
         return problem(400, message="Invalid reference name")
-    if match["name"] in found.refs:
+    if match["name"] in repository.refs:
         return problem(409, message="Reference already exists")
-    found.refs[match["name"]] = found.refs["main"]
+    repository.refs[match["name"]] = repository.refs["main"]
     return answer({})
 
 
@@ -365,16 +367,16 @@ def written(request: Request, match: re.Match[str]) -> str:
 
 
 def preupload(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
-    found = hub.opened(request, match["repo"], written(request, match))
-    if not isinstance(found, Repository):
-        return found
-    commit = hub.commit_named(found, match["revision"])
+    repository = hub.opened(request, match["repo"], written(request, match))
+    if not isinstance(repository, Repository):
+        return repository
+    commit = hub.commit_named(repository, match["revision"])
     if commit is None:
         return problem(404, "RevisionNotFound", "Invalid rev id")
     files = []
     for entry in request.json["files"]:
         path = entry["path"]
-        there = found.commits[commit].get(path)
+        there = repository.commits[commit].get(path)
         mode = "lfs" if path.endswith(LARGE) else "regular"
         named = sha256 if mode == "lfs" else git_oid
         oid = None if there is None else named(there)
@@ -384,9 +386,9 @@ def preupload(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
 
 def batch(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     ref = request.json.get("ref", {}).get("name", "")
-    found = hub.opened(request, match["repo"], ref)
-    if not isinstance(found, Repository):
-        return found
+    repository = hub.opened(request, match["repo"], ref)
+    if not isinstance(repository, Repository):
+        return repository
     objects = []
     for entry in request.json["objects"]:
         oid, size = entry["oid"], entry["size"]
@@ -427,13 +429,13 @@ def verify(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
 
 def commit(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     name = match["repo"]
-    found = hub.opened(request, name, written(request, match))
-    if not isinstance(found, Repository):
-        return found
+    repository = hub.opened(request, name, written(request, match))
+    if not isinstance(repository, Repository):
+        return repository
     ref = match["revision"]
-    if ref not in found.refs:
+    if ref not in repository.refs:
         return problem(404, "RevisionNotFound", "Invalid rev id")
-    files = dict(found.files(ref))
+    files = dict(repository.files(ref))
     lines = [json.loads(line) for line in request.body.splitlines() if line]
     head = next(line["value"] for line in lines if line["key"] == "header")
     for line in lines:
@@ -446,25 +448,27 @@ def commit(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
             files[value["path"]] = hub.storage[value["oid"]]
         elif line["key"] == "deletedFile":
             files.pop(value["path"], None)
-    pull = opened_pull(found, ref, hub.user(request)) if request.query.get("create_pr") else None
-    made = found.commit(pull or ref, files, head["summary"])
+    pull = None
+    if request.query.get("create_pr"):
+        pull = opened_pull(repository, ref, hub.user(request))
+    made = repository.commit(pull or ref, files, head["summary"])
     told = {"success": True, "commitOid": made, "commitUrl": f"{hub.url}/{name}/commit/{made}"}
     number = (pull or "").rsplit("/", 1)[-1]
     return answer({**told, "pullRequestUrl": f"{hub.url}/{name}/discussions/{number}"})
 
 
-def opened_pull(found: Repository, ref: str, user: str | None) -> str:
-    pull = f"refs/pr/{1 + sum(name.startswith('refs/pr/') for name in found.refs)}"
-    found.refs[pull], found.pulls[pull] = found.refs[ref], str(user)
+def opened_pull(repository: Repository, ref: str, user: str | None) -> str:
+    pull = f"refs/pr/{1 + sum(name.startswith('refs/pr/') for name in repository.refs)}"
+    repository.refs[pull], repository.pulls[pull] = repository.refs[ref], str(user)
     return pull
 
 
 def discussions(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     """The pull requests, of one author where that is asked for."""
-    found = hub.opened(request, match["repo"])
-    if not isinstance(found, Repository):
-        return found
-    authors = request.query.get("author") or set(found.pulls.values())
+    repository = hub.opened(request, match["repo"])
+    if not isinstance(repository, Repository):
+        return repository
+    authors = request.query.get("author") or set(repository.pulls.values())
     facts = {"title": "", "status": "open", "isPullRequest": True}
     facts |= {"createdAt": "2026-01-01T00:00:00.000Z"}
     listing = [
@@ -474,7 +478,7 @@ def discussions(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
             "author": {"name": user},
             "repo": {"name": match["repo"], "type": "model"},
         }
-        for ref, user in found.pulls.items()
+        for ref, user in repository.pulls.items()
         if user in authors
     ]
     return answer({"discussions": listing, "count": len(listing), "start": 0})
