@@ -173,6 +173,10 @@ REFUSES: dict[str, tuple[Callable[[Routed, torch.Tensor, torch.Tensor], Any], st
         lambda m, y, chosen: (lambda w: torch.einsum("nd,ndf,nhf->nh", y, w, w))(m.square[chosen]),
         READ.format("einsum"),
     ),
+    "a weight twice in one product": (
+        lambda m, y, chosen: torch.einsum("nd,edf,ehf->neh", y, m.square, m.square),
+        READ.format("einsum"),
+    ),
     "two dimensions of one weight": (
         lambda m, y, chosen: one_by_one(m.square[chosen], y) + one_by_one(m.square.mT[chosen], y),
         "linear layers that read it share a parameter",
