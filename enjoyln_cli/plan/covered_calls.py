@@ -105,8 +105,8 @@ def sizes_in(form: Form) -> Iterator[Any]:
     elif isinstance(form, Length):
         yield form.size
     elif isinstance(form, Items):
-        for one in form.values:
-            yield from sizes_in(one)
+        for value in form.values:
+            yield from sizes_in(value)
 
 
 @dataclass(frozen=True)
@@ -139,21 +139,54 @@ class CoveredCalls:
 
     def calls_of(self, module: nn.Module) -> ProvenCalls:
         """The covered calls of ``module``: the forms whose owner is the name of its class."""
-        own = tuple(form for form in self.forms if form.owner == type(module).__name__)
-        return ProvenCalls(own, *signature_of(module))
+        forms = tuple(form for form in self.forms if form.owner == type(module).__name__)
+        return ProvenCalls(forms, signature_of(module))
 
     def changed(self, model: nn.Module) -> str | None:
         """A description of the first attribute that has changed since the trace, or ``None``."""
         missing = object()
         for owner, name, value in self.attributes:
             if owner == type(model).__name__:
-                found: Any = model
-                for part in name.split("."):
-                    found = getattr(found, part, missing)
-                if found is missing or not _same(found, value):
-                    now = "gone" if found is missing else repr(found)
+                present: Any = model
+                for attribute in name.split("."):
+                    present = getattr(present, attribute, missing)
+                if present is missing or not _same(present, value):
+                    now = "gone" if present is missing else repr(present)
                     return f"{owner}.{name} was {value!r} and is now {now}"
         return None
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What ``forward`` of a module takes."""
+
+    order: tuple[str, ...]
+    """Names of the arguments that can be passed by position."""
+    defaults: Mapping[str, Plain]
+    """The plain defaults of arguments."""
+    has_cache: bool
+    """Whether one argument takes a cache, by either name (see ``plan.cache_argument``)."""
+
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by their names in plans, without those equal to their default."""
+        arguments = dict(zip(self.order, args, strict=False))
+        for place in range(len(self.order), len(args)):
+            arguments[f"*{place - len(self.order)}"] = args[place]
+        arguments.update(kwargs)
+        return {
+            in_plans(name) if self.has_cache else name: value
+            for name, value in arguments.items()
+            if name not in self.defaults or not _same(value, self.defaults[name])
+        }
+
+
+def signature_of(module: nn.Module) -> Signature:
+    """The signature of the ``forward`` of ``module``."""
+    accepted = inspect.signature(module.forward).parameters
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    order = tuple(p.name for p in accepted.values() if p.kind in kinds)
+    defaults = {p.name: p.default for p in accepted.values() if type(p.default) in PLAIN_TYPES}
+    return Signature(order, defaults, is_same_argument(accepted))
 
 
 @dataclass(frozen=True)
@@ -161,55 +194,16 @@ class ProvenCalls:
     """``CoveredCalls`` for one module, with the signature of its ``forward``."""
 
     forms: tuple[CallForm, ...]
-    order: tuple[str, ...]
-    """Names of the arguments that can be passed by position."""
-    defaults: tuple[tuple[str, Plain], ...]
-    has_cache: bool = False
-    """Whether one argument takes a cache, by either name (see ``plan.cache_argument``)."""
+    signature: Signature
 
     def uncovered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
         """The arguments because of which a call is not covered; empty if it is covered."""
-        signature = (self.order, self.defaults, self.has_cache)
-        given = call_arguments(signature, args, kwargs)
+        arguments = self.signature.arguments(args, kwargs)
         for form in self.forms:
-            if len(form.arguments) == len(given) and not _differing(form, given):
+            if len(form.arguments) == len(arguments) and not _differing(form, arguments):
                 return []
-        found = [_differing(form, given) for form in self.forms]
-        return min(found, key=len) if found else list(given) or [OTHER_CALLS]
-
-
-Signature = tuple[tuple[str, ...], tuple[tuple[str, Plain], ...], bool]
-
-
-def signature_of(module: nn.Module) -> Signature:
-    """The first fields of ``ProvenCalls``, after the forms.
-
-    These are the names of positional arguments, the plain defaults of all arguments, and whether
-    one of them takes a cache.
-    """
-    accepted = inspect.signature(module.forward).parameters
-    parameters = accepted.values()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    order = tuple(p.name for p in parameters if p.kind in kinds)
-    defaults = ((p.name, p.default) for p in parameters if type(p.default) in PLAIN_TYPES)
-    return order, tuple(defaults), is_same_argument(accepted)
-
-
-def call_arguments(
-    signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The arguments of a call by their names in plans, without those that equal their default."""
-    order, plain, has_cache = signature
-    defaults = dict(plain)
-    given = dict(zip(order, args, strict=False))
-    for place in range(len(order), len(args)):
-        given[f"*{place - len(order)}"] = args[place]
-    given.update(kwargs)
-    return {
-        in_plans(name) if has_cache else name: value
-        for name, value in given.items()
-        if name not in defaults or not _same(value, defaults[name])
-    }
+        differing = [_differing(form, arguments) for form in self.forms]
+        return min(differing, key=len) if differing else list(arguments) or [OTHER_CALLS]
 
 
 def form_of(value: Any) -> Form | None:
@@ -225,32 +219,26 @@ def form_of(value: Any) -> Form | None:
         return Constant(value)
     if isinstance(value, torch.SymInt):
         return Length(value)  # type: ignore[arg-type]
-    if _is_object(value):
-        kept = attribute_values(value)
-        forms = tuple(map(form_of, kept.values()))
-        return None if None in forms else Items(type(value).__name__, forms, tuple(kept))
-    if type(value) in (list, tuple, dict):
-        named = type(value) is dict
-        inside = [form_of(item) for item in (value.values() if named else value)]
-        keys = tuple(value) if named else ()
-        if None in inside or not all(type(key) is str for key in keys):
-            return None
-        return Items(type(value).__name__, tuple(inside), keys)
-    return None
-
-
-def _is_object(value: Any) -> bool:
-    """Whether a value is an object of a transformers class that stores its state in attributes."""
     cls = type(value)
-    return cls.__module__.partition(".")[0] == "transformers" and hasattr(value, "__dict__")
+    keys: tuple[Any, ...] = ()
+    if cls.__module__.partition(".")[0] == "transformers" and hasattr(value, "__dict__"):
+        value = _attributes(value)
+    elif cls not in (list, tuple, dict):
+        return None
+    if isinstance(value, dict):
+        keys, value = tuple(value), value.values()
+    forms = tuple(map(form_of, value))
+    if None in forms or not all(type(key) is str for key in keys):
+        return None
+    return Items(cls.__name__, forms, keys)
 
 
-def attribute_values(value: Any) -> dict[str, Any]:
+def _attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object, without dtypes and devices; a class is replaced by its name."""
     return {
-        name: kept.__name__ if isinstance(kept, type) else kept
-        for name, kept in vars(value).items()
-        if not isinstance(kept, (torch.dtype, torch.device))
+        name: x.__name__ if isinstance(x, type) else x
+        for name, x in vars(value).items()
+        if not isinstance(x, (torch.dtype, torch.device))
     }
 
 
@@ -261,10 +249,10 @@ def call_form(
     conditions: Iterable[Expression] = (),
 ) -> CallForm | None:
     """The form of one call; ``None`` if an argument cannot be described (see ``form_of``)."""
-    given = call_arguments(signature_of(module), args, kwargs)
-    found = [(name, form_of(value)) for name, value in given.items()]
-    described = [(name, form) for name, form in found if form is not None]
-    if len(described) < len(found):
+    arguments = signature_of(module).arguments(args, kwargs)
+    forms = [(name, form_of(value)) for name, value in arguments.items()]
+    described = [(name, form) for name, form in forms if form is not None]
+    if len(described) < len(forms):
         return None
     described.sort(key=lambda argument: not argument[0].startswith("*"))
     return CallForm(type(module).__name__, tuple(described), tuple(conditions))
@@ -279,56 +267,49 @@ def kind_of(tensor: torch.Tensor) -> str:
     return "bool" if tensor.dtype == torch.bool else "int"
 
 
-def _differing(form: CallForm, given: Mapping[str, Any]) -> list[str]:
+def _differing(form: CallForm, arguments: Mapping[str, Any]) -> list[str]:
     """Names of the arguments in which a call differs from a form."""
     sizes: dict[str, int] = {}
     expected = dict(form.arguments)
-    found = [name for name in given if name not in expected]
-    for name, one in form.arguments:
-        if name not in given or not _fits(one, given[name], sizes):
-            found.append(name)
-    if found or all(value_of(condition, sizes) for condition in form.conditions):
-        return found
-    return [f"{name} of this size" for name, one in form.arguments if isinstance(one, TensorForm)]
+    differing = [name for name in arguments if name not in expected]
+    for name, proven in form.arguments:
+        if name not in arguments or not _fits(proven, form_of(arguments[name]), sizes):
+            differing.append(name)
+    if differing or all(value_of(condition, sizes) for condition in form.conditions):
+        return differing
+    tensors = (name for name, proven in form.arguments if isinstance(proven, TensorForm))
+    return [f"{name} of this size" for name in tensors]
 
 
-def _fits(form: Form, value: Any, sizes: dict[str, int]) -> bool:
-    if isinstance(form, TensorForm):
-        if not isinstance(value, torch.Tensor) or value.is_nested:
-            return False
-        if value.ndim != len(form.sizes) or kind_of(value) != form.kind:
-            return False
-        for expected, size in zip(form.sizes, value.shape, strict=True):
-            if size != (sizes.setdefault(expected, size) if type(expected) is str else expected):
-                return False
-        return True
-    if isinstance(form, Constant):
-        return _same(value, form.value)
+def _fits(form: Form, argument: Form | None, sizes: dict[str, int]) -> bool:
+    """Whether ``form`` allows an argument of this form; adds the sizes that it has to ``sizes``."""
     if isinstance(form, Length):
-        if type(value) is not int:
+        is_number = isinstance(argument, Constant) and type(argument.value) is int
+        return is_number and _is_size(argument.value, form.size, sizes)  # type: ignore
+    if isinstance(form, TensorForm):
+        if not isinstance(argument, TensorForm) or argument.kind != form.kind:
             return False
-        return value == (
-            sizes.setdefault(form.size, value) if type(form.size) is str else form.size
+        return len(argument.sizes) == len(form.sizes) and all(
+            _is_size(size, expected, sizes)
+            for size, expected in zip(argument.sizes, form.sizes, strict=True)
         )
-    if type(value).__name__ != form.kind:
+    if isinstance(form, Constant):
+        return isinstance(argument, Constant) and _same(argument.value, form.value)
+    if not isinstance(argument, Items) or argument.kind != form.kind:
         return False
-    if type(value) not in (list, tuple, dict):
-        if not _is_object(value):
-            return False
-        kept = attribute_values(value)
-        names = zip(form.keys, form.values, strict=True)
-        return len(kept) == len(form.keys) and all(
-            name in kept and _fits(one, kept[name], sizes) for name, one in names
-        )
-    inside = value
-    if type(value) is dict:
-        if tuple(value) != form.keys:
-            return False
-        inside = tuple(value.values())
-    if len(inside) != len(form.values):
+    if len(argument.values) != len(form.values) or {*argument.keys} != {*form.keys}:
         return False
-    pairs = zip(form.values, inside, strict=True)
-    return all(_fits(one, item, sizes) for one, item in pairs)
+    values = argument.values
+    if form.kind == "dict" and argument.keys != form.keys:
+        return False
+    if form.keys:  # the attributes of an object have no order
+        named = dict(zip(argument.keys, values, strict=True))
+        values = tuple(named[name] for name in form.keys)
+    return all(_fits(one, value, sizes) for one, value in zip(form.values, values, strict=True))
+
+
+def _is_size(size: Any, expected: Size, sizes: dict[str, int]) -> bool:
+    return bool(size == (sizes.setdefault(expected, size) if type(expected) is str else expected))
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -349,7 +330,7 @@ def attributes_of(model: nn.Module) -> tuple[tuple[str, str, Plain], ...]:
     These are the plain attributes of all modules that are neither torch's nor transformers', and
     those entries of the config that not every transformers config has.
     """
-    owner, found = type(model).__name__, {}
+    owner, attributes = type(model).__name__, {}
     internal = {*vars(nn.Module()), "name_or_path"}
     if hasattr(model, "config"):
         from transformers import PreTrainedModel
@@ -359,7 +340,7 @@ def attributes_of(model: nn.Module) -> tuple[tuple[str, str, Plain], ...]:
         if not is_defined_in(type(module), ("transformers", "torch")):
             for name, value in vars(module).items():
                 if type(value) in PLAIN_TYPES and name not in internal and "_hf_" not in name:
-                    found[f"{path}.{name}" if path else name] = value
+                    attributes[f"{path}.{name}" if path else name] = value
     config = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         from transformers import PretrainedConfig
@@ -367,5 +348,5 @@ def attributes_of(model: nn.Module) -> tuple[tuple[str, str, Plain], ...]:
         shared = {*vars(PretrainedConfig()), *PretrainedConfig().to_dict()}
         for name, value in vars(config).items():
             if type(value) in PLAIN_TYPES and name not in shared and not name.startswith("_"):
-                found[f"config.{name}"] = value
-    return tuple((owner, name, value) for name, value in found.items())
+                attributes[f"config.{name}"] = value
+    return tuple((owner, name, value) for name, value in attributes.items())

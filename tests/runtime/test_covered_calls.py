@@ -35,6 +35,7 @@ from enjoyln_cli.plan.covered_calls import (
     CoveredCalls,
     Items,
     TensorForm,
+    call_form,
 )
 from enjoyln_cli.plan.trusted_code import is_stock
 from enjoyln_cli.report.model_report import ModelReport
@@ -341,6 +342,36 @@ def test_a_flag_that_was_set_since_is_refused_by_name() -> None:
     del model.loud
     with pytest.raises(UnsupportedModel, match=r"Flagged\.loud was False and is now gone"):
         converted(model, plan)
+
+
+def test_attributes_of_an_object_may_be_set_in_any_order_and_keys_may_not() -> None:
+    class State:
+        def __init__(self, **attributes: Any) -> None:
+            vars(self).update(attributes)
+
+    class Stateful(Net):
+        def forward(self, x: torch.Tensor, state: Any) -> torch.Tensor:
+            return self.stream(x, False)
+
+    def uncovered(proven: Any, passed: Any) -> list[str]:
+        form = call_form(Stateful(), (x(),), {"state": proven})
+        assert form is not None
+        return CoveredCalls((form,)).calls_of(Stateful()).uncovered((x(),), {"state": passed})
+
+    State.__module__ = "transformers.states"
+    one, two = {"seen": 3, "values": torch.ones(2)}, {"values": torch.zeros(2), "seen": 3}
+    assert uncovered(State(**one), State(**two)) == []
+    assert uncovered(State(**one, dtype=torch.half), State(**two)) == []
+    assert uncovered(one, {**one, "values": torch.zeros(2)}) == []
+    for proven, passed in (
+        (one, two),
+        (State(**one), one),
+        (State(**one), State(**{**two, "seen": 4})),
+        (State(**one), State(**two, more=None)),
+        (State(**one), State(seen=3, values=torch.ones(3))),
+        (State(**one), State(seen=3, values=object())),
+    ):
+        assert uncovered(proven, passed) == ["state"]
 
 
 def test_proven_calls_are_listed_in_one_line() -> None:
