@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from enjoyln_cli import kernels
 from enjoyln_cli.benchmark.cases import BenchOptions, Case, planned_cases, time_cases
@@ -134,7 +133,10 @@ def bench(
         device=str(place),
         repeats=asked.repeats,
         load_seconds=load_seconds,
-        weight_bytes={"original": weight_bytes(before), "folded": weight_bytes(after)},
+        weight_bytes={
+            "original": before.get_memory_footprint(),
+            "folded": after.get_memory_footprint(),
+        },
         seconds=clock.spent,
         warnings=tuple(warned),
     )
@@ -184,12 +186,6 @@ def busy(threads: int, count: int, load: float) -> str:
         return ""
     text = f"other programs use about {min(load, count):.1f} of {count} cores"
     return f"{text}; close them and measure again, as small differences are lost in the noise"
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Memory of all parameters and buffers; tied weights count once."""
-    held = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.numel() * t.element_size() for t in held.values())
 
 
 def _load_model(of: Checkpoint, marker: Marker, dtype: torch.dtype, trust_remote_code: bool) -> Any:

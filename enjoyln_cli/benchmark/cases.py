@@ -86,7 +86,7 @@ def time_cases(
         optimize(folded)  # chooses the kernels for this device
     with torch.no_grad(), torch.cuda.device(device.index if device.type == "cuda" else -1):
         with blame_marker(type(folded).__name__):
-            prefill(folded, cases[0].size.to(device).given).run(None)
+            prefill(folded, cases[0].size.to(device).inputs).run(None)
         models = variants(original, folded, norms)
         for number, case in enumerate(cases):
             if clock.left <= 0:
@@ -118,7 +118,7 @@ def _time_case(
             tasks = {name: decode(model, text) for name, model in in_mode(models, mode).items()}
         else:
             ready = in_mode(models, mode)
-            tasks = {name: prefill(model, size.given) for name, model in ready.items()}
+            tasks = {name: prefill(model, size.inputs) for name, model in ready.items()}
         times = time_rounds(tasks, repeats, seconds)
         peaks = None
         if device.type == "cuda":

@@ -35,7 +35,7 @@ def check(file: Path) -> None:
     check_file(file)
 
 
-def save(found: Mapping[str, Any], file: Path) -> None:
+def save(result: Mapping[str, Any], file: Path) -> None:
     """Draw the result of ``Bench.to_json``.
 
     Raises ``OutputError`` for an unsupported format, without matplotlib, and if the file cannot be
@@ -45,12 +45,12 @@ def save(found: Mapping[str, Any], file: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    rows = found["rows"]
+    rows = result["rows"]
     figure = Figure(figsize=(9, 2.2 + 0.5 * len(rows)), layout="constrained")
     _draw(figure.subplots(), rows)
-    name = Path(found["source"]).name if Path(found["source"]).is_absolute() else found["source"]
+    name = Path(result["source"]).name if Path(result["source"]).is_absolute() else result["source"]
     figure.suptitle(
-        f"{name} ({found['model_class']}), {found['dtype']} on {found['hardware']}", fontsize=12
+        f"{name} ({result['model_class']}), {result['dtype']} on {result['hardware']}", fontsize=12
     )
     drawn = io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # keeps text searchable

@@ -34,7 +34,7 @@ TEXT = ("decoder_input_ids", "input_ids")
 class Size:
     """Inputs of one size."""
 
-    given: Batch
+    inputs: Batch
     rows: int
     tokens: int | None
     """``None`` if the inputs have no length to choose."""
@@ -46,13 +46,13 @@ class Size:
 
     def to(self, device: torch.device) -> Size:
         """The inputs on ``device``."""
-        moved = {name: value.to(device) for name, value in self.given.items()}
+        moved = {name: value.to(device) for name, value in self.inputs.items()}
         return Size(moved, self.rows, self.tokens)
 
     def __str__(self) -> str:
         if self.tokens:
             return f"{self.rows} x {self.tokens} tokens"
-        name, value = next(iter(self.given.items()))
+        name, value = next(iter(self.inputs.items()))
         return f"{name} {' x '.join(map(str, value.shape))}"
 
 
@@ -63,29 +63,29 @@ def sizes(model: Any, pairs: Sequence[tuple[int, int]]) -> tuple[list[Size], lis
     Raises ``UnsupportedModel`` if none is left, or if no inputs can be made up.
     """
     limit = most_tokens(model.config.get_text_config())
-    found: dict[Any, Size] = {}
+    by_shape: dict[Any, Size] = {}
     left_out: dict[str, None] = {}
     for rows, tokens in pairs:
         fits = limit is None or tokens <= limit
-        given = unpadded_batch(model, rows, tokens if fits else 1, dtype_of(model))
-        read = next((given[name] for name in TEXT if name in given), None)
+        inputs = unpadded_batch(model, rows, tokens if fits else 1, dtype_of(model))
+        read = next((inputs[name] for name in TEXT if name in inputs), None)
         if read is None or fits:
-            size = Size(given, rows, None if read is None else read.shape[1])
-            found.setdefault(tuple((n, v.shape) for n, v in given.items()), size)
+            size = Size(inputs, rows, None if read is None else read.shape[1])
+            by_shape.setdefault(tuple((n, v.shape) for n, v in inputs.items()), size)
         else:
             left_out[f"{tokens} tokens: {type(model).__name__} takes at most {limit}"] = None
-    if not found:
+    if not by_shape:
         raise UnsupportedModel(
             f"nothing to measure: {'; '.join(left_out)}; use a smaller --seq-len"
         )
-    return sorted(found.values(), key=lambda size: size.items), list(left_out)
+    return sorted(by_shape.values(), key=lambda size: size.items), list(left_out)
 
 
-def prefill(model: Any, given: Batch) -> Task:
-    """One call of ``model`` on ``given``."""
+def prefill(model: Any, inputs: Batch) -> Task:
+    """One call of ``model`` on ``inputs``."""
     caching = getattr(model.config, "use_cache", None) is not None
     flags = {"use_cache": False} if caching else {}
-    return Task(lambda _: model(**given, **flags))
+    return Task(lambda _: model(**inputs, **flags))
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ def prompt(model: Any, size: Size) -> Prompt | None:
     steps = min(STEPS, tokens // 2)
     if not steps or not keeps_cache(model):
         return None
-    advancing = next(name for name in TEXT if name in size.given)
-    long = {name for name, v in size.given.items() if v.ndim > 1 and v.shape[1] == tokens}
+    advancing = next(name for name in TEXT if name in size.inputs)
+    long = {name for name, v in size.inputs.items() if v.ndim > 1 and v.shape[1] == tokens}
     if advancing == "decoder_input_ids":
         long = {advancing}
-    start = {n: v[:, : tokens - steps] if n in long else v for n, v in size.given.items()}
+    start = {n: v[:, : tokens - steps] if n in long else v for n, v in size.inputs.items()}
     try:
         read = model(**start, use_cache=True)
     except TypeError:  # the class passes the keyword on to a function that does not take it
@@ -119,7 +119,7 @@ def prompt(model: Any, size: Size) -> Prompt | None:
     cache = returned_cache(read)
     if cache is None:
         return None
-    following: dict[str, Any] = {advancing: size.given[advancing][:, -1:]}
+    following: dict[str, Any] = {advancing: size.inputs[advancing][:, -1:]}
     encoded = getattr(read, "encoder_last_hidden_state", None)
     if advancing == "decoder_input_ids" and encoded is not None:
         following["encoder_outputs"] = (encoded,)

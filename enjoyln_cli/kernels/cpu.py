@@ -99,22 +99,15 @@ def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
     loaded, dtype = library(), x.dtype
     if isinstance(loaded, Missing) or dtype not in loaded.dtypes or _is_watched():
         return None
-    needs_gradient = torch.is_grad_enabled()
+    gradient = torch.is_grad_enabled()
     try:
-        if (needs_gradient and x.requires_grad) or not _is_rows(x):
+        if (gradient and x.requires_grad) or not _is_rows(x):
             return None
         d = x.shape[-1]
-        weight_at = bias_at = 0
-        if weight is not None:
-            if (needs_gradient and weight.requires_grad) or not _is_vector(weight, dtype, d):
-                return None
-            if not (weight_at := weight.data_ptr()):
-                return None
-        if bias is not None:
-            if (needs_gradient and bias.requires_grad) or not _is_vector(bias, dtype, d):
-                return None
-            if not (bias_at := bias.data_ptr()):
-                return None
+        weight_at = _address(weight, dtype, d, gradient)
+        bias_at = _address(bias, dtype, d, gradient)
+        if weight_at is None or bias_at is None:
+            return None
         x = x.contiguous()
         # No address: it is empty, a wrapper of another tensor, or zeros that take no memory.
         if not (x_at := x.data_ptr()):
@@ -132,17 +125,23 @@ def _is_rows(t: Tensor) -> bool:
     return ordinary and t.is_cpu and t.ndim > 0 and not t.is_neg() and not t.is_nested
 
 
-def _is_vector(t: Tensor, dtype: torch.dtype, width: int) -> bool:
-    """Whether ``t`` is an ordinary contiguous tensor of ``width`` elements of ``dtype``."""
-    ordinary = type(t) is Parameter or type(t) is Tensor
-    return (
-        ordinary
+def _address(t: Tensor | None, dtype: torch.dtype, width: int, gradient: bool) -> int | None:
+    """The address of a parameter, 0 if there is none; ``None`` if the library does not take it.
+
+    It takes an ordinary contiguous tensor of ``width`` elements of ``dtype`` without a gradient.
+    """
+    if t is None:
+        return 0
+    ordinary = (
+        (type(t) is Parameter or type(t) is Tensor)
         and t.dtype is dtype
         and t.is_cpu
         and t.numel() == width
+        and not (gradient and t.requires_grad)
         and not t.is_neg()
         and t.is_contiguous()
     )
+    return t.data_ptr() or None if ordinary else None
 
 
 def _is_watched() -> bool:

@@ -29,8 +29,8 @@ def environment() -> dict[str, Any]:
 def kernels_on(device: str) -> str:
     """The name of the kernels on a type of device, such as ``avx512``, or why there are none."""
     if device == "cpu":
-        found = cpu.library()
-        return found.level if isinstance(found, cpu.Library) else str(found)
+        library = cpu.library()
+        return library.level if isinstance(library, cpu.Library) else str(library)
     if device == "cuda" and not gpu.why_not_measured():
         return "the fastest at load"
     return f"there are none for {device}"
@@ -38,17 +38,17 @@ def kernels_on(device: str) -> str:
 
 def lost_without_kernels() -> str:
     """One sentence about a CPU without kernels; empty if there are kernels."""
-    found = cpu.library()
-    if isinstance(found, cpu.Library):
+    library = cpu.library()
+    if isinstance(library, cpu.Library):
         return ""
-    return f"no kernels for this CPU ({found}): a folded norm computes {SAME_RESULTS}"
+    return f"no kernels for this CPU ({library}): a folded norm computes {SAME_RESULTS}"
 
 
 def _cpu() -> dict[str, Any]:
-    found = cpu.library()
-    if isinstance(found, cpu.Missing):
-        return _without("cpu", str(found))
-    return {"device": "cpu", "active": True, "kernels": found.level, "library": str(cpu.LIBRARY)}
+    library = cpu.library()
+    if isinstance(library, cpu.Missing):
+        return _without("cpu", str(library))
+    return {"device": "cpu", "active": True, "kernels": library.level, "library": str(cpu.LIBRARY)}
 
 
 def _cuda() -> dict[str, Any]:

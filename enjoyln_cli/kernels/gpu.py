@@ -80,9 +80,7 @@ measured: dict[tuple[torch.device, Norms], tuple[Choice, ...]] = {}
 
 def fastest_for(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Norm | None:
     """The fastest candidate for a norm of ``x``, or ``None`` if nothing was measured for it."""
-    given = weight if weight is not None else bias
-    dtypes = _name(x.dtype), _name((x if given is None else given).dtype)
-    norms = Norms(*dtypes, weight is not None, bias is not None, x.shape[-1])
+    norms = Norms(*_dtypes(x, weight, bias), weight is not None, bias is not None, x.shape[-1])
     for choice in measured.get((x.device, norms), ()):
         most = choice.rows * math.sqrt(32)  # the geometric mean of this and the next of ROWS
         if choice.rows == ROWS[-1] or x.numel() < most * norms.width:
@@ -182,8 +180,7 @@ def fastest(times: Mapping[str, Times]) -> str:
 
 def kernel_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """RMSNorm by the kernel of this project (``cuda.cu``), on the GPU of ``x``, ``(..., d)``."""
-    given = weight if weight is not None else bias
-    packs, single = _loaded(x.device, _name(x.dtype), _name((x if given is None else given).dtype))
+    packs, single = _loaded(x.device, *_dtypes(x, weight, bias))
     x, d = x.contiguous(), x.shape[-1]
     y = torch.empty_like(x)
     tensors = [x, y, x if weight is None else weight, x if bias is None else bias]
@@ -250,6 +247,12 @@ def compiled(nvrtc: ctypes.CDLL, architecture: str, dtype: str, parameters: str)
     if failed:
         raise RuntimeError(f"NVRTC cannot compile the kernel: {result.value.decode().strip()}")
     return result.raw
+
+
+def _dtypes(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[str, str]:
+    """The dtype of the rows, and that of the parameters, or of the rows if there are none."""
+    parameter = weight if weight is not None else bias
+    return _name(x.dtype), _name((x if parameter is None else parameter).dtype)
 
 
 def _name(dtype: torch.dtype) -> str:
