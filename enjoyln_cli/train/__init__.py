@@ -4,7 +4,7 @@
     keep_centred(model)      the same for any other training loop
     reparametrize(model)     training computes RMSNorm too, on ``V = P W``; ``merge`` ends that
     compress_streams(model)  residual streams of d - 1 features; ``decompress_streams`` ends that
-    crms_norm(x)             the norm of such a stream; ``crms_norm_backward`` is its gradient
+    crms_norm(x)             the norm of such a stream
 
 Names are looked up on first use: importing this package imports neither torch nor transformers.
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from enjoyln_cli.train.callback import EnjoyLNCallback
     from enjoyln_cli.train.centred_training import keep_centred
-    from enjoyln_cli.train.compressed_norm import CRMSNorm, crms_norm, crms_norm_backward
+    from enjoyln_cli.train.compressed_norm import CRMSNorm, crms_norm
     from enjoyln_cli.train.compressed_stream import compress_streams, decompress_streams
     from enjoyln_cli.train.parametrize import merge, reparametrize
 
@@ -26,7 +26,6 @@ __all__ = [
     "EnjoyLNCallback",
     "compress_streams",
     "crms_norm",
-    "crms_norm_backward",
     "decompress_streams",
     "keep_centred",
     "merge",
@@ -38,7 +37,6 @@ _LAZY = {
     "EnjoyLNCallback": "enjoyln_cli.train.callback",
     "compress_streams": "enjoyln_cli.train.compressed_stream",
     "crms_norm": "enjoyln_cli.train.compressed_norm",
-    "crms_norm_backward": "enjoyln_cli.train.compressed_norm",
     "decompress_streams": "enjoyln_cli.train.compressed_stream",
     "keep_centred": "enjoyln_cli.train.centred_training",
     "merge": "enjoyln_cli.train.parametrize",
