@@ -4,7 +4,8 @@
 * On a GPU, if no gradient is wanted, what was the fastest when the model was loaded (see ``gpu``);
   without a measurement ``F.rms_norm``, for norms without a bias on devices where torch computes it
   in one kernel (see ``torch_fuses``).
-* In compiled graphs, where Inductor fuses it, in exports, and for tensor subclasses, the formula.
+* In compiled graphs, where Inductor fuses it, in float64, and for tensor subclasses, the formula.
+* In exports, torch's own operator for RMSNorm, so that the graph has one node for it.
 * In all other cases ``F.layer_norm``. It gives the same result, since a folded norm only sees rows
   with zero mean. These cases are: there is no kernel for the device or the dtype; autocast, for
   which torch has a rule; and gradients, which torch computes in one step for LayerNorm.
@@ -19,7 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 
 from enjoyln_cli.kernels import cpu, formula, gpu
 
@@ -46,11 +47,6 @@ def literally() -> Iterator[None]:
         _literal = before
 
 
-def layer_norm_will_do() -> bool:
-    """Whether LayerNorm may be computed instead of RMSNorm if there is no kernel."""
-    return not (_literal or is_compiling())
-
-
 @cache
 def torch_fuses(device: str) -> bool:
     """Whether torch computes RMSNorm in one kernel on a type of device.
@@ -66,45 +62,48 @@ def _is_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """``weight * x / sqrt(mean(x^2) + eps) + bias`` over the last dimension, for folded norms.
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dims: int = 1,
+    literal: bool = False,
+) -> Tensor:
+    """``weight * x / sqrt(mean(x^2) + eps) + bias`` over the last ``dims`` dimensions.
 
-    ``x`` is ``(..., d)`` of any floating dtype and layout; ``weight`` and ``bias`` are ``(d,)`` of
-    any floating dtype. Returns a contiguous tensor of the shape and dtype of ``x``, computed in
-    float32 or wider and rounded once. The rows must have zero mean, since LayerNorm is computed if
-    there is no kernel.
+    ``x`` has shape ``(..., *shape)``, and any floating dtype and layout; ``weight`` and ``bias``
+    have that ``shape`` and any floating dtype. Returns a contiguous tensor of the shape and dtype
+    of ``x``, computed in float32 or wider and rounded once. The rows must have zero mean, since
+    LayerNorm is computed if there is no kernel. With ``literal`` it never is, and the gradient is
+    that of RMSNorm. In float64, used for checks, this is the formula on every machine.
     """
-    if is_dynamo_compiling():
+    if dims > 1:
+        weight, bias = (None if p is None else p.flatten() for p in (weight, bias))
+        return rms_norm(x.flatten(-dims), weight, bias, eps, literal=literal).reshape(x.shape)
+    if is_exporting():
+        return formula.exported_rms_norm(x, weight, bias, eps)
+    if is_dynamo_compiling() or x.dtype is torch.float64:
         return formula.rms_norm(x, weight, bias, eps)
-    if x.is_cpu and x.numel() < FEWEST and not _literal:
+    if not (literal or _literal) and x.is_cpu and x.numel() < FEWEST:
         return formula.layer_norm(x, weight, bias, eps)
     y = cpu.rms_norm(x, weight, bias, eps)
     if y is not None:
         return y
-    if not layer_norm_will_do() or not _is_plain(x, weight, bias):
+    if is_compiling() or not _is_plain(x, weight, bias):
         return formula.rms_norm(x, weight, bias, eps)
-    return _instead(x, weight, bias)(x, weight, bias, eps)
+    return _instead(x, weight, bias, literal or _literal)(x, weight, bias, eps)
 
 
-def trained_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """``rms_norm`` that never computes LayerNorm instead, and has the gradient of RMSNorm.
-
-    Where torch computes RMSNorm in one kernel, with its gradient, that is used, but not under
-    autocast. Otherwise it is the formula.
-    """
-    y = None if is_compiling() else cpu.rms_norm(x, weight, bias, eps)
-    if y is not None:
-        return y
-    fused = torch_fuses(x.device.type) and not _is_autocast(x.device.type)
-    return (formula.torch_rms_norm if fused else formula.rms_norm)(x, weight, bias, eps)
-
-
-def _instead(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Norm:
+def _instead(x: Tensor, weight: Tensor | None, bias: Tensor | None, literal: bool) -> Norm:
     """What computes a folded RMSNorm where the library of ``cpu`` does not.
 
     ``F.rms_norm`` is one kernel without a bias, and with a weight of the dtype of ``x``.
     """
     device = x.device.type
+    if literal:
+        fused = torch_fuses(device) and not _is_autocast(device)
+        return formula.torch_rms_norm if fused else formula.rms_norm
     if not gpu.measured and (bias is not None or not torch_fuses(device)):
         return formula.layer_norm
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None):

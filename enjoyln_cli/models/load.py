@@ -40,7 +40,7 @@ def load(
     weights stay on disk until they are needed. Raises ``BadCheckpoint`` if transformers cannot load
     the directory.
     """
-    cls: Any = _class(folder, model_class, config, trust_remote_code)
+    cls: Any = class_in(folder, model_class, config, trust_remote_code)
     where: dict[str, Any] = {}
     if offload:
         weights = offload.folder / "weights"
@@ -110,7 +110,7 @@ def elements(
     folder: Path, model_class: str, config: Any, trust_remote_code: bool = False
 ) -> dict[str, int]:
     """The number of elements of each parameter of ``model_class``, without reading weights."""
-    model = build(_class(folder, model_class, config, trust_remote_code), config)
+    model = build(class_in(folder, model_class, config, trust_remote_code), config)
     return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
 
@@ -121,12 +121,18 @@ def _in_float64(model: Any) -> Any:
     return model.double()
 
 
-def _class(folder: Path, name: str, config: Any, trust_remote_code: bool) -> type:
+def class_in(
+    folder: Path | str, name: str, config: Any, trust_remote_code: bool, **access: Any
+) -> Any:
+    """The class ``name`` of the code that comes with a checkpoint, or else of transformers.
+
+    ``access`` are arguments that loading this code takes, such as ``revision``.
+    """
     for reference in (getattr(config, "auto_map", None) or {}).values():
         if trust_remote_code and str(reference).rpartition(".")[2] == name:
             from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-            return get_class_from_dynamic_module(reference, folder)
+            return get_class_from_dynamic_module(reference, folder, **access)
     return class_named(name)
 
 

@@ -96,6 +96,16 @@ def centre(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
+def centre_value(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """``centre`` in float32 or wider, rounded once to the dtype of ``x``; as fast as it can be."""
+    if x.is_nested:  # nn.TransformerEncoder turns padded rows into a nested tensor
+        return torch.nested.as_nested_tensor([centre_value(row, axis) for row in x.unbind()])
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if axis.outer == axis.inner == 1 and axis.size == x.shape[axis.dim]:
+        return (x - x.mean(axis.dim, keepdim=True, dtype=wide)).to(x.dtype)
+    return centre(x.to(wide), on_dimension(axis, axis.dim % x.ndim)).to(x.dtype)
+
+
 def centre_in_place(x: torch.Tensor, axis: Axis) -> None:
     """``centre``, in the memory of ``x``."""
     for block in blocks(axis):

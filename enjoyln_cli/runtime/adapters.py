@@ -38,14 +38,14 @@ def added_weights(layer: nn.Module, kind: type | None = None) -> tuple[str, ...]
     cls = type(layer)
     if (cls.__module__, cls.__name__) != ("peft.tuners.lora.layer", "Linear"):
         return None
-    known: Any = layer
-    variants = [*getattr(known, "lora_variant", ()), *known.lora_magnitude_vector]
-    parts = [layer, *known.lora_B.children()]
-    edited = any("forward" in vars(part) or part._forward_hooks for part in parts)
-    plain = all(type(part) is nn.Linear for part in parts[1:])
-    if variants or edited or not plain or kind not in (None, type(known.base_layer)):
+    lora: Any = layer
+    variants = [*getattr(lora, "lora_variant", ()), *lora.lora_magnitude_vector]
+    modules = [layer, *lora.lora_B.children()]
+    edited = any("forward" in vars(module) or module._forward_hooks for module in modules)
+    plain = all(type(module) is nn.Linear for module in modules[1:])
+    if variants or edited or not plain or kind not in (None, type(lora.base_layer)):
         return None
-    return tuple(f"lora_B.{name}" for name, _ in known.lora_B.named_parameters())
+    return tuple(f"lora_B.{name}" for name, _ in lora.lora_B.named_parameters())
 
 
 def quantisation_of(tensor: Any) -> str:
@@ -72,9 +72,9 @@ def quantised_message(path: str, kind: str) -> str:
 def replaced_message(path: str, module: nn.Module, kind: type) -> str:
     """The message for ``module``, which has replaced a layer of class ``kind``."""
     cls = type(module)
-    found = next((what for p in module.parameters() if (what := quantisation_of(p))), "")
-    if found:
-        return quantised_message(path, found)
+    quantised = next((what for p in module.parameters() if (what := quantisation_of(p))), "")
+    if quantised:
+        return quantised_message(path, quantised)
     if any(type(inner) is kind for inner in module.modules()):
         how = "call enjoyln_cli.refold, which centres it"
         if added_weights(module) is None:

@@ -78,9 +78,9 @@ def install(
     known: Known = {}
     for path in (place for place in places.values() if place is not None):
         module = model.get_submodule(path)
-        found = interference(module)
-        if found is not None:
-            raise UnsupportedModel(f"{path}: {found}; install before that, or undo it")
+        reason = interference(module)
+        if reason is not None:
+            raise UnsupportedModel(f"{path}: {reason}; install before that, or undo it")
         if not isinstance(module, Folded):
             swaps.append((module, _folded_class(module, path, known)))
     _check_aliases(model, places.values())

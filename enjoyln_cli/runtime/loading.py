@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import re
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,11 +21,10 @@ from enjoyln_cli import kernels
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
-from enjoyln_cli.models.classes import build, class_named
+from enjoyln_cli.models.classes import build
 from enjoyln_cli.models.holders import models_in
+from enjoyln_cli.models.load import class_in
 from enjoyln_cli.plan.mean_units import copy_units, intact, room, set_units
-from enjoyln_cli.plan.plan import Plan, Scale, Writer
-from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.entries import encoder_of
 from enjoyln_cli.runtime.install import install, locate
 from enjoyln_cli.runtime.modules import stock_class
@@ -76,19 +74,16 @@ def saved_class(folder: str, **kwargs: Any) -> Any:
     for several other classes.
     """
     from transformers import AutoConfig
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     hub = {key: value for key, value in kwargs.items() if key in HUB}
     config = kwargs.get("config") or AutoConfig.from_pretrained(folder, **hub)
-    found = read_marker(config.to_dict(), folder)
-    name = next(iter(config.architectures or ()), found.model_class)
-    if len(found.classes) == 1:
-        (name,) = found.classes
-    _require_proven(found, name)
-    for code in (getattr(config, "auto_map", None) or {}).values():
-        if kwargs.get("trust_remote_code") and str(code).rpartition(".")[2] == name:
-            return get_class_from_dynamic_module(code, folder, **hub)
-    return class_named(name)
+    marker = read_marker(config.to_dict(), folder)
+    name = next(iter(config.architectures or ()), marker.model_class)
+    if len(marker.classes) == 1:
+        (name,) = marker.classes
+    _require_proven(marker, name)
+    trusted = bool(hub.pop("trust_remote_code", False))
+    return class_in(folder, name, config, trusted, **hub)
 
 
 def optimize(model: Holder) -> Holder:
@@ -104,30 +99,31 @@ def optimize(model: Holder) -> Holder:
     is changed.
     """
     proven = [(inner, marker_of(inner)) for inner in models_in(model)]
-    for inner, found in proven:
-        check_centred(inner, watched_weights(inner, found))
-    for inner, found in proven:
-        optimize_unchecked(inner, found)
+    for inner, marker in proven:
+        check_centred(inner, watched_weights(inner, marker))
+    for inner, marker in proven:
+        optimize_unchecked(inner, marker)
     return model
 
 
-def watched_weights(model: nn.Module, found: Marker) -> WatchList:
+def watched_weights(model: nn.Module, marker: Marker) -> WatchList:
     """The weights of ``model`` that were centred; raises ``NotCentred`` if it lacks one."""
-    return locate_watched(model, WatchList(found.centred, units=found.units, constant=found.baked))
+    watch = WatchList(marker.centred, units=marker.units, constant=marker.baked)
+    return locate_watched(model, watch)
 
 
-def optimize_unchecked(model: Model, found: Marker) -> Model:
+def optimize_unchecked(model: Model, marker: Marker) -> Model:
     """``optimize`` without the check of the weights: they were checked, or are not loaded yet."""
-    unproven = (*found.unproven, *_inner_inputs(model, found))
-    merged, covered = bool(found.weightless or found.biasless or found.baked), found.covered
+    unproven = (*marker.unproven, *_inner_inputs(model, marker))
+    merged, covered = bool(marker.weightless or marker.biasless or marker.baked), marker.covered
     recentres = any(check.recentres for _, check in weight_checks(model))
-    install(model, found.rmsnorm, found.centering, found.entry_inputs, unproven, merged, covered)
-    ops = tuple(op.module for op in found.centering)
-    norms = (found.weightless, found.biasless)
-    watch_weights(model, WatchList(found.centred, ops, found.units, *norms, found.baked))
+    install(model, marker.rmsnorm, marker.centering, marker.entry_inputs, unproven, merged, covered)
+    ops = tuple(op.module for op in marker.centering)
+    norms = (marker.weightless, marker.biasless)
+    watch_weights(model, WatchList(marker.centred, ops, marker.units, *norms, marker.baked))
     for _, check in weight_checks(model):
         check.recentres = recentres  # a model that is trained so stays so
-    kernels.prepare(kinds_of_norms(model, found.weightless, found.biasless))
+    kernels.prepare(kinds_of_norms(model, marker.weightless, marker.biasless))
     return model
 
 
@@ -143,11 +139,11 @@ def tune(model: str | Path) -> None:
         raise UnsupportedModel(f"nothing can be measured: {reason}")
     folder = str(open_source(str(model)).path) if Path(model).expanduser().is_dir() else str(model)
     config = AutoConfig.from_pretrained(folder)
-    found = read_marker(config.to_dict(), folder)
+    marker = read_marker(config.to_dict(), folder)
     empty = build(saved_class(folder, config=config), config).to(config.dtype or torch.float32)
-    install(empty, found.rmsnorm, found.centering, covered=found.covered)
+    install(empty, marker.rmsnorm, marker.centering, covered=marker.covered)
     here = torch.device("cuda", torch.cuda.current_device())
-    kinds = kinds_of_norms(empty, found.weightless, found.biasless)
+    kinds = kinds_of_norms(empty, marker.weightless, marker.biasless)
     kernels.prepare((here, kind) for _, kind in kinds)
 
 
@@ -170,8 +166,8 @@ def refold(model: Holder) -> Holder:
 
 
 def _refold(model: nn.Module) -> None:
-    found = marker_of(model)
-    watch = watched_weights(model, found)
+    marker = marker_of(model)
+    watch = watched_weights(model, marker)
     tensors = with_adapters(model, watch).tensors
     require_unquantised(model, tensors)
     for path in tensors:
@@ -179,34 +175,23 @@ def _refold(model: nn.Module) -> None:
             raise NotCentred(
                 f"{path}: is offloaded and cannot be centred; load the model without offloading"
             )
-    writers = []
-    for one in watch.weights:
-        if one.parameter not in tensors:
-            continue  # in a LoRA adapter
-        scale = Scale(one.scale, one.scale) if one.scale else None
-        shape = tuple(tensor_at(model, one.parameter).shape)
-        writers.append(Writer(one.parameter, one.parameter, one.axis, shape, scale=scale))
-    units = [(layers_of(model, some), some) for some in watch.units]
+    mlps = [(layers_of(model, units), units) for units in watch.units]
     trained = []
-    for layers, some in units:
-        if intact(layers, some, FLOATS):
+    for layers, units in mlps:
+        if intact(layers, units, FLOATS):
             continue
-        if (after := room(layers, some)) is None:
+        if (after := room(layers, units)) is None:
             raise NotCentred(
-                f"{some.second}: training has changed its hidden units from {some.start} on, which "
-                "subtract a mean, and no unused units are left to hold the trained values; save "
-                "the model, `enjoyln unfold` it, and fold it again with --widen-mlp"
+                f"{units.second}: training has changed its hidden units from {units.start} on, "
+                "which subtract a mean, and no unused units are left to hold the trained values; "
+                "save the model, `enjoyln unfold` it, and fold it again with --widen-mlp"
             )
-        trained.append((layers, some, after))
-    for layers, some, after in trained:
-        copy_units(layers, some, after)
-    plan = Plan("", found.model_class, (), (), tuple(writers), ())
-    centre_parameters(model, plan)
-    if any(tensor_at(model, path).dtype == torch.float64 for path in tensors):
-        centre_parameters(model, plan)  # a mean far above the other values is rounded: once more
-    centre_watched(model, replace(watch, weights=tuple(w for w in watch.weights if not w.scale)))
-    for layers, some in units:
-        set_units(layers, some)
+        trained.append((layers, units, after))
+    for layers, units, after in trained:
+        copy_units(layers, units, after)
+    centre_watched(model, watch, merge_scales=True)
+    for layers, units in mlps:
+        set_units(layers, units)
     optimize(model)
 
 
@@ -218,28 +203,28 @@ def marker_of(model: nn.Module) -> Marker:
             f"{type(model).__name__} has no transformers config; use enjoyln_cli.install "
             "for a model of your own"
         )
-    found = read_marker(config.to_dict(), type(model).__name__)
-    _require_proven(found, type(model).__name__)
-    _require_untied(model, found)
-    _require_same_blocks(model, found)
-    return found
+    marker = read_marker(config.to_dict(), type(model).__name__)
+    _require_proven(marker, type(model).__name__)
+    _require_untied(model, marker)
+    _require_same_blocks(model, marker)
+    return marker
 
 
-def _require_proven(found: Marker, name: str) -> None:
-    if name not in found.classes:
+def _require_proven(marker: Marker, name: str) -> None:
+    if name not in marker.classes:
         raise UnsupportedModel(
-            f"the conversion is proven for {', '.join(found.classes)}, and not for {name}; load "
-            f"one of these classes, or convert {found.source} with --model-class {name}"
+            f"the conversion is proven for {', '.join(marker.classes)}, and not for {name}; load "
+            f"one of these classes, or convert {marker.source} with --model-class {name}"
         )
 
 
-def _require_same_blocks(model: nn.Module, found: Marker) -> None:
+def _require_same_blocks(model: nn.Module, marker: Marker) -> None:
     """Raises ``NotCentred`` for a norm in a block that was added after the conversion.
 
     Such a norm is of the same class as the norm at its place in another block. Blocks of a stock
     model may differ: the first one of ModernBERT has an ``nn.Identity`` there.
     """
-    names = (*found.rmsnorm, *found.layernorm)
+    names = (*marker.rmsnorm, *marker.layernorm)
     recorded: dict[str, nn.Module] = {}
     for name in names:
         with suppress(UnsupportedModel):  # a layer that was replaced
@@ -256,9 +241,9 @@ def _require_same_blocks(model: nn.Module, found: Marker) -> None:
             )
 
 
-def _require_untied(model: nn.Module, found: Marker) -> None:
+def _require_untied(model: nn.Module, marker: Marker) -> None:
     """Raises ``NotCentred`` if two parameters that the fold untied are tied again."""
-    pairs = found.untied.items()
+    pairs = marker.untied.items()
     names = tuple(name for pair in pairs for name in pair)
     for pair in pairs:
         try:
@@ -273,7 +258,7 @@ def _require_untied(model: nn.Module, found: Marker) -> None:
             )
 
 
-def _inner_inputs(model: nn.Module, found: Marker) -> set[str]:
+def _inner_inputs(model: nn.Module, marker: Marker) -> set[str]:
     """Inputs that the base model or encoder takes and ``model`` does not, if its class is unproven.
 
     They can still reach the inner module, through ``**kwargs`` or if it is called directly.
@@ -282,8 +267,8 @@ def _inner_inputs(model: nn.Module, found: Marker) -> set[str]:
     inner = [getattr(model, "base_model", model), *([encoder] if encoder else [])]
     names = {
         name
-        for one in inner
-        if one is not model and type(one).__name__ not in found.classes
-        for name in inspect.signature(one.forward).parameters
+        for module in inner
+        if module is not model and type(module).__name__ not in marker.classes
+        for name in inspect.signature(module.forward).parameters
     }
     return names - {*inspect.signature(model.forward).parameters}

@@ -21,51 +21,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling, is_exporting
 
-from enjoyln_cli import kernels
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.graph.insertion_points import change_input, change_output
-from enjoyln_cli.models.norm_modules import (
-    first_input,
-    only_input,
-)
+from enjoyln_cli.kernels import rms_norm
+from enjoyln_cli.models.norm_modules import first_input, only_input
 from enjoyln_cli.models.norm_probe import LayerNormForm, per_feature
-from enjoyln_cli.plan.axis import Axis, centre, on_dimension
-from enjoyln_cli.runtime.scope import (
-    NOT_INSTALLED,
-    computes_layer_norm,
-    runs_proven,
-)
-
-
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    dims: int = 1,
-    literal: bool = False,
-) -> torch.Tensor:
-    """``weight * x / sqrt(mean(x^2) + eps) + bias`` over the last ``dims`` dimensions.
-
-    ``x`` has shape ``(..., *shape)`` and any floating dtype; ``weight`` and ``bias`` broadcast
-    against it. Computes in float32 or wider, and rounds once to the dtype of ``x``. Uses a fast
-    kernel if there is one (see ``kernels``), otherwise LayerNorm: the rows must have zero mean. In
-    float64, used for checks, it computes this formula on every machine. In an export it calls
-    torch's own RMSNorm operator, so that the graph has one node for it. With ``literal``, it never
-    computes LayerNorm instead, and its gradient is that of RMSNorm.
-    """
-    if dims > 1:
-        weight, bias = (None if p is None else p.flatten() for p in (weight, bias))
-        return rms_norm(x.flatten(-dims), weight, bias, eps, literal=literal).reshape(x.shape)
-    if is_exporting():
-        return kernels.formula.exported_rms_norm(x, weight, bias, eps)
-    if x.dtype == torch.float64:
-        return kernels.formula.rms_norm(x, weight, bias, eps)
-    if literal and not is_compiling():
-        return kernels.trained_rms_norm(x, weight, bias, eps)
-    return kernels.rms_norm(x, weight, bias, eps)
+from enjoyln_cli.plan.axis import centre_value
+from enjoyln_cli.runtime.scope import NOT_INSTALLED, computes_layer_norm, runs_proven
 
 
 def group_rms_norm(
@@ -140,16 +103,16 @@ def _metaclass(of_base: type) -> type:
     if issubclass(of_base, FactoryClass):
         return of_base
     plain = of_base is type
-    found = FactoryClass if plain else type(of_base.__name__, (FactoryClass, of_base), {})
-    copyreg.pickle(found, lambda cls: (cls.made_by[0], cls.made_by[1:]))  # type: ignore
-    return found
+    metaclass = FactoryClass if plain else type(of_base.__name__, (FactoryClass, of_base), {})
+    copyreg.pickle(metaclass, lambda cls: (cls.made_by[0], cls.made_by[1:]))  # type: ignore
+    return metaclass
 
 
 def make_class(
-    name: str, bases: tuple[type, ...], factory: Callable[..., type], *given: Any, **body: Any
+    name: str, bases: tuple[type, ...], factory: Callable[..., type], *arguments: Any, **body: Any
 ) -> type:
-    """Create the class that ``factory(*given)`` returns; it is pickled as this call."""
-    members = {"__module__": __name__, "made_by": (factory, *given), **body}
+    """Create the class that ``factory(*arguments)`` returns; it is pickled as this call."""
+    members = {"__module__": __name__, "made_by": (factory, *arguments), **body}
     return _metaclass(type(bases[-1]))(name, bases, members)  # type: ignore[no-any-return]
 
 
@@ -252,13 +215,3 @@ def _require_change(module: nn.Module, changed: Any) -> Any:
             "no floating-point tensor to subtract it from; use the original model for such a call"
         )
     return changed
-
-
-def centre_value(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """``x - mean(x)`` over ``axis``, in float32 or wider, rounded once to the dtype of ``x``."""
-    if x.is_nested:  # nn.TransformerEncoder turns padded rows into a nested tensor
-        return torch.nested.as_nested_tensor([centre_value(row, axis) for row in x.unbind()])
-    wide = torch.promote_types(x.dtype, torch.float32)
-    if axis.outer == axis.inner == 1 and axis.size == x.shape[axis.dim]:
-        return (x - x.mean(axis.dim, keepdim=True, dtype=wide)).to(x.dtype)
-    return centre(x.to(wide), on_dimension(axis, axis.dim % x.ndim)).to(x.dtype)

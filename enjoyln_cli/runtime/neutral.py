@@ -12,8 +12,7 @@ parameters. The config alone never sets them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -25,61 +24,28 @@ from enjoyln_cli.models.norm_modules import PLAIN
 from enjoyln_cli.runtime.modules import Folded
 
 
-@dataclass(frozen=True)
-class Neutral:
-    """A parameter of a folded norm that may be neutral."""
-
-    norm: str
-    """Path of the norm."""
-    name: str
-    """Name of the parameter in the norm."""
-    flag: str
-    """The norm's attribute that says whether it is neutral: ``weightless`` or ``biasless``."""
-    value: float
-    """The value of all its elements if it is neutral."""
-
-    @property
-    def path(self) -> str:
-        return f"{self.norm}.{self.name}"
-
-
 def neutral_parameters(
-    model: nn.Module, weightless: Iterable[str], biasless: Iterable[str]
-) -> tuple[Neutral, ...]:
-    """The weights of the norms at the paths ``weightless``, the biases of those at ``biasless``.
-
-    Paths at which ``model`` has no folded norm are skipped.
-    """
-    found = [
-        Neutral(path, norm.weight_name, "weightless", norm.unit)
-        for path, norm in _folded(model, weightless)
-    ]
-    found += [
-        Neutral(path, norm.bias_name, "biasless", 0.0) for path, norm in _folded(model, biasless)
-    ]
-    return tuple(found)
+    model: nn.Module, weightless: Collection[str], biasless: Collection[str]
+) -> list[str]:
+    """Paths of the weights of the norms ``weightless``, and of the biases of those ``biasless``."""
+    norms = [*_folded(model)]
+    weights = [f"{path}.{norm.weight_name}" for path, norm in norms if path in weightless]
+    return weights + [f"{path}.{norm.bias_name}" for path, norm in norms if path in biasless]
 
 
-def _folded(model: nn.Module, paths: Iterable[str]) -> Iterator[tuple[str, Folded]]:
-    for path in paths:
-        norm = model.get_submodule(path)
+def skip_neutral(model: nn.Module, weightless: Collection[str], biasless: Collection[str]) -> None:
+    """Set ``weightless`` and ``biasless`` of each norm, by the values that it has now."""
+    for path, norm in _folded(model):
+        parameters: dict[str, Any] = vars(norm)["_parameters"]
+        weight, bias = parameters.get(norm.weight_name), parameters.get(norm.bias_name)
+        norm.weightless = path in weightless and _all_are(weight, norm.unit)
+        norm.biasless = path in biasless and _all_are(bias, 0.0)
+
+
+def _folded(model: nn.Module) -> Iterator[tuple[str, Folded]]:
+    for path, norm in model.named_modules():
         if isinstance(norm, Folded):
             yield path, norm
-
-
-def set_flags(model: nn.Module, parameters: Iterable[Neutral]) -> list[Any]:
-    """Set ``weightless`` and ``biasless`` on each norm.
-
-    Returns the flags as facts for a ``Snapshot``.
-    """
-    facts = []
-    for one in parameters:
-        norm = model.get_submodule(one.norm)
-        if isinstance(norm, Folded):
-            own = vars(norm)
-            own[one.flag] = _all_are(norm._parameters.get(one.name), one.value)  # type: ignore
-            facts.append((own, one.flag, own[one.flag]))
-    return facts
 
 
 def _all_are(tensor: Any, value: float) -> bool:
@@ -92,29 +58,27 @@ def _all_are(tensor: Any, value: float) -> bool:
 
 
 def kinds_of_norms(
-    model: nn.Module, weightless: Iterable[str], biasless: Iterable[str]
+    model: nn.Module, weightless: Collection[str], biasless: Collection[str]
 ) -> list[tuple[torch.device, Norms]]:
     """The device of each folded norm of ``model``, and all that its speed depends on.
 
     Norms at the paths ``weightless`` and ``biasless`` are taken as without this parameter. Norms
     that have no tensor at all, or whose tensors are offloaded, are left out.
     """
-    without = set(weightless), set(biasless)
-    found = []
-    for path, norm in model.named_modules():
-        if not isinstance(norm, Folded):
+    kinds = []
+    for path, norm in _folded(model):
+        parameters: dict[str, Any] = vars(norm)["_parameters"]
+        weight, bias = parameters.get(norm.weight_name), parameters.get(norm.bias_name)
+        tensor = bias if weight is None else weight
+        if tensor is None or not tensor.is_floating_point():
             continue
-        own = vars(norm)["_parameters"]
-        named = (own.get(norm.weight_name), own.get(norm.bias_name))
-        tensors = [tensor for tensor in named if tensor is not None]
-        if not tensors or not tensors[0].is_floating_point():
-            continue
-        used = [t is not None and path not in skip for t, skip in zip(named, without, strict=True)]
-        rows = getattr(model, "dtype", tensors[0].dtype)
-        parameters = tensors[0].dtype if any(used) else rows
-        kind = Norms(_name(rows), _name(parameters), used[0], used[1], tensors[0].numel())
-        found.append((tensors[0].device, kind))
-    return found
+        has_weight = weight is not None and path not in weightless
+        has_bias = bias is not None and path not in biasless
+        rows = getattr(model, "dtype", tensor.dtype)
+        dtype = tensor.dtype if has_weight or has_bias else rows
+        kind = Norms(_name(rows), _name(dtype), has_weight, has_bias, tensor.numel())
+        kinds.append((tensor.device, kind))
+    return kinds
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -15,25 +15,130 @@ not do so for attributes of the ``threading.local`` itself, which it reads once 
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.compiler import is_exporting
 
+from enjoyln_cli.errors import UnprovenCall
+from enjoyln_cli.plan.axis import centre_value, feature_axis
+from enjoyln_cli.plan.cache_argument import in_plans
+from enjoyln_cli.plan.covered_calls import ProvenCalls
 from enjoyln_cli.plan.plan import Plan
 
 
-class Called(Protocol):
-    """A module whose calls are calls of a folded model; an ``Entry`` (see ``entries``)."""
+class Check(Protocol):
+    """A check of a model's modules and weights."""
 
-    fold: Fold
-    trouble: str
+    def holds(self, entry: Entry, model: nn.Module) -> bool:
+        """Whether ``model`` is as the proof assumes. Sets ``entry.trouble`` to the reason if not.
+
+        Raises ``UnsupportedModel`` if LayerNorm would be wrong, too.
+        """
+
+
+@dataclass(frozen=True)
+class InputRules:
+    """What is done with the inputs of a call of a folded model, before it begins.
+
+    A call inside another call of the model has no rules: the outer call has handled its inputs, and
+    what the model passes on by itself, it passes in the traced calls as well.
+    """
+
+    order: tuple[str, ...]
+    """Names of the positional inputs of ``forward``."""
+    unproven: tuple[str, ...] = ()
+    """Names in plans of inputs that make a call compute LayerNorm everywhere."""
+    centred: tuple[str, ...] = ()
+    """Names of inputs that are centred over their last dimension."""
+    merged: bool = False
+    """Whether the affine of norms was merged into the layers after them, or a norm into a table."""
+    proven: ProvenCalls | None = None
+    """The calls that the proof covers. If set, they decide instead of ``unproven``."""
+
+    def guard(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Compute LayerNorm in this call if it passes an unproven input. Fits as a pre-hook, too.
+
+        Raises ``UnprovenCall`` where LayerNorm cannot restore the original function:
+
+        * The affine of norms was ``merged``, or a norm into a table before it. With the unproven
+          input, other layers may read these norms, or they other values.
+        * ``proven`` is set (a model outside of transformers) and does not cover the call. A path
+          that no trace took may read a value whose mean was removed by centring the weights.
+        """
+        name = type(module).__name__
+        if self.proven is not None:
+            if uncovered := self.proven.uncovered(args, kwargs):
+                raise UnprovenCall(
+                    f"{name}: its proof covers no call with {', '.join(uncovered)}; pass such a "
+                    "call in example_calls to analyze() or fold(), or use the original model for it"
+                )
+            return
+        if not self.unproven:
+            return
+        passed = {**dict(zip(self.order, args, strict=False)), **kwargs}
+        unproven = [n for n, x in passed.items() if x is not None and in_plans(n) in self.unproven]
+        if unproven and self.merged:
+            raise UnprovenCall(
+                f"{name}: not proven for calls with {', '.join(unproven)}; LayerNorm cannot be "
+                "used instead, since norm weights or biases were merged into other layers; leave "
+                "that input out, or fold without --merge and --untie"
+            )
+        if unproven:
+            thread.running.proven = None
+
+    def centre(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The inputs, centred where they have to be if norms compute RMSNorm in this call."""
+        if not self.centred or thread.running.proven is None:
+            return args, kwargs
+
+        def changed(name: str, value: Any) -> Any:
+            is_centred = name in self.centred and isinstance(value, torch.Tensor)
+            return centre_value(value, feature_axis(tuple(value.shape))) if is_centred else value
+
+        values = [changed(name, value) for name, value in zip(self.order, args, strict=False)]
+        changed_kwargs = {name: changed(name, value) for name, value in kwargs.items()}
+        return (*values, *args[len(values) :]), changed_kwargs
+
+
+class Entry:
+    """A module whose calls are calls of a folded model: the model, its base model or its encoder.
+
+    A call inside another call of the same ``fold`` belongs to that call, and is not checked again.
+    """
+
+    def __init__(self, fold: Fold, check: Check) -> None:
+        self.fold = fold
+        self.check = check
+        self.inputs: InputRules | None = None
+        self.trouble = ""
+        """The reason why the norms have to compute LayerNorm; empty if there is none."""
+
+    @torch.compiler.disable  # runs in Python beside a compiled call
+    def proves(self, model: nn.Module) -> bool:
+        """Whether the norms compute RMSNorm in a call of ``model`` that begins now.
+
+        With gradients they compute LayerNorm: its gradients of weights are those of the original.
+        A parametrised model (``training_plan``) has the same gradients with RMSNorm.
+        """
+        parametrised = self.fold.training_plan is not None
+        if (model.training and not parametrised) or torch.jit.is_tracing():
+            return False
+        holds = self.check.holds(self, model)
+        if parametrised:
+            self.fold.was_proven = holds
+            return holds
+        recorded = torch.is_grad_enabled() and not is_exporting()
+        return holds and not recorded and self.fold.checked == self.fold.trained
 
 
 class Running:
     """The innermost call of a folded model that is running in one thread."""
 
     def __init__(self) -> None:
-        self.entry: Called | None = None
+        self.entry: Entry | None = None
         """That of the model."""
         self.proven: Fold | None = None
         """The ``Fold`` of the model, if its norms may compute RMSNorm now; otherwise ``None``."""
@@ -62,7 +167,7 @@ class Fold:
     """With a ``training_plan``: whether the norms computed RMSNorm in the last call."""
 
     def __init__(self) -> None:
-        self.entries: list[Called] = []
+        self.entries: list[Entry] = []
         self.trained = 0
         """How often the model was put into training mode, in which its weights may change."""
         self.checked = 0
@@ -83,14 +188,6 @@ def runs_proven(fold: Fold) -> bool:
         return True
     again = fold.training_plan is not None and fold.was_proven
     return again and torch._C._current_graph_task_id() != -1
-
-
-def compute_layer_norm() -> None:
-    """Compute LayerNorm in the rest of the call that is running.
-
-    For a call that turns out not to be proven.
-    """
-    thread.running.proven = None
 
 
 def computes_layer_norm(fold: Fold) -> bool:

@@ -15,18 +15,19 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, UnsupportedModel
+from enjoyln_cli.models.norm_modules import has_replaced_forward
 from enjoyln_cli.plan.trusted_code import foreign_hooks
 from enjoyln_cli.runtime.adapters import replaced_message
-from enjoyln_cli.runtime.entries import Entry
 from enjoyln_cli.runtime.modules import Folded, stock_class
+from enjoyln_cli.runtime.scope import Entry
 from enjoyln_cli.text import first_line
 
 SAME_IN_TRAINING = {nn.Linear, nn.Embedding, nn.LayerNorm, nn.Identity, nn.ModuleList}
@@ -38,6 +39,8 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Classes that may call a child that is added later."""
 _OR = "or keep LayerNorm"
 _TRAINING = itemgetter("training")
+_VERSION = attrgetter("_version")
+_ADDRESS = Tensor.data_ptr
 _check_lock = threading.RLock()
 
 
@@ -52,7 +55,7 @@ class ModuleRecord:
     hooks: frozenset[int]
     """Keys of the hooks that were part of the proven model."""
     replaced: bool
-    """Whether the instance had another ``forward`` than its class."""
+    """Whether the proven instance had another ``forward`` than its class."""
 
 
 class Structure:
@@ -74,69 +77,84 @@ class Structure:
         self.loose = frozenset(loose)
         self.trains = False
         """Whether training mode is proven, too; then all modules have to be in the same mode."""
-        self.parts: dict[str, ModuleRecord] = {}
+        self.records: dict[str, ModuleRecord] = {}
         original = dict(_tree(reference or model, self.loose))
         for path, module in _tree(model, self.loose, adapted):
-            if path not in original:
-                continue
-            seen = reference is None
-            keys = {*module._forward_pre_hooks, *module._forward_hooks} if seen else ()
-            self.parts[path] = ModuleRecord(
-                stock_class(type(original[path])),
-                frozenset(_present(module)),
-                frozenset(keys),
-                seen and "forward" in vars(module),
-            )
+            if path in original:
+                proven = reference is None
+                hooks = {*module._forward_pre_hooks, *module._forward_hooks} if proven else ()
+                self.records[path] = ModuleRecord(
+                    stock_class(type(original[path])),
+                    frozenset(_present(module)),
+                    frozenset(hooks),
+                    proven and has_replaced_forward(module),
+                )
+
+    def modules(self, model: nn.Module) -> list[nn.Module]:
+        """The modules of ``model`` that are compared."""
+        return [module for _, module in _tree(model, self.loose)]
 
     def compare(
         self, model: nn.Module, adapted: Collection[str] = (), in_any_mode: bool = False
     ) -> None:
         """Raises ``NotCentred`` for the first difference; the mode is none with ``in_any_mode``."""
-        found = dict(_tree(model, self.loose, adapted))
+        modules = dict(_tree(model, self.loose, adapted))
         mode = None if in_any_mode else self.trains and model.training
         exchanged: tuple[str, ...] = ()
-        for path, module in found.items():
-            part = self.parts.get(path)
+        for path, module in modules.items():
+            record = self.records.get(path)
             if path.startswith(exchanged):
                 continue
-            if part is not None and _was_exchanged(stock_class(type(module)), part.kind):
+            if record is not None and _was_exchanged(module, record):
                 exchanged += (f"{path}.",)
-            if part is None:
+            if record is None:
                 raise NotCentred(
                     f"{path}: is a {type(module).__name__} that was not there when norms were "
                     f"converted; convert the model as it is now, {_OR}"
                 )
-            _check_part(path or type(module).__name__, module, part, not path, mode)
-        gone = next((p for p in self.parts if p not in found and not p.startswith(exchanged)), None)
-        if gone is not None:
-            raise NotCentred(f"{gone}: is gone; convert the model as it is now, {_OR}")
-        _check_hooks("every module", _global_hooks())
+            _check_module(path or type(module).__name__, module, record, not path, mode)
+        for path in self.records:
+            if path not in modules and not path.startswith(exchanged):
+                raise NotCentred(f"{path}: is gone; convert the model as it is now, {_OR}")
+        before, after = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+        _check_hooks("every module", (*before.values(), *after.values()))
 
 
-def _check_part(
-    path: str, module: nn.Module, part: ModuleRecord, root: bool, mode: bool | None
+def _check_module(
+    path: str, module: nn.Module, record: ModuleRecord, root: bool, mode: bool | None
 ) -> None:
     """``mode``: whether the module has to be in training mode; ``None`` for any mode."""
-    cls = stock_class(type(module))
-    if cls is not part.kind and not _was_exchanged(cls, part.kind):
-        raise NotCentred(replaced_message(path, module, part.kind))
-    if "forward" in vars(module) and not (part.replaced or _is_accelerates(module)):
+    if stock_class(type(module)) is not record.kind and not _was_exchanged(module, record):
+        raise NotCentred(replaced_message(path, module, record.kind))
+    autocast = "_original_forward" in vars(module)  # by accelerate
+    if has_replaced_forward(module) and not (record.replaced or autocast):
         raise NotCentred(f"{path}: its forward was replaced on the instance; restore it, {_OR}")
     if mode not in (None, module.training) and not _same_in_training(module):
         name, call = ("training", "eval()") if module.training else ("eval", "train()")
         raise NotCentred(f"{path}: is in {name} mode; call {call} on the model, {_OR}")
-    new = next((name for name in _present(module) if name not in part.parameters), None)
+    new = next((name for name in _present(module) if name not in record.parameters), None)
     if new is not None:
         raise NotCentred(
             f"{path}: has a {new} that it did not have when norms were converted; convert the "
             f"model as it is now, {_OR}"
         )
-    pre = [hook for key, hook in module._forward_pre_hooks.items() if key not in part.hooks]
-    post = [hook for key, hook in module._forward_hooks.items() if key not in part.hooks]
+    pre = [hook for key, hook in module._forward_pre_hooks.items() if key not in record.hooks]
+    post = [hook for key, hook in module._forward_hooks.items() if key not in record.hooks]
     behind_norm = isinstance(module, nn.LayerNorm | Folded) and _present(module)
     if root or behind_norm:  # no norm depends on what is done with this output
         post = []
-    _check_hooks(path, [*pre, *post])
+    _check_hooks(path, (*pre, *post))
+
+
+def _was_exchanged(module: nn.Module, record: ModuleRecord) -> bool:
+    """Whether a model of transformers has put ``module`` in the place of another by itself.
+
+    BigBird does so with its attention, by the length of the input.
+    """
+    cls = stock_class(type(module))
+    home, before = cls.__module__, record.kind.__module__
+    same_file = home.startswith("transformers.models.") and home == before
+    return same_file and cls is not record.kind
 
 
 def _same_in_training(module: nn.Module) -> bool:
@@ -145,37 +163,12 @@ def _same_in_training(module: nn.Module) -> bool:
     return cls in SAME_IN_TRAINING or cls.__module__ in home
 
 
-def _was_exchanged(cls: type, before: type) -> bool:
-    """Whether a model of transformers has exchanged a part of class ``before`` by itself.
-
-    BigBird does so with its attention, by the length of the input.
-    """
-    home = cls.__module__
-    same_file = home.startswith("transformers.models.") and home == before.__module__
-    return same_file and cls is not before
-
-
-def _check_hooks(path: str, hooks: list[Any]) -> None:
+def _check_hooks(path: str, hooks: Iterable[Any]) -> None:
     if foreign_hooks(hooks):
         raise NotCentred(
             f"{path}: has a forward hook that was not there at conversion and may change its "
             f"output; remove it, {_OR}"
         )
-
-
-def _is_accelerates(module: nn.Module) -> bool:
-    """Whether the instance's ``forward`` is accelerate's: it moves tensors, or runs in autocast."""
-    hook = vars(module).get("_hf_hook")
-    if hook is None:
-        return "_original_forward" in vars(module)
-    hooks = (hook, *getattr(hook, "hooks", ()))
-    return all(type(one).__module__.startswith("accelerate.") for one in hooks)
-
-
-def _global_hooks() -> list[Any]:
-    """Global forward hooks, which torch calls for every module."""
-    before, after = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
-    return [*before.values(), *after.values()] if before or after else []
 
 
 def _present(module: nn.Module) -> list[str]:
@@ -189,20 +182,10 @@ def _tree(
 
     At the paths ``adapted``, the layer inside the adapter takes the place of the adapter.
     """
-    seen: set[int] = set()
-
-    def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if path in adapted:
-            module = module.base_layer  # type: ignore[assignment]
-        if path in loose or id(module) in seen:
-            return
-        seen.add(id(module))
-        yield path, module
-        for name, child in module._modules.items():
-            if child is not None:
-                yield from walk(f"{path}.{name}" if path else name, child)
-
-    return walk("", model)
+    below = tuple(f"{path}." for path in (*loose, *adapted))
+    for path, module in model.named_modules():
+        if path not in loose and not path.startswith(below):
+            yield path, module.base_layer if path in adapted else module  # type: ignore[misc]
 
 
 Fact = tuple[dict[str, Any], str, Any]
@@ -210,22 +193,32 @@ Fact = tuple[dict[str, Any], str, Any]
 
 
 class Snapshot:
-    """The structure of a model and some ``facts`` at one time, to be compared with the present.
+    """Modules of a model and some of its values at one time, to be compared with the present.
 
     The comparison runs at every call of the model. It takes about ten microseconds for 160 modules.
     """
 
     def __init__(
-        self, model: nn.Module, loose: Collection[str], facts: Iterable[Fact] = ()
+        self,
+        modules: Collection[nn.Module] = (),
+        facts: Iterable[Fact] = (),
+        tensors: Iterable[Fact] = (),
     ) -> None:
-        modules = [module for _, module in _tree(model, loose)]
-        facts = [*facts]
-        for module in modules:
-            held = module._parameters
-            facts += [(held, name, None) for name, tensor in held.items() if tensor is None]
+        """Raises ``RuntimeError`` if ``tensors`` has one of ``torch.func``, without an address."""
+        absent = (
+            (module._parameters, name, None)
+            for module in modules
+            for name, tensor in module._parameters.items()
+            if tensor is None
+        )
+        facts = [*facts, *tensors, *absent]
         self.owners, self.names, self.values = (
             [*column] for column in (zip(*facts, strict=True) if facts else ((), (), ()))
         )
+        self.tensors = [tensor for _, _, tensor in tensors if not tensor.is_inference()]
+        """Those whose changes torch counts."""
+        self.versions = [*map(_VERSION, self.tensors)]
+        self.addresses = [*map(_ADDRESS, self.tensors)]
         self.moded = [vars(module) for module in modules if not _same_in_training(module)]
         self.modes = [*map(_TRAINING, self.moded)]
         self.children = [
@@ -239,14 +232,17 @@ class Snapshot:
         hooks += [h for m in modules for h in (m._forward_pre_hooks, m._forward_hooks)]
         self.handles = RemovableHandle.next_id
         """How many hooks this process has registered so far: later, there may be new ones."""
-        self.unhooked = [held for held in hooks if not held]
-        self.hooked = [held for held in hooks if held]
+        self.unhooked = [by_key for by_key in hooks if not by_key]
+        self.hooked = [by_key for by_key in hooks if by_key]
         self.keys = [*chain.from_iterable(self.hooked)]
 
     def unchanged(self) -> bool:
-        """Whether ``Structure.compare`` would give the same result as then."""
+        """Whether the modules are built as then, and the tensors are the same, in the same memory
+        and without a change that torch has counted."""
         return (
-            all(map(is_, map(dict.get, self.owners, self.names), self.values))
+            [*map(_VERSION, self.tensors)] == self.versions
+            and [*map(_ADDRESS, self.tensors)] == self.addresses
+            and all(map(is_, map(dict.get, self.owners, self.names), self.values))
             and self.children == self.children_then
             and (self.handles == RemovableHandle.next_id or not any(self.unhooked))
             and [*chain.from_iterable(self.hooked)] == self.keys
@@ -284,12 +280,21 @@ class KeepStructure:
 
     def unchanged(self, entry: Entry) -> bool:
         """Whether nothing has changed since the last check."""
-        return self.snapshot is not None and self.snapshot.unchanged()
+        snapshot = self.snapshot  # another thread may set it
+        return snapshot is not None and snapshot.unchanged()
+
+    def facts(self, model: nn.Module) -> Iterable[Fact]:
+        """What else must stay the same as at the last check."""
+        return ()
+
+    def compare(self, model: nn.Module) -> None:
+        """Raises ``NotCentred`` if the norms of ``model`` may not compute RMSNorm."""
+        self.built.compare(model)
 
     def _look(self, entry: Entry, model: nn.Module) -> bool:
         """Set ``entry.trouble``; false if the model cannot be checked in this call."""
-        snapshot = Snapshot(model, self.built.loose)
-        set_trouble(entry, trouble_with(self.built.compare, model))
+        snapshot = Snapshot(self.built.modules(model), self.facts(model))
+        set_trouble(entry, trouble_with(self.compare, model))
         self.snapshot = snapshot
         return True
 
@@ -308,8 +313,8 @@ def trouble_with(check: Callable[[nn.Module], None], model: nn.Module) -> str:
     return ""
 
 
-def set_trouble(entry: Entry, trouble: str, told: bool = False) -> None:
-    """Set ``entry.trouble``, and warn if it is new, unless another entry has ``told`` of it."""
-    if trouble and not entry.trouble and not told:
+def set_trouble(entry: Entry, trouble: str) -> None:
+    """Set ``entry.trouble``, and warn if it is new."""
+    if trouble and not entry.trouble:
         warnings.warn(f"computing LayerNorm: {trouble}", stacklevel=2)
     entry.trouble = trouble

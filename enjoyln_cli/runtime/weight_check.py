@@ -26,7 +26,7 @@ from torch._subclasses import FakeTensor
 from enjoyln_cli.checkpoint.marker import CentredTensor
 from enjoyln_cli.errors import EnjoyLNError, NotCentred
 from enjoyln_cli.models.sharding import whole, write_whole_tensor
-from enjoyln_cli.plan.axis import Axis, blocks, centre, group_means, scale_along
+from enjoyln_cli.plan.axis import Axis, centre, group_means, scale_along
 from enjoyln_cli.plan.mean_units import UNITS, Layers, Units, intact
 from enjoyln_cli.runtime.adapters import (
     added_weights,
@@ -64,10 +64,10 @@ class WatchList:
     @property
     def tensors(self) -> tuple[str, ...]:
         """Every parameter that is checked."""
-        pairs = [(one.parameter, one.scale) for one in self.weights]
-        parts = [(one.first, one.bias, one.second) for one in self.units]
-        named = (*pairs, *parts, self.constant)
-        return tuple(dict.fromkeys(name for found in named for name in found if name))
+        names = [(weight.parameter, weight.scale) for weight in self.weights]
+        more = [(units.first, units.bias, units.second) for units in self.units]
+        groups = (*names, *more, self.constant)
+        return tuple(dict.fromkeys(name for group in groups for name in group if name))
 
 
 def locate_watched(model: nn.Module, watch: WatchList) -> WatchList:
@@ -76,7 +76,7 @@ def locate_watched(model: nn.Module, watch: WatchList) -> WatchList:
     Names of a head that ``model`` does not have are left out. Raises ``NotCentred`` if ``model``
     lacks anything else.
     """
-    names = (*(one.parameter for one in watch.weights), *watch.ops)
+    names = (*(weight.parameter for weight in watch.weights), *watch.ops)
     try:
         return rename(
             watch,
@@ -90,33 +90,33 @@ def locate_watched(model: nn.Module, watch: WatchList) -> WatchList:
 def _missing_message(model: nn.Module, names: tuple[str, ...]) -> str:
     """The message for the first layer that exists but lacks its tensor; empty if there is none."""
     for name in names:
-        path, _, own = name.rpartition(".")
+        path, _, tensor = name.rpartition(".")
         with suppress(EnjoyLNError):
             place = locate(model, path, names)
             module = model.get_submodule(place) if place else None
-            if module is not None and own not in {**module._buffers, **module._parameters}:
-                inner = (type(m) for m in module.modules() if own in m._parameters)
+            if module is not None and tensor not in {**module._buffers, **module._parameters}:
+                inner = (type(m) for m in module.modules() if tensor in m._parameters)
                 return replaced_message(place or "", module, next(inner, nn.Linear))
     return ""
 
 
 def rename(watch: WatchList, tensor: Naming, module: Naming) -> WatchList:
     """``watch`` with new names of its tensors and modules; entries without one are dropped."""
-    weights, units = [], []
-    for one in watch.weights:
-        path, scale = tensor(one.parameter), one.scale and tensor(one.scale)
+    weights, hidden_units = [], []
+    for weight in watch.weights:
+        path, scale = tensor(weight.parameter), weight.scale and tensor(weight.scale)
         if path is not None:
-            weights.append(CentredTensor(path, one.axis, scale))
-    for some in watch.units:
-        first, second, bias = tensor(some.first), tensor(some.second), some.bias
+            weights.append(CentredTensor(path, weight.axis, scale))
+    for units in watch.units:
+        first, second, bias = tensor(units.first), tensor(units.second), units.bias
         if first is not None and second is not None:
-            units.append(Units(first, bias and tensor(bias), second, some.dim, some.start))
+            hidden_units.append(Units(first, bias and tensor(bias), second, units.dim, units.start))
     named = (watch.ops, watch.weightless, watch.biasless)
     ops, weightless, biasless = (
         tuple(place for place in map(module, names) if place is not None) for names in named
     )
     constant = tuple(path for path in map(tensor, watch.constant) if path is not None)
-    return WatchList(tuple(weights), ops, tuple(units), weightless, biasless, constant)
+    return WatchList(tuple(weights), ops, tuple(hidden_units), weightless, biasless, constant)
 
 
 def tensor_at(model: nn.Module, path: str) -> torch.Tensor:
@@ -141,18 +141,18 @@ def with_adapters(model: nn.Module, watch: WatchList) -> WatchList:
 
     Names the tensors of the layers inside, and adds the weights that the adapters add.
     """
-    found = []
-    for one in watch.weights:
-        path, _, name = one.parameter.rpartition(".")
+    weights = []
+    for weight in watch.weights:
+        path, _, name = weight.parameter.rpartition(".")
         added = added_weights(model.get_submodule(path))
         if added is None:
-            found.append(one)
+            weights.append(weight)
             continue
-        found.append(replace(one, parameter=f"{path}.base_layer.{name}"))
+        weights.append(replace(weight, parameter=f"{path}.base_layer.{name}"))
         if name == "weight":
-            rows = replace(one.axis, dim=0)
-            found += [replace(one, parameter=f"{path}.{b}", axis=rows) for b in added]
-    return replace(watch, weights=tuple(found))
+            rows = replace(weight.axis, dim=0)
+            weights += [replace(weight, parameter=f"{path}.{b}", axis=rows) for b in added]
+    return replace(watch, weights=tuple(weights))
 
 
 def check_centred(model: nn.Module, watch: WatchList) -> None:
@@ -164,35 +164,35 @@ def check_centred(model: nn.Module, watch: WatchList) -> None:
                 f"resized; {WHAT_NOW}"
             )
     watch = with_adapters(model, watch)
-    beside = {some.second: some for some in watch.units}
+    beside = {units.second: units for units in watch.units}
     require_unquantised(model, watch.tensors)
-    for one in watch.weights:
-        scale_path = one.scale or one.parameter
-        with _in_memory(model, one.parameter), _in_memory(model, scale_path):
-            tensor = whole(tensor_at(model, one.parameter))
-            scale = whole(tensor_at(model, one.scale)) if one.scale else None
-            for part in _without_units(tensor.detach(), beside.get(one.parameter)):
-                _check_tensor(one, part, None if scale is None else scale.detach())
+    for weight in watch.weights:
+        scale_path = weight.scale or weight.parameter
+        with _in_memory(model, weight.parameter), _in_memory(model, scale_path):
+            tensor = whole(tensor_at(model, weight.parameter))
+            scale = whole(tensor_at(model, weight.scale)) if weight.scale else None
+            for values in _without_units(tensor.detach(), beside.get(weight.parameter)):
+                _check_tensor(weight, values, None if scale is None else scale.detach())
     _check_biases(model, watch)
     for path in watch.constant:
         with _in_memory(model, path):
             _check_constant(path, whole(tensor_at(model, path)).detach())
-    for some in watch.units:
-        with _in_memory(model, some.first), _in_memory(model, some.second):
-            _check_units(some, layers_of(model, some))
+    for units in watch.units:
+        with _in_memory(model, units.first), _in_memory(model, units.second):
+            _check_units(units, layers_of(model, units))
 
 
 def require_unquantised(model: nn.Module, paths: Iterable[str]) -> None:
     """Raises ``NotCentred`` for the first of the tensors at ``paths`` that is quantised."""
     for path in paths:
-        if found := quantisation_of(tensor_at(model, path)):
-            raise NotCentred(quantised_message(path.rpartition(".")[0], found))
+        if kind := quantisation_of(tensor_at(model, path)):
+            raise NotCentred(quantised_message(path.rpartition(".")[0], kind))
 
 
 def _check_biases(model: nn.Module, watch: WatchList) -> None:
     """Raises ``NotCentred`` if a layer with a centred weight has a bias that was not centred."""
-    for one in watch.weights:
-        path, _, name = one.parameter.rpartition(".")
+    for weight in watch.weights:
+        path, _, name = weight.parameter.rpartition(".")
         module = model.get_submodule(path)
         layer = isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
         added = getattr(module, "bias", None) if layer and name == "weight" else None
@@ -249,30 +249,36 @@ def _check_units(units: Units, layers: Layers) -> None:
         )
 
 
-def centre_watched(model: nn.Module, watch: WatchList) -> None:
+def centre_watched(model: nn.Module, watch: WatchList, merge_scales: bool = False) -> None:
     """Centre the weights of ``watch`` in place: in float64, rounded once.
 
-    Weights whose mean is that of rounding stay as they are, bit for bit. Raises ``NotCentred`` if
-    LayerScale is no longer ones: then centring a weight would need another value of it.
+    Weights whose mean is that of rounding stay as they are, bit for bit. A LayerScale that is no
+    longer ones is merged into its weights with ``merge_scales``, and becomes ones; otherwise
+    ``NotCentred`` is raised, since centring its weights would need another value of it.
     """
-    for one in with_adapters(model, watch).weights:
-        tensor = tensor_at(model, one.parameter)
+    merged: dict[str, torch.Tensor] = {}
+    for weight in with_adapters(model, watch).weights:
+        tensor = tensor_at(model, weight.parameter)
         if tensor.is_meta or tensor.dtype not in FLOATS:
             continue  # ``check_centred`` says why it cannot be
-        if one.scale and not bool((whole(tensor_at(model, one.scale)) == 1).all()):
-            raise NotCentred(
-                f"{one.scale}: was merged into {one.parameter} and is no longer ones; freeze it in "
-                "training, or fold the trained model anew"
-            )
         with torch.no_grad():
+            if weight.scale and not bool((whole(tensor_at(model, weight.scale)) == 1).all()):
+                if not merge_scales:
+                    raise NotCentred(
+                        f"{weight.scale}: was merged into {weight.parameter} and is no longer "
+                        "ones; freeze it in training, or fold the trained model anew"
+                    )
+                merged[weight.scale] = tensor_at(model, weight.scale)
+                scale = whole(merged[weight.scale]).double()
+                wide = scale_along(whole(tensor).double(), scale, weight.axis.dim)
+                write_whole_tensor(tensor, centre(wide, weight.axis))
             for _ in range(2):  # a mean far above the other values is rounded: once more
                 values = whole(tensor.detach())
-                if not unexplained_mean(one.axis, values):
+                if not unexplained_mean(weight.axis, values):
                     break
-                wide = values.double()
-                for block in blocks(one.axis):
-                    wide = centre(wide, block)
-                write_whole_tensor(tensor, wide)
+                write_whole_tensor(tensor, centre(values.double(), weight.axis))
+    for scale in merged.values():
+        write_whole_tensor(scale, torch.ones_like(whole(scale)))
 
 
 def _in_memory(model: nn.Module, path: str) -> AbstractContextManager[Any]:
@@ -285,23 +291,23 @@ def _in_memory(model: nn.Module, path: str) -> AbstractContextManager[Any]:
     return align_module_device(owner, "cpu")
 
 
-def _check_tensor(one: CentredTensor, tensor: torch.Tensor, scale: torch.Tensor | None) -> None:
+def _check_tensor(weight: CentredTensor, tensor: torch.Tensor, scale: torch.Tensor | None) -> None:
     if isinstance(tensor, FakeTensor):
         return  # during an export; the model was checked before
     if tensor.is_meta:
-        raise NotCentred(f"{one.parameter}: its values are not in memory; load the model first")
+        raise NotCentred(f"{weight.parameter}: its values are not in memory; load the model first")
     if tensor.dtype not in FLOATS:
         raise NotCentred(
-            f"{one.parameter}: the mean of {tensor.dtype} cannot be checked; load the model in a "
-            "floating dtype, or keep LayerNorm"
+            f"{weight.parameter}: the mean of {tensor.dtype} cannot be checked; load the model in "
+            "a floating dtype, or keep LayerNorm"
         )
-    if one.axis.dim >= tensor.ndim or one.axis.stop > tensor.shape[one.axis.dim]:
+    if weight.axis.dim >= tensor.ndim or weight.axis.stop > tensor.shape[weight.axis.dim]:
         raise NotCentred(
-            f"{one.parameter}: has shape {list(tensor.shape)}, which does not fit the proof "
-            f"(dimension {one.axis.dim}); convert the source again"
+            f"{weight.parameter}: has shape {list(tensor.shape)}, which does not fit the proof "
+            f"(dimension {weight.axis.dim}); convert the source again"
         )
-    if worst := unexplained_mean(one.axis, tensor, scale):
-        path, adapter, _ = one.parameter.partition(".lora_B.")
+    if worst := unexplained_mean(weight.axis, tensor, scale):
+        path, adapter, _ = weight.parameter.partition(".lora_B.")
         if adapter:
             raise NotCentred(
                 f"{path}: has an adapter (peft.tuners.lora.layer.Linear) whose output may have a "
@@ -309,21 +315,21 @@ def _check_tensor(one: CentredTensor, tensor: torch.Tensor, scale: torch.Tensor 
             )
         rounding = _rounding_bound(tensor.dtype)
         raise NotCentred(
-            f"{one.parameter}: its mean is {worst:.1e} of its size, and rounding explains at most "
-            f"{rounding:.0e}, so it has changed since it was centred; {WHAT_NOW}"
+            f"{weight.parameter}: its mean is {worst:.1e} of its size, and rounding explains at "
+            f"most {rounding:.0e}, so it has changed since it was centred; {WHAT_NOW}"
         )
 
 
 def unexplained_mean(axis: Axis, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> float:
     """The largest relative mean of ``tensor`` if rounding does not explain it, otherwise 0."""
-    own = FLOATS.index(tensor.dtype)
+    index = FLOATS.index(tensor.dtype)
     worst = 0.0
     for part in _parts(tensor, axis.dim):
         excess = _excess_mean(part, axis, scale, tensor.dtype)
         if excess <= 0:
             continue
         unscaled = scale is None or bool((scale == 1).all())
-        narrower = FLOATS[:own] if unscaled else ()
+        narrower = FLOATS[:index] if unscaled else ()
         exact = (d for d in narrower if torch.equal(tensor.to(d).to(tensor.dtype), tensor))
         if any(_excess_mean(tensor, axis, scale, d) <= 0 for d in exact):
             return 0.0

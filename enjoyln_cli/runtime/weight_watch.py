@@ -11,8 +11,6 @@ import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,9 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from enjoyln_cli.models.sharding import in_shards, sharded_modules
 from enjoyln_cli.runtime.adapters import added_weights, require_additive_adapter
-from enjoyln_cli.runtime.entries import Entry, encoder_of, entries, entry_of
+from enjoyln_cli.runtime.entries import entries
 from enjoyln_cli.runtime.modules import stock_class
-from enjoyln_cli.runtime.neutral import neutral_parameters, set_flags
+from enjoyln_cli.runtime.neutral import neutral_parameters, skip_neutral
+from enjoyln_cli.runtime.scope import Entry
 from enjoyln_cli.runtime.structure import (
     Fact,
     KeepStructure,
@@ -44,8 +43,6 @@ from enjoyln_cli.runtime.weight_check import (
 )
 
 LINEAR = ("Linear", "Conv1D")
-_VERSION = attrgetter("_version")
-_ADDRESS = torch.Tensor.data_ptr
 
 
 class KeepCentred(KeepStructure):
@@ -61,29 +58,22 @@ class KeepCentred(KeepStructure):
         watch: WatchList,
         model: nn.Module,
         reference: nn.Module | None = None,
-        outer: Entry | None = None,
     ) -> None:
         self.watch = watch
         self.linear = _centred_linears(reference or model, watch)
         loose = _uncentred_linears(reference or model, watch)
         super().__init__(model, loose, reference, self._adapted(model))
-        self.outer = outer
-        """The entry of the model around this one, which warns of the same trouble."""
-        self.merged = neutral_parameters(model, watch.weightless, watch.biasless)
         self.tensors = tensors_at(model, self._paths(model))
         """The tensors of the last check; copies of the model have their own ones here."""
-        self.values: Values | None = None
-        set_flags(model, self.merged)
         self.trained = -1
-        self.accepted: Accepted | None = None
+        self.accepted: tuple[Structure, Snapshot] | None = None
+        """The structure and the weights of a model whose weights are not centred, but whose error
+        with RMSNorm was measured."""
         self.recentres = False
         """Whether weights that have left zero mean are centred again, instead of being refused."""
-        self.split = False
-        """Whether weights are split over processes, which have to check them together. So they are
-        checked once after each ``train()``, and not where addresses of tensors differ."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "values": None, "accepted": None}
+        return {**super().__getstate__(), "accepted": None}
 
     def centre(self, model: nn.Module) -> None:
         """Centre the weights again, in training mode too.
@@ -96,46 +86,43 @@ class KeepCentred(KeepStructure):
 
     def accept(self, model: nn.Module) -> None:
         """Take the weights as they are now for centred, until one of them changes."""
-        facts = tensors_at(model, self._paths(model))
-        self.accepted = Accepted(Structure(model, self.built.loose), facts, Values(facts))
-        self.values = None
+        weights = Snapshot(tensors=tensors_at(model, self._paths(model)))
+        self.accepted = Structure(model, self.built.loose), weights
+        self.snapshot = None
 
     def take_back(self) -> None:
         """Undo ``accept``."""
-        self.accepted = self.values = None
+        self.accepted = self.snapshot = None
 
     def unchanged(self, entry: Entry) -> bool:
         """Whether modules, tensors and their values are those of the last check."""
-        if self.values is None or self.snapshot is None or self.trained != entry.fold.trained:
-            return False
-        return (self.split or self.values.unchanged()) and self.snapshot.unchanged()
+        return self.trained == entry.fold.trained and super().unchanged(entry)
 
     def _look(self, entry: Entry, model: nn.Module) -> bool:
         if any(isinstance(tensor, FakeTensor) for _, _, tensor in self._present()):
             return self._look_in_export(entry, model)
         trained, tensors = entry.fold.trained, tensors_at(model, self._paths(model))
-        uncounted = next((name for _, name, t in tensors if t.is_inference()), None)
+        split = bool(sharded_modules(model))  # then they are checked once after each ``train()``
         try:
-            values = Values([fact for fact in tensors if not fact[2].is_inference()])
+            snapshot = Snapshot(self.built.modules(model), tensors=() if split else tensors)
         except RuntimeError:  # ``torch.func`` puts tensors without an address in their place
             return False
-        flags = set_flags(model, self.merged)
-        self.split = bool(sharded_modules(model))
-        snapshot = Snapshot(model, self.built.loose, [*([] if self.split else tensors), *flags])
-        trouble = trouble_with(self._compare, model)
-        if uncounted:
+        skip_neutral(model, self.watch.weightless, self.watch.biasless)
+        trouble = trouble_with(self.compare, model)
+        if any(tensor.is_inference() for _, _, tensor in tensors):
             trouble = trouble or (
                 "the weights were made in inference mode, in which torch does not count changes; "
                 "load or copy the model outside of torch.inference_mode()"
             )
-        set_trouble(entry, trouble, bool(self.outer and self.outer.trouble))
-        self.snapshot, self.values, self.tensors = snapshot, values, tensors
+        set_trouble(entry, trouble)
+        self.snapshot, self.tensors = snapshot, tensors
         self.trained = entry.fold.checked = trained
         return True
 
-    def _compare(self, model: nn.Module) -> None:
-        if self.accepted is not None and self.accepted.are_those_of_model():
-            self.accepted.structure.compare(model)
+    def compare(self, model: nn.Module) -> None:
+        """Raises ``NotCentred`` if the model was edited or a weight is not centred."""
+        if self.accepted is not None and self.accepted[1].unchanged():
+            self.accepted[0].compare(model)
             return
         adapted = self._adapted(model)
         for path, (kind, dim) in self.linear.items():
@@ -150,19 +137,20 @@ class KeepCentred(KeepStructure):
 
     def _adapted(self, model: nn.Module) -> set[str]:
         """Paths of the centred linear layers that a LoRA adapter stands around."""
-        found = set()
+        paths = set()
         for path, (kind, _) in self.linear.items():
             with suppress(AttributeError):  # a layer that was removed
                 if added_weights(model.get_submodule(path), kind) is not None:
-                    found.add(path)
-        return found
+                    paths.add(path)
+        return paths
 
     def _paths(self, model: nn.Module) -> tuple[str, ...]:
         """Paths of the tensors whose values are checked."""
         watch = self.watch
         with suppress(AttributeError):  # a layer that was removed
             watch = with_adapters(model, watch)
-        return (*watch.tensors, *(one.path for one in self.merged))
+        neutral = neutral_parameters(model, watch.weightless, watch.biasless)
+        return (*watch.tensors, *neutral)
 
     def _look_in_export(self, entry: Entry, model: nn.Module) -> bool:
         """Check the tensors in whose places an export has put fake ones, which have no values."""
@@ -175,7 +163,11 @@ class KeepCentred(KeepStructure):
             )
             return False
         with self._real_tensors():
-            return self.unchanged(entry) or self._look(entry, model)
+            if self.unchanged(entry):
+                return True
+            looked = self._look(entry, model)
+            self.snapshot = None  # torch takes back what ``skip_neutral`` sets in an export
+            return looked
 
     def _present(self) -> list[Fact]:
         """``tensors`` with what stands in their places now."""
@@ -202,42 +194,12 @@ def _stands_for(fake: Any, real: torch.Tensor) -> bool:
     return fake.fake_mode.from_tensor(real, static_shapes=True) is fake
 
 
-@dataclass(frozen=True, eq=False)
-class Accepted:
-    """A model whose weights are not centred, but whose error with RMSNorm was measured."""
-
-    structure: Structure
-    tensors: list[Fact]
-    values: Values
-
-    def are_those_of_model(self) -> bool:
-        """Whether the model still has the same tensors, and they are unchanged."""
-        same = all(group.get(name) is tensor for group, name, tensor in self.tensors)
-        return same and self.values.unchanged()
-
-
-class Values:
-    """Version counters and addresses of tensors, which show whether their values were changed."""
-
-    def __init__(self, facts: Iterable[Fact]) -> None:
-        """Raises ``RuntimeError`` for tensors of ``torch.func``, which have no address."""
-        self.tensors = [tensor for _, _, tensor in facts]
-        self.versions = [*map(_VERSION, self.tensors)]
-        self.addresses = [*map(_ADDRESS, self.tensors)]
-
-    def unchanged(self) -> bool:
-        """Whether torch has counted no change, and no tensor has other memory."""
-        return [*map(_VERSION, self.tensors)] == self.versions and (
-            [*map(_ADDRESS, self.tensors)] == self.addresses
-        )
-
-
 def tensors_at(model: nn.Module, paths: Iterable[str]) -> list[Fact]:
     """The tensors of ``model`` at ``paths``, as facts; without those that are not in memory.
 
     accelerate offloads such tensors, and creates them anew at each call.
     """
-    found: list[Fact] = []
+    facts: list[Fact] = []
     for path in paths:
         above, _, name = path.rpartition(".")
         with suppress(AttributeError):  # a removed layer: ``Snapshot`` notices that
@@ -245,31 +207,31 @@ def tensors_at(model: nn.Module, paths: Iterable[str]) -> list[Fact]:
             group = owner._buffers if name in owner._buffers else owner._parameters
             tensor = group.get(name)
             if tensor is not None and not tensor.is_meta:
-                found.append((group, name, tensor))
-    return found
+                facts.append((group, name, tensor))
+    return facts
 
 
 def _centred_linears(model: nn.Module, watch: WatchList) -> dict[str, tuple[type, int]]:
     """The centred linear layers by path: class, and the dimension of the weight that is centred."""
-    found = {}
-    for one in watch.weights:
-        path, _, name = one.parameter.rpartition(".")
+    layers = {}
+    for weight in watch.weights:
+        path, _, name = weight.parameter.rpartition(".")
         kind = type(model.get_submodule(path))
         if kind.__name__ in LINEAR and name == "weight":
-            found[path] = kind, one.axis.dim
-    return found
+            layers[path] = kind, weight.axis.dim
+    return layers
 
 
 def _uncentred_linears(model: nn.Module, watch: WatchList) -> list[str]:
     """Paths of the linear layers that were not centred: their outputs may have any mean."""
     paths = (*(name.rpartition(".")[0] for name in watch.tensors), *watch.ops)
-    held = {id(model.get_submodule(path)) for path in paths}
+    watched = {id(model.get_submodule(path)) for path in paths}
     return [
         path
         for path, module in model.named_modules()
         if type(module).__name__ in LINEAR
         and type(module).__module__ in (nn.Linear.__module__, "transformers.pytorch_utils")
-        and id(module) not in held
+        and id(module) not in watched
     ]
 
 
@@ -279,26 +241,19 @@ def watch_weights(model: nn.Module, watch: WatchList) -> None:
     ``watch`` has the names of the class that was folded. Raises ``NotCentred`` if the model lacks
     one.
     """
-    outer: Entry | None = None
     watch = locate_watched(model, watch)
-    inside = {id(m): m for m in (getattr(model, "base_model", model), encoder_of(model)) if m}
-    inside.pop(id(model), None)
-    parts = [(module, _part_in(module, model, watch)) for module in inside.values()]
-    watches = [(model, watch), *parts]
     reference = _unedited(model)
-    for module, watch in watches:
-        entry = entry_of(module)
-        if entry is not None:
-            path = next(name for name, m in model.named_modules() if m is module)
-            inner = reference.get_submodule(path) if reference is not None else None
-            entry.check = KeepCentred(watch, module, inner, outer)
-            outer = entry
+    paths = {id(module): path for path, module in model.named_modules()}
+    for module, entry in entries(model):
+        inner = reference.get_submodule(paths[id(module)]) if reference is not None else None
+        watched = watch if module is model else _part_in(module, model, watch)
+        entry.check = KeepCentred(watched, module, inner)
 
 
 def weight_checks(model: nn.Module) -> list[tuple[nn.Module, KeepCentred]]:
     """The modules in ``model`` whose calls check weights, with their checks."""
-    found = ((module, entry.check) for module, entry in entries(model))
-    return [(module, check) for module, check in found if isinstance(check, KeepCentred)]
+    checks = ((module, entry.check) for module, entry in entries(model))
+    return [(module, check) for module, check in checks if isinstance(check, KeepCentred)]
 
 
 def _unedited(model: Any) -> nn.Module | None:

@@ -65,7 +65,7 @@ class EnjoyLNCallback(TrainerCallback):
 
     def _start(self, model: nn.Module) -> CentredTraining:
         models = models_in(model)
-        known = self._training.models if self._training else []
-        if self._training is None or [*map(id, models)] != [*map(id, known)]:
+        before = self._training.models if self._training else []
+        if self._training is None or [*map(id, models)] != [*map(id, before)]:
             self._training = keep_centred(model, plan=self.plan)
         return self._training

@@ -31,10 +31,14 @@ from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.models.sharding import sharded_modules
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import plan_text
-from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.entries import entry_of
 from enjoyln_cli.runtime.loading import marker_of, optimize_unchecked, watched_weights
-from enjoyln_cli.runtime.weight_check import require_unquantised, tensor_at, with_adapters
+from enjoyln_cli.runtime.weight_check import (
+    centre_watched,
+    require_unquantised,
+    tensor_at,
+    with_adapters,
+)
 from enjoyln_cli.runtime.weight_watch import KeepCentred, weight_checks
 from enjoyln_cli.train.optimizers import warn_of_dependence
 from enjoyln_cli.train.trained_fold import (
@@ -116,7 +120,7 @@ def keep_centred(
     if every == "step" and optimizer is None:
         raise ValueError("every='step' needs the optimizer whose steps are meant")
     models = models_in(model)
-    handles = [handle for one in models for handle in _start(one, plan)]
+    handles = [handle for inner in models for handle in _start(inner, plan)]
     training = CentredTraining(models, handles)
     if optimizer is not None:
         warn_of_dependence(optimizer, centred_parameters(models))
@@ -129,9 +133,9 @@ def keep_centred(
 def centred_parameters(models: list[nn.Module]) -> list[torch.Tensor]:
     """The parameters of ``models`` that are centred."""
     return [
-        tensor_at(model, one.parameter)
+        tensor_at(model, weight.parameter)
         for model in models
-        for one in with_adapters(model, _check_of(model).watch).weights
+        for weight in with_adapters(model, _check_of(model).watch).weights
     ]
 
 
@@ -143,8 +147,8 @@ def _start(model: Any, plan: Plan | None) -> list[Any]:
     marker = read_marker({MARKER: entry})
     watch = with_adapters(model, watched_weights(model, marker))
     require_unquantised(model, watch.tensors)
-    if any(writer.scale for writer in plan.writers):
-        centre_parameters(model, plan)
+    if any(weight.scale for weight in watch.weights):
+        centre_watched(model, watch, merge_scales=True)
     if hasattr(getattr(model, "config", None), "to_dict"):
         setattr(model.config, MARKER, entry)
         marker = marker_of(model)

@@ -26,7 +26,7 @@ from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.plan.cache_argument import in_plans
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.entries import GuardInputs
+from enjoyln_cli.runtime.scope import InputRules
 from enjoyln_cli.train.compressed_norm import CRMSNorm, orthonormal_norm
 from enjoyln_cli.train.parametrize import as_call, require_unconverted
 from enjoyln_cli.train.streams import (
@@ -40,21 +40,14 @@ from enjoyln_cli.train.streams import (
 
 
 @dataclass(frozen=True, eq=False)
-class CompressedStream:
-    """One stream of ``size`` = ``d`` features that is held as ``d - 1`` numbers."""
-
-    size: int
-    tensors: tuple[CompressedTensor, ...]
-    norms: Mapping[str, nn.Module] = field(repr=False)
-    """The LayerNorm modules by path, with a weight of ones and a bias of zeros."""
-
-
-@dataclass(frozen=True, eq=False)
 class CompressedStreams:
     """What ``compress_streams`` has done, and ``decompress_streams`` undoes."""
 
     basis: StreamBasis
-    streams: tuple[CompressedStream, ...]
+    streams: tuple[Stream, ...]
+    """Streams that are held as ``size - 1`` numbers."""
+    norms: Mapping[str, nn.Module] = field(repr=False)
+    """The LayerNorm modules by path, with a weight of ones and a bias of zeros."""
     guard: Any = field(repr=False)
 
 
@@ -79,13 +72,16 @@ def compress_streams(
         raise UnsupportedModel(f"basis is {basis!r}, but must be 'orthonormal' or 'last'")
     require_unconverted(model)
     args, kwargs = as_call(example)
-    found = analyze_module(model, *args, options=MERGED, example_calls=example_calls, **kwargs)
-    steps = plan_streams(model, found, basis)
+    analysis = analyze_module(model, *args, options=MERGED, example_calls=example_calls, **kwargs)
+    steps = plan_streams(model, analysis, basis)
     centre_parameters(model, steps.merges)
     for merge, readers in steps.biases:
         _move_bias(model.get_submodule(merge.norm), readers)
-    done = tuple(_compress(model, stream, basis) for stream in steps.streams)
-    return CompressedStreams(basis, done, _guard(model, found.plan, steps.streams))
+    norms = {path: model.get_submodule(path) for stream in steps.streams for path in stream.norms}
+    for stream in steps.streams:
+        _compress(model, stream, basis)
+    guard = _guard(model, analysis.plan, steps.streams)
+    return CompressedStreams(basis, steps.streams, norms, guard)
 
 
 def decompress_streams(model: nn.Module, compressed: CompressedStreams) -> nn.Module:
@@ -96,25 +92,24 @@ def decompress_streams(model: nn.Module, compressed: CompressedStreams) -> nn.Mo
     """
     for stream in compressed.streams:
         tensors = stored_weights(model)
-        for one in stream.tensors:
-            held = tensors.get(one.parameter)
-            if held is None or held.shape[one.dim] != stream.size - 1:
+        for named in stream.tensors:
+            tensor = tensors.get(named.parameter)
+            if tensor is None or tensor.shape[named.dim] != stream.size - 1:
                 raise BadCheckpoint(
-                    f"{one.parameter}: should have {stream.size - 1} features in dimension "
-                    f"{one.dim}; pass the model that was compressed"
+                    f"{named.parameter}: should have {stream.size - 1} features in dimension "
+                    f"{named.dim}; pass the model that was compressed"
                 )
     for stream in compressed.streams:
         _change(model, stream.tensors, compressed.basis, decompressed_tensor)
         like = model.get_parameter(stream.tensors[0].parameter)
-        for path, norm in stream.norms.items():
-            _replace(model, path, norm.to(like.device, like.dtype))
+        for path in stream.norms:
+            _replace(model, path, compressed.norms[path].to(like.device, like.dtype))
     compressed.guard.remove()
     return model
 
 
-def _compress(model: nn.Module, stream: Stream, basis: StreamBasis) -> CompressedStream:
+def _compress(model: nn.Module, stream: Stream, basis: StreamBasis) -> None:
     _change(model, stream.tensors, basis, compressed_tensor)
-    originals = {path: model.get_submodule(path) for path in stream.norms}
     like = model.get_parameter(stream.tensors[0].parameter)
     features = stream.size - 1
     for path, form in stream.norms.items():
@@ -122,7 +117,6 @@ def _compress(model: nn.Module, stream: Stream, basis: StreamBasis) -> Compresse
         if basis == "orthonormal":
             norm = orthonormal_norm(features, form.eps, like)
         _replace(model, path, norm)
-    return CompressedStream(stream.size, stream.tensors, originals)
 
 
 def _replace(model: nn.Module, path: str, norm: nn.Module) -> None:
@@ -130,8 +124,8 @@ def _replace(model: nn.Module, path: str, norm: nn.Module) -> None:
     old = model.get_submodule(path)
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if module is old:
-            above, _, own = name.rpartition(".")
-            setattr(model.get_submodule(above), own, norm.train(old.training))
+            above, _, last = name.rpartition(".")
+            setattr(model.get_submodule(above), last, norm.train(old.training))
 
 
 Change = Callable[[torch.Tensor, StreamBasis, bool], torch.Tensor]
@@ -141,14 +135,14 @@ def _change(
     model: nn.Module, tensors: Iterable[CompressedTensor], basis: StreamBasis, change: Change
 ) -> None:
     """Change each tensor once along its dimension: in float64, rounded once."""
-    held = stored_weights(model)
+    weights = stored_weights(model)
     done: set[tuple[int, int]] = set()
-    for one in tensors:
-        tensor = held[one.parameter]
-        if (id(tensor), one.dim) not in done:
-            done.add((id(tensor), one.dim))
-            moved = tensor.detach().double().movedim(one.dim, -1)
-            new = change(moved, basis, one.reads).movedim(-1, one.dim)
+    for named in tensors:
+        tensor = weights[named.parameter]
+        if (id(tensor), named.dim) not in done:
+            done.add((id(tensor), named.dim))
+            moved = tensor.detach().double().movedim(named.dim, -1)
+            new = change(moved, basis, named.reads).movedim(-1, named.dim)
             tensor.data, tensor.grad = new.contiguous().to(tensor.dtype), None
     state_sizes(model)
 
@@ -197,5 +191,5 @@ def _guard(model: nn.Module, plan: Plan, streams: Iterable[Stream]) -> Any:
         forms = (form for form in covered.forms if inside.isdisjoint(dict(form.arguments)))
         covered = replace(covered, forms=tuple(forms))
     proven = None if covered is None else covered.calls_of(model)
-    guard = GuardInputs(tuple(sorted(names)), order, merged=True, proven=proven)
-    return model.register_forward_pre_hook(guard, with_kwargs=True)
+    rules = InputRules(order, tuple(sorted(names)), merged=True, proven=proven)
+    return model.register_forward_pre_hook(rules.guard, with_kwargs=True)

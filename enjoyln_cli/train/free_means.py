@@ -17,7 +17,6 @@ of what the other layers add. At a rate of zero every layer runs, whatever is dr
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -55,13 +54,11 @@ _NO_NOISE = {*DROPOUTS, aten.scaled_dot_product_attention}
 def require_free_means(model: nn.Module, plan: Plan, config: Any) -> None:
     """Raise ``UnsupportedModel`` if centring the weights of ``plan`` may change a training step.
 
-    A class of transformers is built from ``config``, without weights. Its code may draw random
-    numbers in Python, since it uses them for masks and LayerDrop only. Any other module is copied
-    without its weights, and called as the plan says. Raises ``TraceFailed`` if a call
-    cannot be traced in training mode.
+    A class of transformers is built from ``config``, without weights. Any other module is copied
+    without its weights, and called as the plan says. Raises ``TraceFailed`` if a call cannot be
+    traced in training mode.
     """
-    name, own = type(model).__name__, plan.covered is not None
-    draws = random.getstate()
+    name, is_custom = type(model).__name__, plan.covered is not None
     with torch.random.fork_rng(devices=[]), foreign_code(model):
         bare, examples = _without_dropout(model, plan, config), []
         if plan.covered is not None:
@@ -71,14 +68,8 @@ def require_free_means(model: nn.Module, plan: Plan, config: Any) -> None:
             calls = likely_calls(Captures(bare))
             calls += calls_with_labels(bare, calls[0])
         traced = trace_in_training(bare, calls)
-        if own and random.getstate() != draws:
-            random.setstate(draws)
-            raise UnsupportedModel(
-                f"{name}: in training mode, its code draws random numbers without torch, which no "
-                f"trace shows; draw them with torch, {_OTHERWISE}"
-            )
         for trace in traced.traces:
-            if trace.by_values and (own or _reads_draws(trace.graph)):
+            if trace.by_values and (is_custom or _reads_draws(trace.graph)):
                 raise UnsupportedModel(
                     f"{name}: in training mode, its code branches on values or random numbers "
                     f"({trace.label}), so nothing is proven; compute with tensors, {_OTHERWISE}"
@@ -87,7 +78,7 @@ def require_free_means(model: nn.Module, plan: Plan, config: Any) -> None:
         outputs = (*plan.outputs, *_losses(traced)) if plan.outputs else ()
         subject = subject_in_memory(bare, (traced,), outputs)
         _require_unnoticed(state_problem(subject, PLAIN).problem, bare, plan)
-        if own:
+        if is_custom:
             _require_all_sizes(with_forms(traced), [form for form, _ in examples])
 
 
@@ -104,11 +95,11 @@ def _without_dropout(model: nn.Module, plan: Plan, config: Any) -> nn.Module:
                 "plan=analyze(model).plan"
             )
         bare = classes.build(cls, config_returning(config, plan.outputs))
-    held = [(values, name, value) for _, values, name, value in dropout_rates(bare)]
-    for part in _configs_of(bare):
-        own: dict[str, Any] = vars(part)
-        held += [(own, name, value) for name, value in own.items() if "drop" in name]
-    for values, name, value in held:
+    rates = [(values, name, value) for _, values, name, value in dropout_rates(bare)]
+    for config in _configs_of(bare):
+        entries: dict[str, Any] = vars(config)
+        rates += [(entries, name, value) for name, value in entries.items() if "drop" in name]
+    for values, name, value in rates:
         if type(value) is float and 0 < value <= 1:
             values[name] = 0.0
     return bare
@@ -117,11 +108,11 @@ def _without_dropout(model: nn.Module, plan: Plan, config: Any) -> nn.Module:
 def _configs_of(model: nn.Module) -> Iterator[Any]:
     """The configs that modules of ``model`` hold, and the configs inside these."""
     waiting = [getattr(module, "config", None) for module in model.modules()]
-    known: set[int] = set()
+    seen: set[int] = set()
     while waiting:
         config = waiting.pop()
-        if id(config) not in known and hasattr(config, "to_dict"):
-            known.add(id(config))
+        if id(config) not in seen and hasattr(config, "to_dict"):
+            seen.add(id(config))
             waiting += vars(config).values()
             yield config
 
@@ -161,22 +152,23 @@ def _require_unnoticed(problem: Problem, model: nn.Module, plan: Plan) -> None:
         for w in plan.writers
     )
     watch = locate_watched(model, WatchList(tuple(centred)))
-    for one in with_adapters(model, watch).weights:
-        parameter = Parameter(problem.groups[one.parameter], one.axis)
+    for weight in with_adapters(model, watch).weights:
+        parameter = Parameter(problem.groups[weight.parameter], weight.axis)
         reason, scale = problem.obstacle(parameter), problem.scales.get(parameter.name)
-        if reason is None and scale != one.scale:
-            reason = f"{scale or one.scale} multiplies its output, unlike in eval mode"
+        if reason is None and scale != weight.scale:
+            reason = f"{scale or weight.scale} multiplies its output, unlike in eval mode"
         if reason is not None:
             raise UnsupportedModel(
-                f"{one.parameter}: in training mode, {reason}, so the loss would change; put a "
+                f"{weight.parameter}: in training mode, {reason}, so the loss would change; put a "
                 f"norm before that code, {_OTHERWISE}"
             )
 
 
 def _require_all_sizes(traced: TracedModel, forms: Iterable[CallForm]) -> None:
     """Raise ``UnsupportedModel`` if a call of these forms may take another path in training."""
-    found = covered_calls((traced,), ())
-    proven = {(one.owner, one.arguments): one for one in (found.forms if found else ())}
+    covered = covered_calls((traced,), ())
+    forms_in_training = covered.forms if covered else ()
+    proven = {(form.owner, form.arguments): form for form in forms_in_training}
     for form in forms:
         like = proven.get((form.owner, form.arguments))
         if like is None or not {*form.conditions}.issuperset(like.conditions):

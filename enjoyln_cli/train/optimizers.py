@@ -30,10 +30,10 @@ def why_mean_matters(optimizer: Any, centred: Iterable[torch.Tensor]) -> str:
     if any(part in name.lower() for part in RELATIVE):
         return f"the steps of {name} depend on the size of weights"
     kinds = tuple(getattr(torch.optim, kind) for kind in COUPLED)
-    known = {id(tensor) for tensor in centred}
+    ids = {id(tensor) for tensor in centred}
     for group in optimizer.param_groups if isinstance(optimizer, kinds) else ():
         mixes = group.get("weight_decay", 0) and not group.get("decoupled_weight_decay", False)
-        if mixes and any(id(parameter) in known for parameter in group["params"]):
+        if mixes and any(id(parameter) in ids for parameter in group["params"]):
             return f"{name} adds its weight decay to the gradient"
     return ""
 

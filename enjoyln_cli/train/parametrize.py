@@ -8,8 +8,7 @@ under any optimizer (Proposition 2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,11 +23,11 @@ from enjoyln_cli.plan.axis import Axis, centre
 from enjoyln_cli.plan.edits import Edit, edits_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import require_fit
-from enjoyln_cli.runtime.entries import Entry, entries, entry_of
+from enjoyln_cli.runtime.entries import entries, entry_of
 from enjoyln_cli.runtime.install import fold_in_memory, install_plan, locate
 from enjoyln_cli.runtime.modules import Folded
-from enjoyln_cli.runtime.structure import KeepStructure, Snapshot, set_trouble, trouble_with
-from enjoyln_cli.train.training_plan import analyze_training, dropout_rates
+from enjoyln_cli.runtime.structure import Fact, KeepStructure
+from enjoyln_cli.train.training_plan import analyze_training, dropout_rates, other_edits
 
 
 class Centre(nn.Module):
@@ -135,19 +134,16 @@ class KeepParametrised(KeepStructure):
         self.built.trains = True
         self.plan, self.prefix = plan, prefix
 
-    def _look(self, entry: Entry, model: nn.Module) -> bool:
-        facts = [(held, name, value) for _, held, name, value in dropout_rates(model)]
-        snapshot = Snapshot(model, self.built.loose, facts)
-        set_trouble(entry, trouble_with(self._compare, model))
-        self.snapshot = snapshot
-        return True
+    def facts(self, model: nn.Module) -> Iterable[Fact]:
+        """The rates of dropout."""
+        return [(attributes, name, value) for _, attributes, name, value in dropout_rates(model)]
 
-    def _compare(self, model: nn.Module) -> None:
-        self.built.compare(model)
-        if found := _other_rate(model, self.plan, self.prefix):
+    def compare(self, model: nn.Module) -> None:
+        """Raises ``NotCentred`` if the model was edited or has another rate of dropout."""
+        super().compare(model)
+        if rate := _other_rate(model, self.plan, self.prefix):
             raise NotCentred(
-                f"{found}; restore it, or call merge, and reparametrize a model that was loaded "
-                "anew"
+                f"{rate}; restore it, or call merge, and reparametrize a model that was loaded anew"
             )
 
 
@@ -190,11 +186,9 @@ def _require_usable(model: nn.Module, plan: Plan, approximate: bool) -> None:
             f"{name}: the plan is proven for eval mode only; call reparametrize without a plan, or "
             "ignore dropout with approximate=True"
         )
-    if found := _other_rate(model, plan):
-        raise UnsupportedModel(f"{found}; call reparametrize without a plan")
-    edits = replace(plan, writers=())
-    scaled = any(writer.scale for writer in plan.writers)
-    if edits_of(edits) or scaled or plan.baked or plan.untied:
+    if rate := _other_rate(model, plan):
+        raise UnsupportedModel(f"{rate}; call reparametrize without a plan")
+    if other_edits(plan) or any(writer.scale for writer in plan.writers):
         raise UnsupportedModel(
             f"{name}: the plan does more than centring (it merges, turns, widens or unties "
             "weights), which cannot be done while training; analyse without these options"
@@ -221,7 +215,7 @@ def _by_tensor(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, str, tuple
     axes: dict[int, dict[Axis, None]] = {}
     for name, edit in edits_of(plan, held=True).items():
         axes.setdefault(id(tensors[name]), {}).update(dict.fromkeys(_axes(name, edit, tensors)))
-    found = []
+    places = []
     for module in model.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if id(tensor) in axes:
@@ -230,8 +224,8 @@ def _by_tensor(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, str, tuple
                         f"{type(module).__name__}: its sparse gradients cannot be centred; create "
                         "it with sparse=False"
                     )
-                found.append((module, name, tuple(axes[id(tensor)])))
-    return found
+                places.append((module, name, tuple(axes[id(tensor)])))
+    return places
 
 
 def _axes(name: str, edit: Edit, tensors: Mapping[str, torch.Tensor]) -> tuple[Axis, ...]:
@@ -259,5 +253,5 @@ def _parametrised(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for module in model.modules():
         if parametrize.is_parametrized(module):
             for name, stack in module.parametrizations.items():  # type: ignore
-                if any(isinstance(one, Centre) for one in stack):
+                if any(isinstance(step, Centre) for step in stack):
                     yield module, name

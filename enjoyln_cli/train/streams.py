@@ -72,61 +72,61 @@ class CompressionPlan:
     """For each norm whose bias is left: the linear layers that get it as their bias."""
 
 
-def plan_streams(model: nn.Module, found: Analysis, basis: StreamBasis) -> CompressionPlan:
+def plan_streams(model: nn.Module, analysis: Analysis, basis: StreamBasis) -> CompressionPlan:
     """The steps for all streams of ``model``, from an analysis of it with the options ``MERGED``.
 
     Values of weights are not read. Raises ``NothingToFold`` if there is no stream with LayerNorms,
     and ``UnsupportedModel`` with the layer that prevents the conversion.
     """
-    streams = _streams(model, found, basis)
-    merges = _merges(found.plan, streams)
-    biases = _readers_without_bias(model, found, merges)
-    _require_same_code(model, found, streams)
+    streams = _streams(model, analysis, basis)
+    merges = _merges(analysis.plan, streams)
+    biases = _readers_without_bias(model, analysis, merges)
+    _require_same_code(model, analysis, streams)
     return CompressionPlan(tuple(streams), merges, tuple(biases))
 
 
-def _streams(model: nn.Module, found: Analysis, basis: StreamBasis) -> list[Stream]:
-    flow, forms = found.problem.flow, layer_norms(model)
+def _streams(model: nn.Module, analysis: Analysis, basis: StreamBasis) -> list[Stream]:
+    flow, forms = analysis.problem.flow, layer_norms(model)
     inputs, _ = norm_calls(flow, *forms)
-    bases = find_bases(flow, found.problem.groups, values=False)
+    bases = find_bases(flow, analysis.problem.groups, values=False)
     streams = []
-    for one, turned in zip(bases, found.plan.bases, strict=True):
+    for group, turned in zip(bases, analysis.plan.bases, strict=True):
         if turned.kind != "stream" or not turned.fixes_ones:
             continue
         if reason := turned.reason or ("the model returns it" if turned.outputs else ""):
             raise _refusal(turned.culprit or type(model).__name__, reason)
-        norms = {path: form for path, form in forms[0].items() if _meet(inputs.get(path), one)}
+        norms = {path: form for path, form in forms[0].items() if _meet(inputs.get(path), group)}
         for path, form in norms.items():
-            if form.dim != -1 or not one.values.issuperset(inputs[path]):
+            if form.dim != -1 or not group.values.issuperset(inputs[path]):
                 raise _refusal(path, "it also normalises something else than this stream")
-        streams.append(_stream(flow, one, turned, norms, inputs, basis))
+        streams.append(_stream(flow, group, turned, norms, inputs, basis))
     if not streams:
         raise NothingToFold(f"{type(model).__name__}: has no residual stream with LayerNorms")
     return streams
 
 
-def _meet(values: tuple[Value, ...] | None, one: FoundBasis) -> bool:
-    return not one.values.isdisjoint(values or ())
+def _meet(values: tuple[Value, ...] | None, group: FoundBasis) -> bool:
+    return not group.values.isdisjoint(values or ())
 
 
 def _stream(
     flow: Flow,
-    one: FoundBasis,
+    group: FoundBasis,
     turned: Basis,
     norms: Mapping[str, LayerNormForm],
     inputs: Mapping[str, tuple[Value, ...]],
     basis: StreamBasis,
 ) -> Stream:
-    for trace, node in one.whole:
+    for trace, node in group.whole:
         module = flow.traces[trace].module_of(node)
         if module not in norms:
             raise _refusal(module, "it depends on the number of features, and is no LayerNorm")
-    for value in one.values:
+    for value in group.values:
         if value.axis != feature_axis(shape_of(value.node) or (0,), value.axis.dim):
             module = flow.traces[value.trace].module_of(value.node)
             raise _refusal(module, "it holds the stream beside other features")
     readers: set[str] = set()
-    for pair in one.sums:
+    for pair in group.sums:
         operands = [_sources(flow, norms, value) for value in pair]
         if all(operands):
             module = flow.traces[pair[0].trace].module_of(pair[0].node)
@@ -147,7 +147,7 @@ def _stream(
         if basis == "last" and (name in readers) == (name in writers):
             raise _refusal(name, "it is tied, and both writes and reads the stream")
         tensors.append(CompressedTensor(name, axis.dim, name in readers))
-    return Stream(one.size, tuple(tensors), norms, turned.inputs)
+    return Stream(group.size, tuple(tensors), norms, turned.inputs)
 
 
 def _sources(flow: Flow, norms: Mapping[str, Any], value: Value) -> set[str]:
@@ -155,44 +155,44 @@ def _sources(flow: Flow, norms: Mapping[str, Any], value: Value) -> set[str]:
 
     All names of a parameter; empty if every path to the value passes a norm.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     waiting, seen = [value], {value}
     while waiting:
         this = waiting.pop()
         trace, node = flow.traces[this.trace], this.node
         if node.op != "call_function":
-            found.update(trace.parameters.get(node, (node.name,)))
+            names.update(trace.parameters.get(node, (node.name,)))
         elif trace.module_of(node) not in norms:
             pairs = origin(node, this.axis)
             if isinstance(pairs, Opaque):
-                found.add(node.name)
+                names.add(node.name)
                 continue
             below = {Value(this.trace, *pair) for pair in pairs} - seen
             seen |= below
             waiting += below
-    return found
+    return names
 
 
 def _merges(plan: Plan, streams: Iterable[Stream]) -> Plan:
     """The part of a plan that merges the norms of the streams; refuses norms that stay as is."""
     norms = {path: form for stream in streams for path, form in stream.norms.items()}
-    merged = {one.norm: one for one in plan.merged}
-    reasons = {one.norm: one.reason for one in plan.unmerged}
+    merged = {merge.norm: merge for merge in plan.merged}
+    reasons = {merge.norm: merge.reason for merge in plan.unmerged}
     for path, form in norms.items():
-        one = merged.get(path)
-        weight = form.gain == "1" or (one is not None and one.weight)
-        bias = not form.biased or (one is not None and (one.bias or one.divided))
+        merge = merged.get(path)
+        weight = form.gain == "1" or (merge is not None and merge.weight)
+        bias = not form.biased or (merge is not None and (merge.bias or merge.divided))
         if not weight or not bias:
             raise _refusal(path, reasons.get(path, "its weight and bias cannot be merged"))
-    return replace(plan, bases=(), merged=tuple(one for one in plan.merged if one.norm in norms))
+    return replace(plan, bases=(), merged=tuple(m for m in plan.merged if m.norm in norms))
 
 
 def _readers_without_bias(
-    model: nn.Module, found: Analysis, plan: Plan
+    model: nn.Module, analysis: Analysis, plan: Plan
 ) -> list[tuple[Merge, list[nn.Linear]]]:
     """For each norm that keeps its bias: its readers, which are linear layers to get one."""
     result = []
-    for merge in (one for one in plan.merged if one.divided):
+    for merge in (merge for merge in plan.merged if merge.divided):
         owners = []
         for reader in merge.readers:
             path, _, name = reader.weight.parameter.rpartition(".")
@@ -200,7 +200,7 @@ def _readers_without_bias(
             plain = type(owner) is nn.Linear and owner.bias is None and name == "weight"
             calls = [
                 trace.module_of(user) == path
-                for trace in found.problem.flow.traces
+                for trace in analysis.problem.flow.traces
                 for node, names in trace.parameters.items()
                 if reader.weight.parameter in names
                 for user in node.users
@@ -216,7 +216,7 @@ def _refusal(culprit: str, reason: str) -> UnsupportedModel:
     return UnsupportedModel(f"{culprit}: {reason}; so its stream cannot be compressed")
 
 
-def _require_same_code(model: nn.Module, found: Analysis, streams: Iterable[Stream]) -> None:
+def _require_same_code(model: nn.Module, analysis: Analysis, streams: Iterable[Stream]) -> None:
     """Raises ``UnsupportedModel`` if code computes something else for another number of features.
 
     For example, it may divide by the root of the size that its input has.
@@ -225,8 +225,8 @@ def _require_same_code(model: nn.Module, found: Analysis, streams: Iterable[Stre
     for stream in streams:
         narrow = copy.deepcopy(wide)
         tensors = stored_weights(narrow)
-        dims = [(one.parameter, one.dim) for one in stream.tensors]
-        own = [
+        dims = [(tensor.parameter, tensor.dim) for tensor in stream.tensors]
+        of_norms = [
             (f"{path}.{name}", dim)
             for path in stream.norms
             for name, tensor in stored_weights(narrow.get_submodule(path)).items()
@@ -234,7 +234,7 @@ def _require_same_code(model: nn.Module, found: Analysis, streams: Iterable[Stre
             if size == stream.size
         ]
         done: set[int] = set()
-        for name, dim in (*dims, *own):
+        for name, dim in (*dims, *of_norms):
             tensor = tensors[name]
             if id(tensor) not in done:
                 done.add(id(tensor))
@@ -243,7 +243,7 @@ def _require_same_code(model: nn.Module, found: Analysis, streams: Iterable[Stre
         for norm in map(narrow.get_submodule, stream.norms):
             if isinstance(norm, nn.LayerNorm):
                 norm.normalized_shape = (stream.size - 1,)
-        for trace in found.problem.flow.traces:
+        for trace in analysis.problem.flow.traces:
             if stream.inputs and not {*trace.inputs.values()}.isdisjoint(stream.inputs):
                 continue  # such a call is refused
             if not same_but_for_sizes(narrow, wide, trace.call, stream.size - 1, stream.size):

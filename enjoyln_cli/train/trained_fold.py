@@ -8,7 +8,6 @@ checkpoints keep is that of their own weights with LayerNorm.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.rewrite.preconditions import why_nothing_changes
 from enjoyln_cli.train.free_means import require_free_means
+from enjoyln_cli.train.training_plan import other_edits
 
 
 def plan_in_training(model: nn.Module, plan: Plan | None = None) -> Plan:
@@ -35,18 +35,16 @@ def plan_in_training(model: nn.Module, plan: Plan | None = None) -> Plan:
     mean of a centred weight (see ``free_means``).
     """
     name = type(model).__name__
-    found = marker_in(model)
-    if found is not None and found.units:
+    before = marker_in(model)
+    if before is not None and before.units:
         raise UnsupportedModel(
             f"{name}: was folded with --widen-mlp, and training changes the hidden units that "
             "subtract a mean; train the original, or fold it without --widen-mlp"
         )
-    plan = plan or _analysed(model, found)
+    plan = plan or _analysed(model, before)
     if not plan.folded:
         raise NothingToFold(why_nothing_changes(plan, name))
-    more: dict[str, Collection[Any]] = {"widen-mlp": plan.widened, "merge": plan.merged}
-    more |= {"untie": plan.untied or plan.baked, "rotate": plan.turned}
-    if others := [option for option, edits in more.items() if edits]:
+    if others := other_edits(plan):
         raise UnsupportedModel(
             f"{name}: the plan does more than centring ({', '.join(others)}); fold the model with "
             "it first, and train the result without a plan"
@@ -67,7 +65,7 @@ def _config_of(model: Any) -> dict[str, Any]:
     return config.to_dict() if hasattr(config, "to_dict") else {}
 
 
-def _analysed(model: Any, found: Marker | None) -> Plan:
+def _analysed(model: Any, before: Marker | None) -> Plan:
     """The plan that is proven for the class and config of ``model``.
 
     If the model is folded, it has to fold the same norms.
@@ -79,13 +77,13 @@ def _analysed(model: Any, found: Marker | None) -> Plan:
         )
     config = _unmarked(model.config)
     config.architectures = [name]
-    outputs = found.outputs if found else ()
+    outputs = before.outputs if before else ()
     for only in (None, name):  # right for every class that loads the weights, or for this one
         plan = analyze_config(config, model_class=only, outputs=outputs).plan
         folded = {verdict.norm for verdict in plan.folded}
-        if name in plan.classes and (found is None or folded == set(found.rmsnorm)):
+        if name in plan.classes and (before is None or folded == set(before.rmsnorm)):
             return plan
-    if found is None:
+    if before is None:
         raise UnsupportedModel(f"{name}: its calls could not be traced, so nothing is proven")
     raise UnsupportedModel(
         f"{name}: was folded by a recipe or for another class, and its analysis now converts other "
@@ -105,7 +103,7 @@ def _require_frozen_scales(model: nn.Module, plan: Plan) -> None:
     ``scale * (W x)`` with centred ``scale * W`` needs a new ``W`` for each new ``scale``, which the
     optimizer does not know of.
     """
-    scales = {one.scale.parameter for one in plan.writers if one.scale}
+    scales = {writer.scale.parameter for writer in plan.writers if writer.scale}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in scales and parameter.requires_grad:
             raise UnsupportedModel(

@@ -13,7 +13,7 @@ by what the graphs show:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from enjoyln_cli.calls.calls import Call, ExampleCalls
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.garbage import no_collections
 from enjoyln_cli.models.norm_modules import runs_torchs_layer_norm
-from enjoyln_cli.plan.plan import PLAIN
+from enjoyln_cli.plan.plan import PLAIN, Plan
 from enjoyln_cli.trace.capture import Captures
 from enjoyln_cli.trace.failure_reasons import foreign_code
 from enjoyln_cli.trace.traced_calls import TracedModel, trace_calls
@@ -65,13 +65,20 @@ def analyze_training(
                         "on random numbers (as LayerDrop does), so no plan is proven; set its rate "
                         "to 0"
                     )
-        found = analyze_subject(subject_in_memory(model, (*traced,), training=dropout), PLAIN)
+        analysis = analyze_subject(subject_in_memory(model, (*traced,), training=dropout), PLAIN)
     if not approximate:
         rates = tuple((name, value) for name, _, _, value in dropout_rates(model))
-        found = replace(found, plan=replace(found.plan, dropout_rates=rates))
-    for verdict in found.plan.folded:
+        analysis = replace(analysis, plan=replace(analysis.plan, dropout_rates=rates))
+    for verdict in analysis.plan.folded:
         _require_same_in_training(verdict.norm, model.get_submodule(verdict.norm))
-    return found
+    return analysis
+
+
+def other_edits(plan: Plan) -> list[str]:
+    """The options because of which ``plan`` does more than centring."""
+    edits: dict[str, Collection[Any]] = {"widen-mlp": plan.widened, "merge": plan.merged}
+    edits |= {"untie": plan.untied or plan.baked, "rotate": plan.turned}
+    return [option for option, tensors in edits.items() if tensors]
 
 
 def trace_in_training(model: nn.Module, calls: Iterable[Call]) -> TracedModel:

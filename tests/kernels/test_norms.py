@@ -51,8 +51,8 @@ def close(y: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("shape", [(5, 1), (7,), (2, 3, 33), (1, 768), (0, 16), (3, 1, 2, 257)])
 def test_shapes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, (weight, bias) = zero_mean(*shape, dtype=dtype), affine(shape[-1], dtype)
-    for function in (kernels.rms_norm, kernels.trained_rms_norm):
-        y = function(x, weight, bias, EPS)
+    for literal in (False, True):
+        y = kernels.rms_norm(x, weight, bias, EPS, literal=literal)
         assert y.dtype == dtype and y.shape == torch.Size(shape) and y.is_contiguous()
         assert close(y, exact(x, weight, bias, EPS))
 
@@ -131,7 +131,7 @@ def test_small_tensors_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_gradients_of_a_trained_norm() -> None:
     x, (weight, bias) = torch.randn(4, 7, dtype=torch.float64) + 1, affine(7)
     tensors = tuple(t.requires_grad_() for t in (x, weight, bias))
-    assert torch.autograd.gradcheck(lambda *t: kernels.trained_rms_norm(*t, EPS), tensors)
+    assert torch.autograd.gradcheck(lambda *t: kernels.rms_norm(*t, EPS, literal=True), tensors)
 
 
 def test_compile_and_export_see_plain_operations() -> None:
@@ -190,7 +190,7 @@ def test_autocast_on_the_cpu_is_as_for_layer_norm() -> None:
 
 
 def test_a_mean_shows_where_rms_norm_is_to_be_taken_literally() -> None:
-    x, weight = torch.randn(3, 16, dtype=torch.float64) + 2, torch.randn(16, dtype=torch.float64)
+    x, weight = torch.randn(3, 16) + 2, torch.randn(16)
     literal = formula.rms_norm(x, weight, None, EPS)
 
     class Watching(TorchDispatchMode):

@@ -70,10 +70,10 @@ def test_each_type_of_gpu_takes_the_same_path(device: str, monkeypatch: pytest.M
         weight, bias = (torch.empty(WIDTH, device=device) for _ in range(2))
         other = torch.empty(5, WIDTH, device="meta")
         for parameter in (weight, None):
-            assert norms._instead(x, parameter, None) is formula.torch_rms_norm
-        assert norms._instead(x, weight, bias) is formula.layer_norm
-        assert norms._instead(half, weight, None) is formula.layer_norm
-        assert norms._instead(other, None, None) is formula.layer_norm
+            assert norms._instead(x, parameter, None, False) is formula.torch_rms_norm
+        assert norms._instead(x, weight, bias, False) is formula.layer_norm
+        assert norms._instead(half, weight, None, False) is formula.layer_norm
+        assert norms._instead(other, None, None, False) is formula.layer_norm
 
 
 @pytest.mark.parametrize("fuses", [True, False])
@@ -86,7 +86,7 @@ def test_in_training_it_has_the_gradient_of_rms_norm(
     x = (torch.randn(5, WIDTH) + 2).requires_grad_()
     dy = torch.randn(5, WIDTH)
     with Norms() as counted:
-        y = kernels.trained_rms_norm(x, weight, bias, EPS)
+        y = kernels.rms_norm(x, weight, bias, EPS, literal=True)
         found = torch.autograd.grad(y, (x, weight, bias), dy)
     assert counted.count == 0
     wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
@@ -116,7 +116,7 @@ def test_under_autocast_it_stays_layer_norm_which_torch_has_a_rule_for() -> None
     with torch.autocast("cpu", torch.bfloat16):
         assert computed(torch.randn(5, WIDTH), weight, None) == "LayerNorm"
         with Norms() as counted:
-            kernels.trained_rms_norm(torch.randn(5, WIDTH), weight, None, EPS)
+            kernels.rms_norm(torch.randn(5, WIDTH), weight, None, EPS, literal=True)
         assert counted.count == 0, "in training never LayerNorm"
 
 

@@ -19,13 +19,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from enjoyln_cli import Options, analyze
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.kernels import literally
+from enjoyln_cli.kernels import literally, rms_norm
 from enjoyln_cli.models.norm_modules import interference
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import Centring
 from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.runtime.install import fold_in_memory, install, locate
-from enjoyln_cli.runtime.modules import Folded, RMSNorm, rms_norm
+from enjoyln_cli.runtime.modules import Folded, RMSNorm
 
 D = 32
 NORMS = ["transformer.h.0.ln_1", "transformer.h.0.ln_2", "transformer.ln_f"]

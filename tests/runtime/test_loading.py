@@ -31,8 +31,9 @@ from transformers import (
 from enjoyln_cli import EnjoyLNConfig, Options, fold, from_pretrained, optimize, refold
 from enjoyln_cli.checkpoint.marker import proof_of
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, NotCentred, UnsupportedModel
-from enjoyln_cli.runtime.entries import input_means, is_nested
+from enjoyln_cli.runtime.entries import entry_of, input_means
 from enjoyln_cli.runtime.modules import Folded
+from enjoyln_cli.runtime.scope import thread
 
 CAUSAL = ("gpt2", "opt", "bloom", "phi")
 
@@ -1018,7 +1019,9 @@ def test_generate_with_embeddings_for_the_encoder(
 def test_an_encoder_knows_whether_its_model_is_running(pairs: dict[str, tuple[Any, Path]]) -> None:
     model, within = from_pretrained(pairs["pegasus"][1]), []
     encoder, start = model.get_encoder(), torch.ones(2, 1, dtype=torch.long)
-    encoder.layer_norm.register_forward_hook(lambda *_: within.append(is_nested(encoder)))
+    encoder.layer_norm.register_forward_hook(
+        lambda *_: within.append(thread.running.entry is not entry_of(encoder))
+    )
     given = {"inputs_embeds": torch.randn(2, 7, 32)}
     with torch.no_grad():
         encoder(**given)

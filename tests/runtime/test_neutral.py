@@ -86,11 +86,11 @@ def test_neutral_parameters_are_not_read(merged: dict[str, Path], how: str) -> N
     stock = AutoModelForCausalLM.from_pretrained(merged[how]).eval()
     names, expected = list(stock.state_dict()), logits(stock)
     model = from_pretrained(merged[how])
+    logits(model)
     assert sorted(flagged(model, "biasless")) == merged_norms(model, "bias")
     assert sorted(flagged(model, "weightless")) == merged_norms(model, "weight")
     assert bool(flagged(model, "weightless")) == (how == "affine")
     assert list(model.state_dict()) == names
-    logits(model)
     poison(model, how)
     assert close(logits(model), expected)
 
@@ -253,6 +253,7 @@ def test_loading_by_transformers_alone(merged: dict[str, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         merged["affine"], quantization_config=EnjoyLNConfig()
     )
+    logits(model)
     assert sorted(flagged(model, "biasless")) == merged_norms(model, "bias")
     assert sorted(flagged(optimize(model), "weightless")) == merged_norms(model, "weight")
 

@@ -52,7 +52,6 @@ class Net(nn.Module):
         if kind == "LayerDrop" and not torch.rand([]) < self.layerdrop:
             y = y + self.aux(self.norm(y)).repeat(1, 4)
         branches = kind == "branch on a draw" and torch.rand([]) < 0.5
-        branches = branches or (kind == "branch on Python's draw" and random.random() < 0.5)
         branches = branches or (kind == "branch on a size" and len(x) > 5)
         if branches:
             return self.read(y)
@@ -139,7 +138,6 @@ def test_dropout_is_another_run_and_no_obstacle(plan: Plan) -> None:
     ("kind", "reason"),
     [
         ("branch on a draw", "branches on values or random numbers"),
-        ("branch on Python's draw", "draws random numbers without torch"),
         ("branch on a size", r"another path for some sizes of Net\(x=float\[a, 5\]"),
     ],
 )

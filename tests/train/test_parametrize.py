@@ -432,6 +432,22 @@ def test_what_cannot_be_parametrised_is_refused(xs: list[torch.Tensor]) -> None:
         reparametrize(sparse, example=torch.tensor([1, 2]))
 
 
+def test_a_norm_that_computes_something_else_in_training_mode_is_refused() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(8) + 0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x - x.mean(-1, keepdim=True)
+            y = self.weight * y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+            return 1.5 * y if self.training else y
+
+    model = nn.Sequential(nn.Linear(5, 8), Scaled(), nn.Linear(8, 3))
+    with pytest.raises(UnsupportedModel, match="1: Scaled computes something else in training"):
+        reparametrize(model, example=torch.randn(2, 5))
+
+
 def test_a_model_that_skips_layers_at_random_is_refused() -> None:
     class Skipping(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
