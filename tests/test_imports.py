@@ -35,7 +35,6 @@ FOLDERS = (
     "rotation",
     "analysis",
     "recipe",
-    "archive",
     "rewrite",
     "runtime",
     "comparison",

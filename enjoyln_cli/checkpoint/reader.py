@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
-import numpy as np
 import torch
+from safetensors import safe_open
 
 from enjoyln_cli.checkpoint.config import raw_config, require_unquantised
 from enjoyln_cli.checkpoint.file_roles import CONFIG, shards_in_index, weights_among
@@ -121,19 +121,9 @@ def read_part(checkpoint: Checkpoint, name: str, dim: int, start: int, count: in
     stored = _stored(checkpoint, name)
     if checkpoint.format == "bin" or checkpoint.source.remote:
         return read_tensor(checkpoint, name).narrow(dim, start, count).clone()
-    dtype = DTYPES[stored.dtype]
-    try:
-        mapped = np.memmap(
-            checkpoint.source.path / stored.file,
-            dtype=f"u{dtype.itemsize}",
-            mode="r",
-            offset=stored.offset,
-            shape=stored.shape,
-        )
-    except ValueError as error:
-        raise BadCheckpoint(f"{stored.file} ends inside {name}; fetch it again") from error
-    part = mapped[(slice(None),) * dim + (slice(start, start + count),)]
-    return torch.from_numpy(part.copy()).view(dtype)
+    part = (slice(None),) * dim + (slice(start, start + count),)
+    with safe_open(checkpoint.source.path / stored.file, "pt") as file:
+        return cast(torch.Tensor, file.get_slice(name)[part])
 
 
 def read_rows(checkpoint: Checkpoint, name: str, elements: int) -> Iterator[torch.Tensor]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from enjoyln_cli.analysis.suggest import better, suggestions
-from enjoyln_cli.archive.collector import bytes_to_keep
 from enjoyln_cli.checkpoint.access import HubAccess, access_keywords
 from enjoyln_cli.checkpoint.config import load_config, require_unfolded
 from enjoyln_cli.checkpoint.model_name import local_folder
@@ -30,6 +29,7 @@ from enjoyln_cli.fs.staging import check_place, count_finished, work_of
 from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import PLAIN, Options
 from enjoyln_cli.report.notes import suggestion
+from enjoyln_cli.rewrite.archive import bytes_to_keep
 from enjoyln_cli.rewrite.directory import WRITE_DEFAULTS, FoldResult, WriteOptions, fold_checkpoint
 from enjoyln_cli.rewrite.preconditions import why_nothing_changes
 from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup

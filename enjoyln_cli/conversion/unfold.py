@@ -10,41 +10,39 @@ saved data are not copied; all other files are. The directory appears whole or n
 from __future__ import annotations
 
 import json
-import os
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
-from enjoyln_cli.archive.archive_file import Archive, RecordedPart, open_archive
-from enjoyln_cli.archive.difference import Undo, restored
 from enjoyln_cli.checkpoint.config import MARKER, raw_config, require_folded
 from enjoyln_cli.checkpoint.file_roles import CONFIG, is_file_name
-from enjoyln_cli.checkpoint.headers import DTYPES, StoredTensor, bytes_of, tensors_of_header
+from enjoyln_cli.checkpoint.headers import DTYPES, StoredTensor, tensors_of_header
 from enjoyln_cli.checkpoint.reader import (
     Checkpoint,
     blocks_of,
     open_checkpoint,
     other_files,
     pipeline_files,
+    read_tensor,
 )
 from enjoyln_cli.checkpoint.result_files import CARD_FILE, FOLDER, is_own
 from enjoyln_cli.checkpoint.source import open_source, require_unchanged, states_of
 from enjoyln_cli.errors import BadCheckpoint
-from enjoyln_cli.fs.digests import digest_of_piece, digest_of_tensor
+from enjoyln_cli.fs.digests import fast_digest
 from enjoyln_cli.fs.staging import staged_output
+from enjoyln_cli.plan.edits import Edit, edits_of
 from enjoyln_cli.publish.card import is_card
+from enjoyln_cli.recipe.stored_plan import read_plan
+from enjoyln_cli.rewrite.archive import WITHOUT, Archive, changed_since, open_archive, written_names
+from enjoyln_cli.rewrite.archive import restore as restore_tensor
+from enjoyln_cli.rewrite.difference import steps_to_undo
 from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.rewrite.shard_layout import Shard, Slot
-from enjoyln_cli.rewrite.tensor_parts import TensorFiles, TensorPart, without_appended
+from enjoyln_cli.rewrite.tensor_parts import TensorFiles, TensorPart
 from enjoyln_cli.rewrite.writer import total_progress, write_tensors
-
-WITHOUT = f"delete its folder {FOLDER} to get a copy that is not bit for bit the original"
 
 
 @dataclass(frozen=True)
@@ -83,9 +81,10 @@ def unfold(
     config = raw_config(source)
     require_folded(config, str(out))
     folded = open_checkpoint(source)
-    kept = None
+    archive = None
     if (source.path / FOLDER).exists():
-        kept = open_archive(source.path / FOLDER, config[MARKER])
+        archive = open_archive(source.path / FOLDER, config[MARKER])
+        edits = edits_of(read_plan(folded, None))
     with staged_output(Path(back), source=source.root, force=force) as staged:
         inner = staged / source.folder
         inner.mkdir(parents=True, exist_ok=True)
@@ -96,89 +95,92 @@ def unfold(
         copy_files(around, source.root, staged)
         if is_card(staged / CARD_FILE):
             (staged / CARD_FILE).unlink()
-        if kept:
-            for name, content in kept.files.items():
+        if archive:
+            for name, content in archive.files.items():
                 if name == CARD_FILE:
                     (staged / name).write_bytes(content)
                 else:
                     (inner / _plain_name(name, CONFIG, ".index.json")).write_bytes(content)
-            restore(folded, kept, inner, jobs, on_progress)
+            tensors = restore(folded, archive, edits, inner, jobs, on_progress)
         else:
             index = () if folded.index is None else (folded.index,)
             copy_files((*folded.shards, *index), source.path, inner)
             text = json.dumps({k: v for k, v in config.items() if k != MARKER}, indent=2) + "\n"
             (inner / CONFIG).write_text(text, encoding="utf-8")
+            tensors = len(folded.tensors)
         require_unchanged(source.path, {**folded.states, **others[0]})
         require_unchanged(source.root, others[1])
         size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
-    tensors = kept.undo if kept else folded.tensors
-    return UnfoldResult(Path(back), kept is not None, len(tensors), size, perf_counter() - begin)
+    return UnfoldResult(Path(back), archive is not None, tensors, size, perf_counter() - begin)
 
 
 def restore(
     folded: Checkpoint,
-    kept: Archive,
+    archive: Archive,
+    edits: Mapping[str, Edit],
     into: Path,
     jobs: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Write the weight files of the original into ``into``."""
-    shards = _shards(folded, kept)
-    total = sum(slot.nbytes for shard in shards for slot in shard.slots)
-    with ExitStack() as stack:
-        file = os.open(kept.path, os.O_RDONLY)
-        stack.callback(os.close, file)
+) -> int:
+    """Write the weight files of the original into ``into``; ``edits`` are those of the fold.
 
-        def parts(files: TensorFiles) -> Iterator[TensorPart]:
-            undo = kept.undo[files.slot.name]
-            undo = replace(undo, shape=undo.shape or (1,))
-            written, original = cache(files.stored), cache(files.new)
-            for part in kept.parts[files.slot.name]:
-                nbytes = files.slot.nbytes // undo.shape[part.dim] * part.count
-                write = partial(_restore, file, files.slot, undo, part, written, original)
-                yield TensorPart(nbytes, write)
-
-        progress = total_progress(total, on_progress)
-        write_tensors(folded, parts, shards, into, jobs=jobs, progress=progress)
-
-
-def _shards(folded: Checkpoint, kept: Archive) -> list[Shard]:
-    """The original's files; each tensor with the stored tensor that it is restored from.
-
-    Raises ``BadCheckpoint`` if a stored tensor is not what the fold wrote.
+    Returns the number of tensors.
     """
-    for name, digest in kept.unchecked.items():
-        if name not in folded.tensors or digest_of_tensor(blocks_of(folded, name)) != digest:
-            raise BadCheckpoint(
-                f"{name} is not what the fold wrote, so it cannot be restored: the weights were "
-                f"changed since; {WITHOUT}"
-            )
-    shards = []
-    for file, header in kept.headers.items():
-        slots = [_slot(folded, kept, one) for one in tensors_of_header(file, header)]
-        shards.append(Shard(_plain_name(file, ".safetensors"), header, tuple(slots)))
-    found = [slot.name for shard in shards for slot in shard.slots]
-    if sorted(found) != sorted(kept.undo):
-        raise BadCheckpoint(f"{kept.path} contradicts itself: it does not hold what its files list")
-    return shards
+    shards = _shards(folded, archive, written_names(edits))
+    slots = {slot.name: slot for shard in shards for slot in shard.slots}
+    for name in archive.written.keys() - {slot.stored.name for slot in slots.values()}:
+        blocks = blocks_of(folded, name) if name in folded.tensors else ()
+        if fast_digest(b"".join(blocks)) != archive.written[name]:
+            raise changed_since(name)
+
+    def vector(name: str) -> torch.Tensor:
+        """A tensor of the original that others were multiplied by, and that needs no other."""
+        if name not in slots or steps_to_undo(edits.get(name, Edit())).needs:
+            raise BadCheckpoint(f"{archive.path} does not restore {name}; {WITHOUT}")
+        slot = slots[name]
+        original = torch.empty(slot.shape, dtype=DTYPES[slot.dtype])
+        written = read_tensor(folded, slot.stored.name)
+        restore_tensor(archive, edits, slot, written, original, vector)
+        return original
+
+    def parts(files: TensorFiles) -> Iterator[TensorPart]:
+        def write() -> None:
+            restore_tensor(archive, edits, files.slot, files.stored(), files.new(), vector)
+
+        yield TensorPart(files.slot.nbytes, write)
+
+    total = sum(slot.nbytes for slot in slots.values())
+    progress = total_progress(total, on_progress)
+    write_tensors(folded, parts, shards, into, jobs=jobs, progress=progress)
+    return len(slots)
 
 
-def _slot(folded: Checkpoint, kept: Archive, one: StoredTensor) -> Slot:
-    undo = kept.undo.get(one.name)
-    if undo is None or (undo.dtype, undo.shape) != (DTYPES[one.dtype], one.shape):
-        raise BadCheckpoint(f"{kept.path} contradicts itself about {one.name}")
-    written = folded.tensors.get(kept.written[one.name])
+def _shards(folded: Checkpoint, archive: Archive, copies: Mapping[str, str]) -> list[Shard]:
+    """The original's files; each tensor with the stored tensor that it is restored from."""
+    return [
+        Shard(
+            _plain_name(file, ".safetensors"),
+            header,
+            tuple(_slot(folded, copies, stored) for stored in tensors_of_header(file, header)),
+        )
+        for file, header in archive.headers.items()
+    ]
+
+
+def _slot(folded: Checkpoint, copies: Mapping[str, str], original: StoredTensor) -> Slot:
+    name = copies.get(original.name, original.name)
+    written = folded.tensors.get(name)
     if written is None:
         raise BadCheckpoint(
-            f"{one.name} has to be restored from {kept.written[one.name]}, which is not stored: "
-            f"the weights were changed since the fold; {WITHOUT}"
+            f"{original.name} has to be restored from {name}, which is not stored: the weights "
+            f"were changed since the fold; {WITHOUT}"
         )
-    if written.dtype != one.dtype or not _is_extended(written.shape, one.shape):
+    if written.dtype != original.dtype or not _is_extended(written.shape, original.shape):
         raise BadCheckpoint(
             f"{written.name} is stored as {written.dtype} of shape {list(written.shape)}, not as "
             f"the fold wrote it: the weights were changed since; {WITHOUT}"
         )
-    return Slot(one.name, written, one.dtype, one.shape, one.offset)
+    return Slot(original.name, written, original.dtype, original.shape, original.offset)
 
 
 def _is_extended(written: tuple[int, ...], original: tuple[int, ...]) -> bool:
@@ -193,29 +195,3 @@ def _plain_name(name: str, *ends: str) -> str:
     if not is_file_name(name, *ends):
         raise BadCheckpoint(f"{name!r:.99} is not a plain file name; do not use this result")
     return name
-
-
-def _restore(
-    archive: int,
-    slot: Slot,
-    undo: Undo,
-    part: RecordedPart,
-    written: Callable[[], torch.Tensor],
-    original: Callable[[], torch.Tensor],
-) -> None:
-    """Restore a part of an original tensor from the written one, check it, write it."""
-    span = part.dim, part.first, part.count
-    folded = without_appended(written(), undo.shape).narrow(*span)
-    try:
-        stored = os.pread(archive, part.nbytes, part.offset)
-        values = restored(undo.part(*span), folded, stored)
-    except (RuntimeError, ValueError, zlib.error) as error:
-        raise BadCheckpoint(
-            f"the data saved for {slot.name} contradicts itself; {WITHOUT}"
-        ) from error
-    if digest_of_piece(bytes_of(values)) != part.digest:
-        raise BadCheckpoint(
-            f"{slot.stored.name} in {slot.stored.file} is not what the fold wrote, so that "
-            f"{slot.name} cannot be restored: the weights were changed since; {WITHOUT}"
-        )
-    original().view(undo.shape).narrow(*span).copy_(values)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,9 @@ def digest_of_file(path: Path) -> str:
     return found.hexdigest()
 
 
-def digest_of_piece(data: memoryview) -> bytes:
-    """The 128-bit XXH3 of ``data``, as 16 bytes."""
-    return xxhash.xxh3_128_digest(data)
-
-
-def digest_of_tensor(blocks: Iterable[bytes]) -> str:
-    """The 128-bit XXH3 of a tensor's bytes, in hexadecimal digits."""
-    digest = xxhash.xxh3_128()
-    for block in blocks:
-        digest.update(block)
-    return digest.hexdigest()
+def fast_digest(data: memoryview | bytes) -> str:
+    """The 128-bit XXH3 of ``data``, in hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def digest_of_data(value: Any) -> str:

@@ -24,15 +24,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from enjoyln_cli.archive.archive_file import Recorder, save_archive
-from enjoyln_cli.archive.collector import outputs_to_digest, start_recording
 from enjoyln_cli.checkpoint.config import MARKER, raw_config, require_unfolded, with_entries
 from enjoyln_cli.checkpoint.file_roles import CONFIG
 from enjoyln_cli.checkpoint.marker import marker
 from enjoyln_cli.checkpoint.reader import (
     Checkpoint,
-    blocks_of,
-    open_checkpoint,
     other_files,
     pipeline_files,
 )
@@ -45,13 +41,14 @@ from enjoyln_cli.checkpoint.result_files import (
     RECIPE_FILE,
     is_own,
 )
-from enjoyln_cli.checkpoint.source import Source, State, open_source, require_unchanged, states_of
+from enjoyln_cli.checkpoint.source import Source, State, require_unchanged, states_of
 from enjoyln_cli.errors import OutputError, VerificationFailed
-from enjoyln_cli.fs.digests import digest_of_data, digest_of_file, digest_of_tensor
+from enjoyln_cli.fs.digests import digest_of_data, digest_of_file
 from enjoyln_cli.fs.staging import RESULT, clear, staged_output, work_of
 from enjoyln_cli.plan.edits import Edit
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import plan_text
+from enjoyln_cli.rewrite.archive import Recorder, save_archive
 from enjoyln_cli.rewrite.journal import Journal
 from enjoyln_cli.rewrite.preconditions import check_edits
 from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup
@@ -155,7 +152,7 @@ def fold_checkpoint(
         if options.keep_means:
             (inner / FOLDER).mkdir()
             spool = stack.enter_context(TemporaryFile(dir=inner / FOLDER))
-            recorder = start_recording(checkpoint, edits, spool)
+            recorder = Recorder(checkpoint, edits, spool)
         else:
             journal = _journal(checkpoint, edits, others, staged, recipe_text, options, team)
         write_shards(
@@ -185,7 +182,7 @@ def fold_checkpoint(
             (inner / FOLDER).mkdir(exist_ok=True)
             save_file(given, inner / MATRIX_FILE)
         if recorder:
-            _save_archive(recorder, checkpoint, edits, inner, config)
+            _save_archive(recorder, inner, config)
         checking = perf_counter()
         verification = check(staged) if check else None
         check_seconds = perf_counter() - checking
@@ -234,19 +231,10 @@ def _journal(
     return Journal(staged.parent, made_from, team, options.force)
 
 
-def _save_archive(
-    recorder: Recorder,
-    checkpoint: Checkpoint,
-    edits: Mapping[str, Edit],
-    inner: Path,
-    config: dict[str, Any],
-) -> None:
-    """Save the archive that restores ``checkpoint``, beside the result in ``inner``."""
-    source = checkpoint.source
-    written = open_checkpoint(open_source(str(inner), weights=True))
-    for name in outputs_to_digest(recorder, edits):
-        recorder.unchecked[name] = digest_of_tensor(blocks_of(written, name))
-    headers, index = plain_layout(checkpoint)
+def _save_archive(recorder: Recorder, inner: Path, config: dict[str, Any]) -> None:
+    """Save the archive that restores the source, beside the result in ``inner``."""
+    source = recorder.checkpoint.source
+    headers, index = plain_layout(recorder.checkpoint)
     files = {CONFIG: (source.path / CONFIG).read_bytes(), **index}
     if (source.root / CARD_FILE).is_file():
         files[CARD_FILE] = (source.root / CARD_FILE).read_bytes()

@@ -90,7 +90,9 @@ class TensorFiles:
 def _mapped(
     file: int, offset: int, dtype: str, shape: tuple[int, ...], access: int
 ) -> torch.Tensor:
-    """A tensor of at least one element in an open file."""
+    """A tensor in an open file."""
+    if not prod(shape):
+        return torch.empty(shape, dtype=DTYPES[dtype])
     nbytes, shift = prod(shape) * DTYPES[dtype].itemsize, offset % ALLOCATIONGRANULARITY
     data = mmap(file, shift + nbytes, access=access, offset=offset - shift)
     flat = torch.frombuffer(data, dtype=DTYPES[dtype], offset=shift, count=prod(shape))

@@ -20,21 +20,19 @@ from typing import TypeVar
 
 import torch
 
-from enjoyln_cli.archive.archive_file import Record, Recorder
-from enjoyln_cli.archive.collector import parts_to_record
 from enjoyln_cli.checkpoint.headers import FLOATS, StoredTensor, load_bin
 from enjoyln_cli.checkpoint.reader import Checkpoint, file_of, read_rows, read_tensor
 from enjoyln_cli.checkpoint.source import require_unchanged
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.models.memory import give_back
 from enjoyln_cli.plan.edits import ROWS, Edit, EditInputs, read_edit_inputs, slices_of
+from enjoyln_cli.rewrite.archive import Recorder, keep, record
 from enjoyln_cli.rewrite.journal import Journal, assign_shards, note, wait_for_all
 from enjoyln_cli.rewrite.shard_layout import Shard, index, layout
 from enjoyln_cli.rewrite.tensor_parts import (
     TensorFiles,
     TensorPart,
     parts_of,
-    without_appended,
     write_bytes,
 )
 from enjoyln_cli.text import size
@@ -181,24 +179,15 @@ def write_tensors(
             if progress:
                 progress(nbytes)
         if recorder:
-            records = [record for _, files in tensors for record in _records(recorder, files)]
-            for record in _in_threads(records, threads):
-                recorder.add(record)
+            calls = [partial(record, recorder, files) for _, files in tensors]
+            for recorded in _in_threads(calls, threads):
+                keep(recorder, recorded)
 
 
 def _write(name: str, part: TensorPart) -> tuple[str, int]:
     """Write a part of the file ``name``. Returns the name, and how many bytes were written."""
     part.write()
     return name, part.nbytes
-
-
-def _records(recorder: Recorder, files: TensorFiles) -> Iterator[Callable[[], Record]]:
-    """What makes the records that restore one tensor."""
-
-    def written() -> torch.Tensor:
-        return without_appended(files.new(), files.slot.stored.shape or (1,))
-
-    return parts_to_record(recorder, files.slot.name, files.stored, written)
 
 
 def _sources(

@@ -6,7 +6,6 @@ and they differ from run to run.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -313,7 +312,7 @@ def test_plans(kept: Path, data: st.DataObject) -> None:
         path.write_text(good)
 
 
-# The data saved by --keep-means, changed by an attacker who also corrects its digest.
+# The data saved by --keep-means, changed by an attacker.
 
 
 @pytest.fixture(scope="module")
@@ -332,17 +331,12 @@ def test_what_a_fold_has_kept(
     start = 8 + int.from_bytes(good[:8], "little")
     header, body = json.loads(good[8:start]), bytearray(good[start:])
     told = json.loads(header["__metadata__"]["kept"])
-    marker, version = told["marker"], told["version"]
     if data.draw(st.booleans()):
-        told = {**data.draw(damaged(told)), "marker": marker, "version": version}
-    begin, end = header["parts"]["data_offsets"]
+        same = {name: told[name] for name in ("marker", "version")}
+        told = {**data.draw(damaged(told)), **same}
     for _ in range(data.draw(st.integers(0, 3))):
-        at = data.draw(st.integers(begin // 8, end // 8 - 1)) * 8
-        number = data.draw(st.sampled_from([-1, 0, 1, 7, 8, 2**20, 2**62]))
-        body[at : at + 8] = number.to_bytes(8, "little", signed=True)
-    told.pop("sha256", None)
-    digest = hashlib.sha256(json.dumps(told).encode() + body).hexdigest()
-    header["__metadata__"]["kept"] = json.dumps({**told, "sha256": digest})
+        body[data.draw(st.integers(0, len(body) - 1))] ^= data.draw(st.sampled_from([1, 16, 128]))
+    header["__metadata__"]["kept"] = json.dumps(told)
     text = json.dumps(header).encode()
     try:
         path.write_bytes(len(text).to_bytes(8, "little") + text + body)

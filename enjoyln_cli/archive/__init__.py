@@ -1,1 +1,0 @@
-"""Data stored beside a folded checkpoint from which the original is restored bit for bit."""
