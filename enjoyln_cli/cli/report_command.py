@@ -51,7 +51,7 @@ from enjoyln_cli.fs.staging import check_file, write_file
     "picture",
     type=NEW_FILE,
     metavar="FILE",
-    help="Draw the model, or the norm of --why: .svg, .png, .pdf.",
+    help="Draw the model, or the norm of --why: .svg, .png, .pdf, .dot.",
 )
 @click.option("--format", "form", type=FORMATS, help="How to print the report (default: table).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each model.")
@@ -113,16 +113,17 @@ def _check_picture(names: Names, file: Path) -> None:
     """Refuse a picture that cannot be drawn, before anything is computed."""
     if len(names) > 1:
         raise click.UsageError("--save takes one MODEL.")
-    from enjoyln_cli.report import render
+    from enjoyln_cli.report.picture import check
 
-    render.check(file)
+    check(file)
 
 
 def _draw(name: str, analysis: Any, file: Path, norm: str | None) -> None:
     from enjoyln_cli.cli.console import say
-    from enjoyln_cli.report import model_graph, render
+    from enjoyln_cli.report.model_graph import picture
+    from enjoyln_cli.report.picture import save
 
-    render.save(model_graph.picture(name, analysis, norm), file)
+    save(picture(name, analysis, norm), file)
     say(f"drew {file}")
 
 

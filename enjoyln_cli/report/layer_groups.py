@@ -1,30 +1,23 @@
-"""Draw consecutive layers that look alike as one box, with their number.
+"""Draw consecutive layers that look alike once, in a frame with their number.
 
-Two consecutive layers look alike if they contain parts of the same names, kinds and tones. Their
-box contains a graph. A link that leaves a layer goes through a dot at the end of the box, also if
-it leads to the next layer of the same box. A link that enters a layer goes through a dot at the
-beginning of the box. Links that reach the same parts share one dot.
+Two consecutive layers look alike if they contain parts of the same names, kinds and tones. A link
+from one of them to the next is left out.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from textwrap import wrap
 
 from enjoyln_cli.recipe.templates import layers_of
-from enjoyln_cli.report.graph_layout import (
-    MAX_LINE_CHARS,
-    Box,
-    Graph,
-    Link,
-    Shape,
-    Tone,
-    shorten,
-    wrap_name,
-)
 from enjoyln_cli.report.layer_names import compact
+from enjoyln_cli.report.picture import Box, Link, Tone
+
+MAX_LINE_CHARS = 44
+"""Longest line in a box, in characters."""
 
 
 @dataclass(frozen=True)
@@ -52,26 +45,26 @@ class Address:
 
 def collapse_groups(
     parts: Sequence[ModelPart], links: Mapping[tuple[ModelPart, ModelPart], bool]
-) -> Graph:
-    """The graph of ``parts``, with layers that look alike as one box.
+) -> tuple[tuple[Box, ...], tuple[Link, ...]]:
+    """The boxes for ``parts`` and the links between them, with layers that look alike once.
 
     ``parts`` are in the order of computation. The value of a link says whether its end observes the
     mean of its start.
     """
     addresses = addresses_of(parts)
-    shown: dict[tuple[str, str], list[ModelPart]] = {}
+    alike: dict[str, list[ModelPart]] = {}
     for part in parts:
-        shown.setdefault((part.kind, addresses[part].path), []).append(part)
-    tree = _Level("")
-    for (kind, path), parts in shown.items():
-        address = addresses[parts[0]]
-        level = tree
-        for drawn, _ in address.layers:
-            level = level.child(drawn)
-        level.boxes[kind + " " + path] = _box(kind, path, level.path, parts)
+        alike.setdefault(f"{part.kind} {addresses[part].path}", []).append(part)
+    boxes = tuple(_box(key, some, addresses[some[0]]) for key, some in alike.items())
+    shown: dict[Link, None] = {}
     for (start, end), seen in links.items():
-        _connect(tree, start, end, addresses, seen)
-    return tree.graph()
+        here, there = addresses[start], addresses[end]
+        link = Link(f"{start.kind} {here.path}", f"{end.kind} {there.path}", seen)
+        numbers = dict(there.layers)
+        is_next_layer = any(numbers.get(frame, number) != number for frame, number in here.layers)
+        if link.start != link.end and not is_next_layer:
+            shown[link] = None
+    return boxes, tuple(shown)
 
 
 def addresses_of(parts: Sequence[ModelPart]) -> dict[ModelPart, Address]:
@@ -120,94 +113,37 @@ def _levels(words: Sequence[str], layers: dict[str, int]) -> list[int]:
     ]
 
 
-def _box(kind: str, path: str, inside: str, parts: list[ModelPart]) -> Box:
-    part = parts[0]
-    name = path.removeprefix(inside).lstrip(".")
-    if kind == "sum":
+def _box(key: str, parts: Sequence[ModelPart], address: Address) -> Box:
+    """The box of a part that is in several layers, or in one."""
+    part, frames = parts[0], [frame for frame, _ in address.layers]
+    inside = frames[-1] if frames else ""
+    name, lines = address.path.removeprefix(inside).lstrip("."), part.lines
+    if part.kind == "sum":
         op = name.rpartition("(")[2].split(" ")[0]
-        names, lines = ["+" if op == "add" else op], part.lines
-    elif kind == "op":
-        names, lines = ["centre"], tuple(wrap_name(name.rpartition(".(")[0] or inside))
-    elif kind == "source":
-        names, lines = wrap_name(name.partition(" (")[0] or name), part.lines
-    else:
-        names, lines = wrap_name(name), part.lines
+        name = "+" if op == "add" else op
+    elif part.kind == "op":
+        name, lines = "centre", tuple(wrap_name(name.rpartition(".(")[0] or inside))
+    elif part.kind == "source":
+        name = name.partition(" (")[0] or name
     whys = compact(dict.fromkeys(p.why for p in parts if p.why))
     reasons = [line for why in whys[:2] for line in wrap(why, MAX_LINE_CHARS)]
-    shape: Shape = "dot" if kind == "sum" else "box"
-    return Box(f"{kind} {path}", (*names, *lines, *reasons), part.tone, shape, names=len(names))
+    titles = tuple(map(_title, frames, ["", *frames]))
+    is_sum = part.kind == "sum"
+    return Box(key, tuple(wrap_name(name)), (*lines, *reasons), part.tone, titles, is_sum)
 
 
-@dataclass
-class _Level:
-    """A graph under construction: that of a layer, or of the whole model."""
-
-    path: str
-    boxes: dict[str, Box] = field(default_factory=dict)
-    inner: dict[str, _Level] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
-    links: dict[Link, None] = field(default_factory=dict)
-    entries: dict[str, dict[str, None]] = field(default_factory=dict)
-    """For each name outside: the boxes in this graph that are computed from it."""
-    exits: dict[str, None] = field(default_factory=dict)
-    """The boxes whose values are used outside."""
-
-    def child(self, path: str) -> _Level:
-        if path not in self.inner:
-            self.inner[path] = _Level(path)
-            self.boxes[path] = Box(path, (), "group")
-        return self.inner[path]
-
-    def graph(self) -> Graph:
-        """The finished graph, with a dot for each entry and one for the exit."""
-        ways: dict[tuple[str, ...], list[str]] = {}
-        for name, ends in self.entries.items():
-            ways.setdefault(tuple(sorted(ends)), []).append(name)
-        boxes, links = [], dict(self.links)
-        for following, names in ways.items():
-            lines = (shorten(names[0]),) if len(ways) > 1 else ()
-            boxes.append(Box(f"in {names[0]}", lines, "plain", "dot"))
-            links |= {Link(boxes[-1].key, end): None for end in following}
-        for key, box in self.boxes.items():
-            boxes.append(self.inner[key].box(self.path) if key in self.inner else box)
-        if self.exits:
-            boxes.append(Box("out", (), "plain", "dot"))
-            links |= {Link(start, "out"): None for start in self.exits}
-        return Graph(tuple(boxes), tuple(links))
-
-    def box(self, outside: str) -> Box:
-        name = self.path.removeprefix(outside).lstrip(".")
-        first, _, last = self.path.rpartition(".")[2].partition("-")
-        times = int(last) - int(first) + 1 if last else 1
-        name += f" ({times} layers)" if times > 1 else ""
-        return Box(self.path, (name,), "group", inside=self.graph())
+def _title(frame: str, outside: str) -> str:
+    """The title of a frame: its name inside of the frame around it, and its number of layers."""
+    first, _, last = frame.rpartition(".")[2].partition("-")
+    layers = f" ({int(last) - int(first) + 1} layers)" if last else ""
+    return frame.removeprefix(outside).lstrip(".") + layers
 
 
-def _connect(
-    tree: _Level, start: ModelPart, end: ModelPart, addresses: dict[ModelPart, Address], seen: bool
-) -> None:
-    """Add a link in the innermost graph that contains both parts.
-
-    In the graphs inside it, ``start`` gets a link to the exit and ``end`` one from an entry.
-    """
-    here, there = addresses[start], addresses[end]
-    depth = 0
-    while depth < min(len(here.layers), len(there.layers)) and (
-        here.layers[depth] == there.layers[depth]
-    ):
-        depth += 1
-    level = tree
-    for name, _ in here.layers[:depth]:
-        level = level.inner[name]
-    starts = [*(name for name, _ in here.layers[depth:]), f"{start.kind} {here.path}"]
-    ends = [*(name for name, _ in there.layers[depth:]), f"{end.kind} {there.path}"]
-    if starts[0] != ends[0]:
-        level.links[Link(starts[0], ends[0], seen)] = None
-    inside = level
-    for name, following in zip(starts, starts[1:], strict=False):
-        inside = inside.inner[name]
-        inside.exits[following] = None
-    inside, source = level, "the stream" if start.kind == "sum" else here.path
-    for name, following in zip(ends, ends[1:], strict=False):
-        inside = inside.inner[name]
-        inside.entries.setdefault(source, {})[following] = None
+def wrap_name(text: str) -> list[str]:
+    """Split a name into lines, after a dot where possible."""
+    lines = [""]
+    for piece in re.findall(rf"[^. ,]{{1,{MAX_LINE_CHARS - 1}}}[. ,]?|[. ,]", text):
+        if len(lines[-1] + piece) > MAX_LINE_CHARS:
+            lines.append("")
+        lines[-1] += piece
+    return lines

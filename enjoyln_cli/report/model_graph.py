@@ -28,18 +28,10 @@ from enjoyln_cli.proof.explain import Tree, label
 from enjoyln_cli.proof.flow import Value
 from enjoyln_cli.proof.min_cut import Item, Parameter
 from enjoyln_cli.proof.pullback import Opaque
-from enjoyln_cli.report.graph_layout import (
-    MAX_LINE_CHARS,
-    Box,
-    Graph,
-    Link,
-    Picture,
-    Tone,
-    wrap_name,
-)
-from enjoyln_cli.report.layer_groups import ModelPart, collapse_groups
+from enjoyln_cli.report.layer_groups import MAX_LINE_CHARS, ModelPart, collapse_groups, wrap_name
 from enjoyln_cli.report.layer_names import compact, layers_in
 from enjoyln_cli.report.notes import counts
+from enjoyln_cli.report.picture import Box, Link, Picture, Tone
 from enjoyln_cli.trace.trace import Trace
 
 VERDICTS: dict[str, tuple[Tone, str]] = {
@@ -86,11 +78,8 @@ def model_picture(name: str, analysis: Analysis) -> Picture:
     _add_links(found)
     more = f" and {others} other class" + "es" * (others > 1) if others else ""
     title = f"{name} ({plan.model_class}{more})"
-    return Picture(
-        title,
-        ("converts " + counts(plan),),
-        collapse_groups(_sort_parts(found), found.links),
-    )
+    boxes, links = collapse_groups(_sort_parts(found), found.links)
+    return Picture(title, ("converts " + counts(plan),), boxes, links)
 
 
 # The parts.
@@ -291,14 +280,14 @@ def norm_picture(name: str, norm: str, tree: Tree) -> Picture:
         return boxes[node].key
 
     visit(tree)
-    return Picture(f"{name}: {norm}", (tree.text,), Graph(tuple(boxes.values()), tuple(links)))
+    return Picture(f"{name}: {norm}", (tree.text,), tuple(boxes.values()), tuple(links))
 
 
 def _vertex(key: str, node: Tree) -> Box:
     name, _, rest = node.text.partition(": ")
-    names = wrap_name(name.partition(" (dimension")[0])
-    lines = (*names, *textwrap.wrap(rest, MAX_LINE_CHARS))
-    return Box(key, lines, "zero" if node.zero_mean else "mean", names=len(names))
+    names = tuple(wrap_name(name.partition(" (dimension")[0]))
+    lines = tuple(textwrap.wrap(rest, MAX_LINE_CHARS))
+    return Box(key, names, lines, "zero" if node.zero_mean else "mean")
 
 
 def _group_alike(trees: Iterable[Tree]) -> list[list[Tree]]:

@@ -1,10 +1,9 @@
-"""Pictures: their content, their layout, and the files of each format."""
+"""Pictures: their content, their colours, and the files of each format."""
 
 from __future__ import annotations
 
 import io
-import random
-import sys
+import shutil
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from itertools import combinations
@@ -20,25 +19,12 @@ from enjoyln_cli.conversion.inspect import Opening, inspect
 from enjoyln_cli.errors import EnjoyLNError, OutputError
 from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.proof.explain import Tree
-from enjoyln_cli.report import render
-from enjoyln_cli.report.graph_layout import (
-    DOT,
-    MAX_LINE_CHARS,
-    Box,
-    Graph,
-    Link,
-    Picture,
-    every_box,
-    layout,
-    tones,
-)
-from enjoyln_cli.report.layer_groups import ModelPart, addresses_of
+from enjoyln_cli.report import picture as drawing
+from enjoyln_cli.report.layer_groups import MAX_LINE_CHARS, ModelPart, addresses_of
 from enjoyln_cli.report.model_graph import model_picture, norm_picture
-from enjoyln_cli.report.render import COLOURS
+from enjoyln_cli.report.picture import COLOURS, Box, Link, Picture, drawn
 
-pytest.importorskip("grandalf")
-pytest.importorskip("matplotlib")
-
+needs_graphviz = pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -54,8 +40,8 @@ def gpt2() -> Analysis:
 def boxes_of(picture: Picture) -> dict[str, list[tuple[str, ...]]]:
     """The lines of every box, by tone."""
     found: dict[str, list[tuple[str, ...]]] = {}
-    for box in every_box(picture.graph):
-        found.setdefault(box.tone, []).append(box.lines)
+    for box in picture.boxes:
+        found.setdefault(box.tone, []).append((*box.name, *box.lines))
     return found
 
 
@@ -63,9 +49,13 @@ def names(boxes: list[tuple[str, ...]]) -> list[str]:
     return [lines[0] for lines in boxes]
 
 
+def frames_of(picture: Picture) -> set[tuple[str, ...]]:
+    return {box.frames for box in picture.boxes if box.frames}
+
+
 def texts_of(picture: Picture) -> list[str]:
     """The texts of a picture's SVG, in the order in which they are drawn."""
-    root = ET.fromstring(render.drawn(picture, "svg"))
+    root = ET.fromstring(drawn(picture, "svg"))
     return [text.text or "" for text in root.iter(f"{SVG}text")]
 
 
@@ -73,8 +63,9 @@ def texts_of(picture: Picture) -> list[str]:
 
 
 def test_a_picture_shows_the_stream_and_alike_layers_once(gpt2: Analysis) -> None:
-    found = boxes_of(model_picture("gpt2", gpt2))
-    assert names(found["group"]) == ["transformer.h.0-2 (3 layers)"]
+    picture = model_picture("gpt2", gpt2)
+    found = boxes_of(picture)
+    assert frames_of(picture) == {("transformer.h.0-2 (3 layers)",)}
     assert names(found["centred"]) == ["ln_1", "ln_2", "transformer.ln_f"]
     assert names(found["writer"]) == ["transformer.wpe", "attn.c_proj", "mlp.c_proj"]
     assert names(found["left"]) == ["transformer.wte"]
@@ -99,13 +90,15 @@ def test_classes_are_named_where_they_are_several() -> None:
 
 
 def test_the_stream_goes_from_the_input_through_the_op_to_the_output(gpt2: Analysis) -> None:
-    links = {(link.start, link.end) for link in model_picture("m", gpt2).graph.links}
-    layers = "transformer.h.0-2"
-    assert ("op transformer.wte.(centre output)", "sum transformer.(add 0)") in links
-    assert ("sum transformer.(add 0)", layers) in links
-    assert (layers, "norm transformer.ln_f") in links
-    assert ("writer transformer.wte", "sum transformer.(add 0)") not in links
-    assert [link for link in model_picture("m", gpt2).graph.links if link.seen] == [
+    picture = model_picture("m", gpt2)
+    links = {(link.start, link.end) for link in picture.links}
+    first, last = "sum transformer.(add 0)", "sum transformer.h.0-2.(add 1)"
+    assert ("op transformer.wte.(centre output)", first) in links
+    assert (first, "norm transformer.h.0-2.ln_1") in links
+    assert (last, "norm transformer.ln_f") in links
+    assert (last, "norm transformer.h.0-2.ln_1") not in links, "only the next layer reads it there"
+    assert ("writer transformer.wte", first) not in links
+    assert [link for link in picture.links if link.seen] == [
         Link("writer transformer.wte", "observer lm_head", True)
     ]
 
@@ -133,8 +126,9 @@ def test_the_stream_goes_on_where_no_proof_does() -> None:
 
     sizes = {"image_size": 16, "patch_size": 2, "window_size": 2, "embed_dim": 8, "num_labels": 2}
     config = SwinConfig(depths=[2, 2], num_heads=[2, 2], **sizes)
-    found = boxes_of(model_picture("swin", analyze_config(config)))
-    assert names(found["group"]).count("blocks.0-1 (2 layers)") == 2
+    picture = model_picture("swin", analyze_config(config))
+    found = boxes_of(picture)
+    assert [frames[-1] for frames in frames_of(picture)].count("blocks.0-1 (2 layers)") == 2
     assert names(found["left"]) == ["attention.o_proj", "mlp.fc2", "downsample"]
     assert names(found["mean"]) == ["+"] * 2, "of the first stage"
     assert names(found["zero"]) == ["+"] * 2
@@ -181,62 +175,8 @@ def test_names_and_reasons_are_there_as_a_whole() -> None:
     assert max(map(len, lines)) <= MAX_LINE_CHARS
     at = lines.index(next(line for line in lines if line.startswith("word0")))
     assert "".join(lines[:at]) == name and " ".join(lines[at:]) == reason
-    assert set(lines) <= set(texts_of(picture))
-
-
-# Layout.
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_boxes_do_not_overlap_and_links_touch_them(seed: int) -> None:
-    chance = random.Random(seed)
-    keys = [str(n) for n in range(chance.randint(1, 14))]
-    inside = Graph((Box("x", ("x" * 30,)), Box("y", ("y",))), (Link("x", "y"),))
-    boxes = tuple(
-        Box(
-            key,
-            ("n" * chance.randint(1, 30),) * chance.randint(1, 3),
-            inside=None if n % 4 else inside,
-        )
-        for n, key in enumerate(keys)
-    )
-    links = {Link(chance.choice(keys), chance.choice(keys)) for _ in range(chance.randint(0, 24))}
-    found = layout(Graph(boxes, tuple(sorted(links, key=repr))))
-    outer = {p.box.key: p for p in found.boxes if p.box.key in keys}
-    off = 0.01
-    for a in outer.values():
-        assert a.x >= -off and a.x + a.width <= found.width + off
-        assert a.y >= -off and a.y + a.height <= found.height + off
-        for b in outer.values():
-            apart = a.x + a.width <= b.x or b.x + b.width <= a.x
-            assert a is b or apart or a.y + a.height <= b.y or b.y + b.height <= a.y
-    routes = [route for route in found.routes if route.link.start in outer]
-    assert {route.link for route in routes} == {link for link in links if link.start != link.end}
-    for route in routes:
-        for key, (x, y) in (
-            (route.link.start, route.points[0]),
-            (route.link.end, route.points[-1]),
-        ):
-            box = outer[key]
-            assert box.x <= x <= box.x + box.width
-            assert any(y == pytest.approx(end) for end in (box.y, box.y + box.height))
-
-
-def test_links_into_a_group_end_apart_and_those_into_a_sum_in_one_point() -> None:
-    inside = Graph((Box("x", ("x" * 30,)),), ())
-    boxes = tuple(Box(key, (key * 9,)) for key in "abc")
-    group, total = Box("group", ("layers",), "group", inside=inside), Box("+", ("+",), shape="dot")
-    links = tuple(Link(key, end) for key in "abc" for end in ("group", "+"))
-    found = layout(Graph((*boxes, group, total), links))
-    ends: dict[str, list[float]] = {"group": [], "+": []}
-    place = {p.box.key: p for p in found.boxes}
-    for route in sorted(found.routes, key=lambda r: place[r.link.start].x):
-        x, y = route.points[-1]
-        assert y == pytest.approx(place[route.link.end].y)
-        ends[route.link.end].append(x)
-    first, second, third = ends["group"]
-    assert second - first > DOT and third - second > DOT
-    assert len(set(ends["+"])) == 1
+    text = drawn(picture, "dot").decode()
+    assert all(line in text for line in lines)
 
 
 # Colours.
@@ -258,8 +198,8 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("tone", COLOURS)
 def test_text_can_be_read_on_its_box(tone: str) -> None:
     fill, line, _ = next(found for key, found in COLOURS.items() if key == tone)
-    assert min(contrast(fill, render.TEXT), contrast(fill, line)) >= 4.5
-    assert min(contrast("#ffffff", render.TEXT), contrast("#ffffff", render.DIM)) >= 4.5
+    assert min(contrast(fill, drawing.TEXT), contrast(fill, line)) >= 4.5
+    assert min(contrast("#ffffff", drawing.TEXT), contrast("#ffffff", drawing.DIM)) >= 4.5
 
 
 SIGHT = {
@@ -292,46 +232,54 @@ def test_colours_of_different_meaning_look_different(sight: str) -> None:
 
 def test_the_legend_says_what_every_colour_of_a_box_means(gpt2: Analysis) -> None:
     picture = model_picture("gpt2", gpt2)
-    meanings = {COLOURS[tone][2] for tone in tones(picture.graph)} - {""}
-    texts = texts_of(picture)
-    assert all(texts.count(meaning) == 1 for meaning in meanings)
-    others = {meaning for *_, meaning in COLOURS.values()} - meanings - {""}
+    meanings = {COLOURS[box.tone][2] for box in picture.boxes}
+    text = drawn(picture, "dot").decode()
+    assert all(text.count(f">{meaning}<") == 1 for meaning in meanings)
+    others = {meaning for *_, meaning in COLOURS.values()} - meanings
     assert others == {"stays LayerNorm", "becomes RMSNorm, in the weights alone"}
-    assert not others & set(texts)
+    assert not any(f">{meaning}<" in text for meaning in others)
 
 
 # Files.
 
 
+@needs_graphviz
 @pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
 def test_untrusted_names_are_drawn_as_they_are(kind: str) -> None:
-    """No text is markup or a formula, and a character that no font has is no error."""
-    rude = 'a<script>alert("&")</script>$\\frac{1}$\x00\ud800\u202e\U0001d7d8'
-    picture = Picture(rude, (rude,), Graph((Box("1", (rude,), "kept"),), ()))
-    assert render.drawn(picture, kind)
+    """No text is markup, and a character that no font has is no error."""
+    rude = 'a<script>alert("&")</script>\\N $\\frac{1}$\x00\ud800\u202e\U0001d7d8'
+    boxes = Box("1", (rude,), (rude,), "kept", (rude,)), Box('"2"', ("+",), (), is_sum=True)
+    picture = Picture(rude, (rude,), boxes, (Link("1", '"2"'),))
+    assert drawn(picture, kind)
     if kind == "svg":
-        title, note, _, box = texts_of(picture)
-        assert title == note == box == rude.translate(dict.fromkeys((0, 0xD800, 0x202E), "?"))
+        shown = rude.translate(dict.fromkeys((0, 0xD800, 0x202E), "?"))
+        assert texts_of(picture).count(shown) == 5
 
 
+@needs_graphviz
 def test_the_same_picture_is_the_same_file(gpt2: Analysis) -> None:
     picture = model_picture("gpt2", gpt2)
-    assert render.drawn(picture, "svg") == render.drawn(picture, "svg")
+    assert drawn(picture, "svg") == drawn(picture, "svg")
 
 
+@needs_graphviz
+def test_frames_are_around_their_boxes_only() -> None:
+    boxes = Box("a", ("in",), (), frames=("outer", "inner")), Box("b", ("out",), ())
+    root = ET.fromstring(drawn(Picture("m", (), boxes, (Link("a", "b"),)), "svg"))
+    groups = [group for group in root.iter(f"{SVG}g") if group.get("class") == "cluster"]
+    held = [[text.text for text in group.iter(f"{SVG}text")] for group in groups]
+    assert held == [["outer"], ["inner"]]
+    edges = [group for group in root.iter(f"{SVG}g") if group.get("class") == "edge"]
+    assert len(edges) == 1
+
+
+@needs_graphviz
 def test_a_png_has_the_colours_of_the_verdicts(gpt2: Analysis) -> None:
     image = pytest.importorskip("PIL.Image")
-    data = io.BytesIO(render.drawn(model_picture("gpt2", gpt2), "png"))
+    data = io.BytesIO(drawn(model_picture("gpt2", gpt2), "png"))
     pixels = {colour for _, colour in image.open(data).convert("RGB").getcolors(1 << 20)}
     assert tuple(bytes.fromhex(COLOURS["centred"][0][1:])) in pixels
     assert tuple(bytes.fromhex(COLOURS["kept"][0][1:])) not in pixels
-
-
-def test_a_png_that_is_too_large_is_refused() -> None:
-    """The same picture as an SVG is fine."""
-    tall = Picture("m", (), Graph((Box("1", ("line",) * 50_000),), ()))
-    with pytest.raises(OutputError, match="too large for a PNG; save it as .svg or .pdf"):
-        render.drawn(tall, "png")
 
 
 def said(*arguments: object) -> tuple[int, str]:
@@ -340,29 +288,44 @@ def said(*arguments: object) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("extra", [(), ("--why", "transformer.h.1.ln_2")])
-def test_report_saves(extra: tuple[str, ...], tmp_path: Path) -> None:
-    file = tmp_path / "it.SVG"
+@pytest.mark.parametrize("suffix", [pytest.param("SVG", marks=needs_graphviz), "dot"])
+def test_report_saves(extra: tuple[str, ...], suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"it.{suffix}"
     stage = f"analysing {CHECKPOINTS / 'gpt2'}"
     assert said("--save", file, *extra) == (0, f"{stage}\ndrew {file}\n")
-    assert ET.parse(file).getroot().tag == f"{SVG}svg"
+    if suffix == "SVG":
+        assert ET.parse(file).getroot().tag == f"{SVG}svg"
+    else:
+        assert file.read_text().startswith("digraph {")
 
 
 def test_what_cannot_be_saved_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "is.svg").mkdir()
-    for name, hint in (("it.jpg", ".svg, .png, .pdf"), ("none/it.svg", "is not a directory")):
+    (tmp_path / "is.dot").mkdir()
+    for name, hint in (("it.jpg", ".svg, .png, .pdf, .dot"), ("none/it.dot", "is not a directory")):
         status, text = said("--save", tmp_path / name)
         assert status == 1 and hint in text and text.count("\n") == 1
     with pytest.raises(OutputError, match="it is a directory"):
-        render.check(tmp_path / "is.svg")
-    assert said("--save", tmp_path / "is.svg")[0] == 2
-    assert said("--save", tmp_path / "it.svg", CHECKPOINTS / "bert")[0] == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["is.svg"]
+        drawing.check(tmp_path / "is.dot")
+    assert said("--save", tmp_path / "is.dot")[0] == 2
+    assert said("--save", tmp_path / "it.dot", CHECKPOINTS / "bert")[0] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["is.dot"]
 
 
-@pytest.mark.parametrize("library", ["grandalf", "matplotlib"])
-def test_a_missing_library_is_a_hint(
-    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_graphviz_the_text_can_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.setenv("PATH", str(tmp_path))
     status, text = said("--save", tmp_path / "it.svg")
-    assert status == 1 and f"pip install {library}\n" in text and text.count("\n") == 1
+    assert status == 1 and "needs Graphviz" in text and text.count("\n") == 1
+    assert said("--save", tmp_path / "it.dot")[0] == 0
+
+
+def test_what_graphviz_cannot_draw_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "dot"
+    program.write_text("#!/bin/sh\necho 'Error: out\nof memory' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(OutputError, match="cannot draw this picture: Error: out of memory"):
+        drawn(Picture("m", (), (), ()), "svg")
