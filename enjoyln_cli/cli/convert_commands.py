@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,8 +226,7 @@ def _convert(
         how["dtype"] = as_dtype(how["dtype"])
         writing = WriteOptions(**how)
         place = {"force": writing.force, "resume": writing.resume}
-        begin = partial(prepare, model, out, opening, **place, on_event=watch.event)
-        ready = processes.agree(us, begin)
+        ready = prepare(model, out, opening, **place, on_event=watch.event)
         options["adapter"] = adapter_for(ready, options["adapter"])
         listeners: Options = {"on_event": watch.event, "on_progress": watch.progress}
         listeners |= {"on_check": watch.seconds, "team": us}

@@ -20,7 +20,7 @@ from typing import Any
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.fs.staging import FINISHED, clear, count_finished
 from enjoyln_cli.fs.whole_file import write_whole
-from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup, gather, share_out
+from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup, gather
 from enjoyln_cli.rewrite.shard_layout import Shard
 
 MADE_FROM = "made-from.json"
@@ -43,9 +43,9 @@ class Journal:
 def assign_shards(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[Shard]:
     """Prepare the directory ``into`` and return the shards that this process has to write.
 
-    The first process finds out which files an earlier run has finished. The others are distributed
-    by size. Raises as ``resume_shards`` does, and ``OutputError`` if the processes differ in their
-    inputs or options, or do not see the same directory.
+    The first process finds out which files an earlier run has finished. The others are distributed,
+    the largest first. Raises as ``resume_shards`` does, and ``OutputError`` if the processes differ
+    in their inputs or options, or do not see the same directory.
     """
     team = journal.team
     done = [] if team.rank else resume_shards(journal, into, shards)
@@ -67,8 +67,7 @@ def assign_shards(journal: Journal, into: Path, shards: Sequence[Shard]) -> list
             "choose a directory that all machines share"
         )
     left = [shard for shard in shards if shard.name not in done]
-    items = share_out([shard.size for shard in left], team.size)[team.rank]
-    return [left[item] for item in items]
+    return sorted(left, key=lambda shard: -shard.size)[team.rank :: team.size]
 
 
 def wait_for_all(journal: Journal, into: Path, shards: Sequence[Shard]) -> None:

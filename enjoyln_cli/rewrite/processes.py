@@ -8,13 +8,13 @@ for it stop too. Weights go through the file system alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from enjoyln_cli.errors import EnjoyLNError, OutputError
+from enjoyln_cli.errors import OutputError
 from enjoyln_cli.text import first_line
 
 T = TypeVar("T")
@@ -97,40 +97,3 @@ def gather(team: ProcessGroup, value: T) -> list[T]:
             raise SystemExit(1) from error
         raise OutputError(f"one of the {team.size} processes has ended early") from error
     return found
-
-
-def agree(team: ProcessGroup, action: Callable[[], T]) -> T:
-    """Run ``action`` in every process; returns its result here if it succeeds everywhere.
-
-    If it fails anywhere, the first process raises the error and the others exit silently.
-    """
-    if team.size == 1:
-        return action()
-    failed: Exception | None = None
-    try:
-        result = action()
-    except Exception as error:
-        failed = error
-    said = gather(team, None if failed is None else str(failed) or type(failed).__name__)
-    if team.rank and any(said):
-        raise SystemExit(1)
-    if failed is not None:
-        raise failed
-    for rank, words in enumerate(said):
-        if words:
-            raise EnjoyLNError(f"process {rank}: {words}")
-    return result
-
-
-def share_out(sizes: Sequence[int], many: int) -> list[list[int]]:
-    """Distribute items over ``many`` shares: the largest first, each to the smallest share so far.
-
-    Returns the indices of each share.
-    """
-    shares: list[list[int]] = [[] for _ in range(many)]
-    loads = [0] * many
-    for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        least = loads.index(min(loads))
-        shares[least].append(item)
-        loads[least] += sizes[item]
-    return [sorted(share) for share in shares]

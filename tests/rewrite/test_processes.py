@@ -17,7 +17,7 @@ from several_processes import together
 
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.fs.staging import count_finished, work_of
-from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup, agree, gather, present, share_out
+from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup, gather, present
 
 MEMBER = ROOT / "tests" / "support" / "team_member.py"
 
@@ -111,15 +111,6 @@ def test_only_the_first_process_prints(tmp_path: Path) -> None:
     assert (status, said, *other) == (1, "", 1, "")
 
 
-@pytest.mark.parametrize("many", [1, 2, 3, 5])
-@pytest.mark.parametrize("sizes", [[], [7], [5, 4, 3, 3, 3], list(range(1, 40)), [9] * 8])
-def test_shares_are_balanced(sizes: list[int], many: int) -> None:
-    shares = share_out(sizes, many)
-    assert sorted(item for share in shares for item in share) == list(range(len(sizes)))
-    loads = [sum(sizes[item] for item in share) for share in shares]
-    assert max(loads) - min(loads) <= max(sizes, default=0)
-
-
 @pytest.mark.parametrize(
     ("environment", "found"),
     [
@@ -146,6 +137,3 @@ def test_the_environment_names_the_processes(
 
 def test_a_single_process_works_without_a_group() -> None:
     assert gather(ALONE, "x") == ["x"]
-    assert agree(ALONE, lambda: 3) == 3
-    with pytest.raises(KeyError):
-        agree(ALONE, lambda: {}["x"])
