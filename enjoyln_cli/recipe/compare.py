@@ -1,7 +1,7 @@
 """Where the edits of a recipe differ from those of a proven plan, name by name.
 
-The plan is turned into a recipe first. Two lines are the same if they have the same text, with
-sizes in numbers and without what only explains them.
+The plan is turned into a recipe first. Two lines are the same if they have the same text, without
+what only explains them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from enjoyln_cli.recipe.model import (
     SECTIONS,
     Recipe,
     Variant,
-    as_mapping,
     prefix_errors,
     variant_for,
 )
-from enjoyln_cli.recipe.sizes import in_numbers
 from enjoyln_cli.recipe.templates import KEEP, expand, to_template
 from enjoyln_cli.recipe.yaml_text import dump_inline
 
@@ -63,26 +61,21 @@ def expanded(recipe: Variant, proof: Variant) -> Variant:
     return replace(recipe, **sections)
 
 
-def compare(recipe: Variant, proof: Variant, config: Mapping[str, Any]) -> list[Difference]:
-    """All differences between two variants without placeholders.
-
-    ``config`` gives the values of named sizes. Raises ``RecipeError`` for a size without a value.
-    """
-    found = schema.differences(_texts(recipe, config), _texts(proof, config))
+def compare(recipe: Variant, proof: Variant) -> list[Difference]:
+    """All differences between two variants without placeholders."""
+    found = schema.differences(_texts(recipe), _texts(proof))
     return [
         Difference(section, "".join(name), *(NOTHING if text is ABSENT else text for text in texts))
         for (section, *name), *texts in found
     ]
 
 
-def _texts(variant: Variant, config: Mapping[str, Any]) -> dict[str, Any]:
+def _texts(variant: Variant) -> dict[str, Any]:
     """The text of each line by section and name, and that of each list."""
-    texts: dict[str, Any] = {}
-    for section in (*SECTIONS, "config"):
-        lines = texts[section] = {}
-        for name, line in getattr(variant, section).items():
-            with prefix_errors(f"{section}: {name}"):
-                lines[name] = _text(line, config)
+    texts: dict[str, Any] = {
+        section: {name: _text(line) for name, line in getattr(variant, section).items()}
+        for section in (*SECTIONS, "config")
+    }
     return texts | {field: list_names(getattr(variant, field)) for field in _LISTS}
 
 
@@ -93,12 +86,12 @@ def keeps(line: Any) -> bool:
     return bool(line == KEEP)
 
 
-def _text(line: Any, config: Mapping[str, Any]) -> str:
+def _text(line: Any) -> str:
     if keeps(line):
         return KEEP
     if isinstance(line, Mapping):
         line = {key: item for key, item in line.items() if key not in _REASONS}
-    return dump_inline(in_numbers(line, config))
+    return dump_inline(line)
 
 
 def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str, ...]:
@@ -107,11 +100,11 @@ def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str,
     Reasons and culprits of kept norms are not compared. A difference that is the same in several
     layers is one line.
     """
-    proof = variant_of(plan, {})
+    proof = variant_of(plan)
     layers = layers_in(proof)
     try:
         variant = variant_for(recipe, plan.model_type, plan.model_class, config)
-        compared = compare(expanded(variant, proof), proof, as_mapping(config))
+        compared = compare(expanded(variant, proof), proof)
     except RecipeError as error:
         return (f"{recipe.where}: {error}",)
     by_layer: dict[Difference, list[Difference]] = {}

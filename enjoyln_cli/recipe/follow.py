@@ -20,7 +20,6 @@ from enjoyln_cli.recipe.model import (
     SECTIONS,
     Recipe,
     Variant,
-    as_mapping,
     prefix_errors,
     suggest,
     variant_for,
@@ -48,15 +47,15 @@ _OPTIONS = {
 def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
     """The part of a proven plan that a recipe asks for.
 
-    ``config`` (a mapping or a transformers config) gives the values of named sizes, and has to
-    satisfy the recipe's conditions. Norms that the recipe does not fold are kept. Raises
-    ``RecipeError`` that names the first edit that is not proven, matches nothing, or is missing.
+    ``config`` (a mapping or a transformers config) has to satisfy the recipe's conditions. Norms
+    that the recipe does not fold are kept. Raises ``RecipeError`` that names the first edit that is
+    not proven, matches nothing, or is missing.
     """
     with prefix_errors(recipe.where):
         variant = variant_for(recipe, plan.model_type, plan.model_class, config)
-        proof = variant_of(plan, {})
+        proof = variant_of(plan)
         edits = expanded(variant, proof)
-        differences = compare(edits, proof, as_mapping(config))
+        differences = compare(edits, proof)
         for difference in differences:
             _require_proven(difference, proof, edits, plan)
         chosen = _chosen(edits, plan)

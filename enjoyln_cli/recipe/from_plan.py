@@ -1,7 +1,8 @@
 """Write a plan as a recipe, with one line for all layers that agree.
 
 The lines are the plan's own edits as plain data. Left out is what the next proof finds again, and
-how the checkpoint's files store a parameter: names on disk and shapes are in the stored plan.
+how the checkpoint's files store a parameter: names on disk, sizes and shapes are in the stored
+plan. So a recipe fits every size of its family.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from enjoyln_cli.plan.plan import (
     size_settings,
 )
 from enjoyln_cli.recipe.model import SECTIONS, VERSION, Recipe, Variant, as_mapping
-from enjoyln_cli.recipe.sizes import name_size, named_axis
 from enjoyln_cli.recipe.templates import KEEP, join_layers, layers_of
 from enjoyln_cli.version import versions
 
@@ -49,11 +49,11 @@ def recipe_of(
 ) -> Recipe:
     """The recipe of one plan, with the versions of the packages that made it.
 
-    ``config`` is a mapping or a transformers config, so that sizes can be given by attribute name.
-    The plan holds only for its values of the attributes ``depends``.
+    ``config`` is a mapping or a transformers config. The plan holds only for its values of the
+    attributes ``depends``.
     """
     values = as_mapping(config)
-    each = variant_of(plan, values)
+    each = variant_of(plan)
     layers = layers_in(each)
     joined: dict[str, Any] = {
         name: join_layers(getattr(each, name), layers, gaps=name != "norms") for name in SECTIONS
@@ -68,20 +68,20 @@ def recipe_of(
     )
 
 
-def variant_of(plan: Plan, config: Mapping[str, Any]) -> Variant:
+def variant_of(plan: Plan) -> Variant:
     """The plan as a variant with a line for each norm, parameter and module."""
     sizes = size_settings(plan.widened)  # they are in the lines of the MLPs
     return Variant(
         model_class=plan.model_class,
         classes=plan.classes,
         outputs=plan.outputs,
-        norms=_section(plan.norms, "norm", config),
-        centre=_section(plan.writers, "parameter", config),
-        centring_ops=_section(plan.ops, "module", config),
-        merge=_section((*plan.merged, *plan.unmerged), "norm", config),
-        widen=_section(plan.widened, "second", config),
-        rotate=_section(plan.turned, "name", config),
-        untie=_section(plan.untied, "parameter", config),
+        norms=_section(plan.norms, "norm"),
+        centre=_section(plan.writers, "parameter"),
+        centring_ops=_section(plan.ops, "module"),
+        merge=_section((*plan.merged, *plan.unmerged), "norm"),
+        widen=_section(plan.widened, "second"),
+        rotate=_section(plan.turned, "name"),
+        untie=_section(plan.untied, "parameter"),
         config={entry.name: entry.value for entry in plan.settings if entry not in sizes},
         entry_inputs=plan.entry_inputs,
         unproven=plan.unproven,
@@ -94,7 +94,7 @@ def layers_in(variant: Variant) -> dict[str, int]:
     return layers_of(name for section in SECTIONS for name in getattr(variant, section))
 
 
-def _section(edits: Iterable[Any], key: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def _section(edits: Iterable[Any], key: str) -> dict[str, Any]:
     """The data of each edit by its name, without the field ``key`` that has the name.
 
     It is a list if several edits have the same name.
@@ -103,12 +103,12 @@ def _section(edits: Iterable[Any], key: str, config: Mapping[str, Any]) -> dict[
     for edit in edits:
         name = getattr(edit, key)
         name = name if isinstance(name, str) else name.parameter
-        lines.setdefault(name, []).append(_line(edit, key, config))
+        lines.setdefault(name, []).append(_line(edit, key))
     unique = {name: _without_repeats(parts) for name, parts in lines.items()}
     return {name: parts[0] if len(parts) == 1 else parts for name, parts in unique.items()}
 
 
-def _line(edit: Any, key: str, config: Mapping[str, Any]) -> Any:
+def _line(edit: Any, key: str) -> Any:
     if isinstance(edit, Verdict) and edit.status != "kept":
         return {"fold_with": list(edit.ops)} if edit.ops else "fold"
     if isinstance(edit, (Verdict, UnmergedNorm)):
@@ -119,25 +119,27 @@ def _line(edit: Any, key: str, config: Mapping[str, Any]) -> Any:
         if field == key:
             continue
         if field == "axis":
-            line |= _axis(edit, config)
+            line |= _axis(edit)
         elif isinstance(edit, Merge) and field in MOVES:
             line[field] = f"{edit.norm}.{MOVES[field]}"
-        elif isinstance(edit, Basis) and field == "size":
-            line[field] = name_size(item, config)
-        else:
+        elif not (isinstance(edit, Basis) and field == "size"):
             line[field] = _short(item)
     return line
 
 
-def _axis(edit: EditedTensor | Centring, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The axis of a parameter or value; as many groups as fit need no number of them."""
+def _axis(edit: EditedTensor | Centring) -> dict[str, Any]:
+    """The dimension, whether it has a mean for each of several groups, and if only a part has."""
     if isinstance(edit, Centring):
-        return named_axis(edit.axis, config)
-    named = named_axis(edit.held or edit.axis, config)
-    if not edit.held and edit.axis.length == edit.shape[edit.axis.dim]:
-        named.pop("outer", None)
-        return {"dim": edit.axis.dim} if edit.axis.outer == edit.axis.inner == 1 else named
-    return named
+        axis, length = edit.axis, edit.axis.length
+    else:
+        axis = edit.held or edit.axis
+        length = axis.length if edit.held else edit.shape[axis.dim]
+    line: dict[str, Any] = {"dim": axis.dim}
+    if axis.outer > 1 or axis.inner > 1:
+        line["groups"] = True
+    if axis.start or axis.step or axis.length < length:
+        line["part"] = True
+    return line
 
 
 def _short(data: Any) -> Any:

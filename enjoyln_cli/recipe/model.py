@@ -80,8 +80,8 @@ class Variant:
     norms: Section
     """``fold``, ``fold_with`` a list of modules, or ``keep``."""
     centre: Section = field(default_factory=dict)
-    """The axis of each centred parameter, with the ``scale`` that is merged into it; a list of
-    axes, if it has several centred parts."""
+    """The dimension that each parameter is centred over, with the ``scale`` that is merged into it;
+    a list, if there are several."""
     centring_ops: Section = field(default_factory=dict)
     merge: Section = field(default_factory=dict)
     widen: Section = field(default_factory=dict)

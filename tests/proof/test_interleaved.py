@@ -23,7 +23,6 @@ from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.plan.axis import Axis, blocks, centre, group_means
-from enjoyln_cli.recipe.sizes import in_numbers, named_axis
 from enjoyln_cli.runtime.install import fold_in_memory
 from enjoyln_cli.runtime.modules import RMSNorm
 
@@ -104,10 +103,8 @@ def test_on_disk(source: Path, out: Path) -> None:
 def test_the_recipe_says_where_the_groups_are(source: Path, out: Path) -> None:
     text = (out / "enjoyln_recipe.yaml").read_text()
     centred = yaml.safe_load(text)["variants"][0]["centre"]
-    lines = centred[f"model.layers.{{i}}.{FUSED}.weight"]
-    steps = {(line.get("start", 0), line["step"]) for line in lines}
-    head = "hidden_size // num_attention_heads"
-    assert steps == {(0, f"3 * {head}"), (head, f"3 * {head}")}
+    line = centred[f"model.layers.{{i}}.{FUSED}.weight"]
+    assert line == {"dim": 0, "groups": True, "part": True}
     again = source.parent / "again"
     fold(source, again, recipe=out / "enjoyln_recipe.yaml", verify=False)
     assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
@@ -116,8 +113,8 @@ def test_the_recipe_says_where_the_groups_are(source: Path, out: Path) -> None:
 def test_a_recipe_for_other_groups_is_refused(source: Path, out: Path, tmp_path: Path) -> None:
     text = (out / "enjoyln_recipe.yaml").read_text()
     changed = tmp_path / "changed.yaml"
-    changed.write_text(text.replace("step: 3 * ", "step: 2 * "))
-    with pytest.raises(EnjoyLNError, match="the recipe has .*step: 16}.*the proof .*step: 24}"):
+    changed.write_text(text.replace(", part: true", ""))
+    with pytest.raises(EnjoyLNError, match="has .*groups: true}.*the proof .*part: true}"):
         fold(source, tmp_path / "out", recipe=changed, verify=False)
 
 
@@ -162,19 +159,3 @@ def test_blocks_cover_what_the_axis_does() -> None:
     assert blocks(axis)[-1].stop == axis.stop
     assert group_means(centre(x, axis), axis).abs().max() < 1e-15
     assert group_means(x, axis).shape == (2, HEADS, 1, 2, 5)
-
-
-AXES = [
-    (KEYS, {"start": "head_dim", "outer": HEADS, "size": "head_dim", "step": "3 * head_dim"}),
-    (Axis(0, 0, 2, 5, 2, 21), {"outer": 2, "size": 5, "inner": 2, "step": 21}),
-    (Axis(0, HEADS * D, 1, HEADS * D, 1), {"start": "n", "size": "n"}),
-    (Axis(0, 2 * D, 1, 5, 1), {"start": "2 * head_dim", "size": 5}),
-]
-
-
-@pytest.mark.parametrize(("axis", "fields"), AXES)
-def test_sizes_of_an_axis_have_names(axis: Axis, fields: dict[str, object]) -> None:
-    config = {"head_dim": D, "n": HEADS * D}
-    assert named_axis(axis, config) == {"dim": 0, **fields}
-    usual = {"start": 0, "outer": 1, "inner": 1, "step": 0}
-    assert Axis(**usual | in_numbers({"dim": 0, **fields}, config)) == axis

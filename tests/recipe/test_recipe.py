@@ -160,7 +160,7 @@ def test_text_and_recipe_and_plan_agree(name: str) -> None:
 def line_for_each(recipe: Recipe, plan: Plan) -> Variant:
     """The one variant of a recipe, with a line for each name of ``plan``."""
     (variant,) = through_text(recipe).variants
-    return expanded(variant, variant_of(plan, {}))
+    return expanded(variant, variant_of(plan))
 
 
 def test_one_text_for_every_size() -> None:
@@ -175,8 +175,8 @@ def test_one_text_for_every_number_of_heads() -> None:
     small = recipe_of(heads_plan(2, 4, 8, 2), config=heads_config(4, 8, 2))
     large = recipe_of(heads_plan(6, 16, 4, 16), config=heads_config(16, 4, 16))
     assert family(small) == family(large)
-    assert "size: hidden_size // num_attention_heads" in family(small)
-    assert "start: hidden_size, outer: num_attention_heads" in family(small)
+    assert "q_proj.weight: {dim: 0, groups: true}" in family(small)
+    assert "qkv.weight: {dim: 0, groups: true, part: true}" in family(small)
 
 
 def test_culprits_one_layer_below_take_one_line_and_the_first_layer_another() -> None:
@@ -198,7 +198,7 @@ def test_names_inside_a_reason_follow_the_layer() -> None:
     assert "culprit: h.{i}.w, read by h.{i+1}.q" in text
     entries = [line for line in text.splitlines() if not line.startswith("#")]
     assert sum("keep: " in line for line in entries) == 3
-    assert line_for_each(recipe_of(plan), plan).norms == variant_of(plan, {}).norms
+    assert line_for_each(recipe_of(plan), plan).norms == variant_of(plan).norms
 
 
 def test_a_layer_that_differs_goes_before_the_rest() -> None:
@@ -256,10 +256,10 @@ def test_one_parameter_stored_twice_keeps_both_tensors() -> None:
     assert dict(recipe.variants[0].centre) == {"wte.weight": {"dim": 1}}
 
 
-def test_several_parts_of_one_tensor_are_a_list() -> None:
-    """Queries and keys of a fused projection; the parameter may be held transposed."""
+def test_several_axes_of_one_tensor_are_a_list() -> None:
+    """If they differ in the recipe; the parameter may be held transposed."""
     for held in (None, Axis(1, 0, 1, 3, 1)):
-        parts = [Axis(0, 0, 2, 3, 1), Axis(0, 6, 2, 3, 1)]
+        parts = [Axis(0, 0, 2, 3, 1), Axis(0, 6, 2, 3, 1), Axis(1, 0, 1, 9, 1)]
         writers = tuple(
             Writer(f"h.{i}.qkv.weight", f"h.{i}.qkv.weight", part, (18, 9), held)
             for i in range(3)
@@ -341,7 +341,7 @@ def _gpt2(*changes: tuple[str, str]) -> tuple[Recipe, Plan, dict[str, Any]]:
 
 LN_F = "transformer.ln_f: {fold_with: [transformer.wte]}"
 WPE = "    transformer.wpe.weight: {dim: 1}\n"
-Q = "model.layers.{i}.q_proj.weight: {dim: 0, size: hidden_size // num_attention_heads}"
+Q = "model.layers.{i}.q_proj.weight: {dim: 0, groups: true}"
 
 REFUSED = {
     "an op left out of the line": (
@@ -358,12 +358,12 @@ REFUSED = {
     ),
     "an op elsewhere": (
         _gpt2(("place: output", "place: input")),
-        "transformer.wte: the recipe has {place: input, dim: -1, size: 48}, the proof {place: o",
+        "transformer.wte: the recipe has {place: input, dim: -1}, the proof {place: o",
     ),
     "an op over another axis": (
-        _gpt2(("size: n_embd", "size: n_positions")),
-        "transformer.wte: the recipe has {place: output, dim: -1, size: 32}, "
-        "the proof {place: output, dim: -1, size: 48}",
+        _gpt2(("dim: -1", "dim: -2")),
+        "transformer.wte: the recipe has {place: output, dim: -2}, "
+        "the proof {place: output, dim: -1}",
     ),
     "a writer that a norm needs": (
         _gpt2((WPE, "")),
@@ -391,19 +391,11 @@ REFUSED = {
     ),
     "all heads at once": (
         _phi((Q, "model.layers.{i}.q_proj.weight: {dim: 0}")),
-        "model.layers.0.q_proj.weight: the recipe has {dim: 0}, the proof {dim: 0, size: 8}",
+        "model.layers.0.q_proj.weight: the recipe has {dim: 0}, the proof {dim: 0, groups: true}",
     ),
-    "an attribute that the config lacks": (
-        _phi((Q, "model.layers.{i}.q_proj.weight: {dim: 0, size: head_dim}")),
-        "q_proj.weight: head_dim needs the config attribute head_dim",
-    ),
-    "other groups": (
-        _phi((Q, "model.layers.{i}.q_proj.weight: {dim: 0, size: 5}")),
-        "the recipe has {dim: 0, size: 5}, the proof {dim: 0, size: 8}",
-    ),
-    "a formula as size": (
-        _phi((Q, "model.layers.{i}.q_proj.weight: {dim: 0, size: __import__('os')}")),
-        "centre: model.layers.0.q_proj.weight: \"__import__('os')\" is not a size; write a number",
+    "a part of the heads": (
+        _phi((Q, Q.replace("}", ", part: true}").replace("{i, part: true}", "{i}"))),
+        "the recipe has {dim: 0, groups: true, part: true}, the proof {dim: 0, groups: true}",
     ),
     "an unknown key of an axis": (
         _gpt2((WPE, WPE.replace("1", "1, strat: 4"))),
@@ -509,8 +501,7 @@ def test_differences_name_every_edit() -> None:
         f"norms: transformer.h.{{i}}.ln_2: {with_op} (3 layers)",
         f"norms: transformer.ln_f: {with_op}",
         "centre: transformer.wte.weight: the recipe has nothing, the proof {dim: 1}",
-        "centring_ops: transformer.wte: the recipe has {place: output, dim: -1, size: 48}, "
-        "the proof nothing",
+        "centring_ops: transformer.wte: the recipe has {place: output, dim: -1}, the proof nothing",
     )
 
 
@@ -525,8 +516,8 @@ def test_differences_see_axes_classes_and_inputs() -> None:
     )
     found = differences(recipe_of(plan, config=config), changed, config=config)
     assert found == (
-        "centre: model.layers.0.q_proj.weight: the recipe has {dim: 0, size: 8}, the proof "
-        "{dim: 0}",
+        "centre: model.layers.0.q_proj.weight: the recipe has {dim: 0, groups: true}, "
+        "the proof {dim: 0}",
         "classes: the recipe has PhiForCausalLM, the proof PhiForCausalLM, PhiModel",
         "unproven: the recipe has nothing, the proof mask",
     )
