@@ -6,27 +6,16 @@ printed as plain lines. With ``quiet`` only failures to write a file are printed
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from enjoyln_cli.cli.output_lines import console, say
+from enjoyln_cli.clock import duration
 from enjoyln_cli.text import size
 
 LINE_SECONDS = 5.0
@@ -54,142 +43,106 @@ def watch_job(quiet: bool, stage: str) -> Iterator[Watch]:
     seconds.
     """
     warnings: list[str] = []
+    line = None if quiet or not console(stderr=True).is_terminal else LastLine()
 
     def event(level: str, text: str) -> None:
         warns = level in ("warning", "failure")
         if warns:
             warnings.append(text)
         if not quiet or level == "failure":
-            say(f"warning: {text}" if warns else text, "yellow" if warns else "dim", stderr=True)
+            shown, style = (f"warning: {text}", "yellow") if warns else (text, "dim")
+            line.say(shown, style) if line else say(shown, style, stderr=True)
+        if line:
+            line.begin(level)
 
     event("stage", stage)
-    if quiet:
-        yield Watch(event, _ignore, _ignore, warnings)
-    elif not console(stderr=True).is_terminal:
-        yield Watch(event, _plain_lines(), _ignore, warnings)
-    else:
-        line = _LastLine()
-        line.wait()
-        try:
-            yield Watch(line.below(event), line.count_bytes, line.count_seconds, warnings)
-        finally:
-            line.clear()
+    if line is None:
+        yield Watch(event, _ignore if quiet else _plain_lines(), _ignore, warnings)
+        return
+    try:
+        yield Watch(event, line.count_bytes, line.count_seconds, warnings)
+    finally:
+        line.bar.stop()
 
 
 def _ignore(done: float, total: float) -> None:
     """For a job whose progress is not shown."""
 
 
-class _LastLine:
-    """The last line on a terminal: a bar if it is known how far a job is, otherwise a spinner.
+class LastLine:
+    """The last line on a terminal: a bar that moves, and the time since the stage began.
 
-    The line is cleared while something else is printed. A stage that downloads has no line, since
-    the Hub's library draws its own bars.
+    A stage that downloads has no line, since the Hub's library draws its own bars.
     """
 
     def __init__(self) -> None:
-        self._shown: Progress | None = None
-        self._counts = ""
-        self._seconds = (0.0, 0.0)
-        self._lock = threading.Lock()
+        columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"))
+        shown = console(stderr=True)
+        self.bar = Progress(*columns, TimeElapsedColumn(), console=shown, transient=True)
+        self._task = self.bar.add_task("working", total=None)
+        self._rate = Rate()
+        self._is_timed = False
 
-    def below(self, event: Callable[[str, str], None]) -> Callable[[str, str], None]:
-        """``event``, with the last line drawn again below each message."""
+    def say(self, text: str, style: str) -> None:
+        """Print a message above the line."""
+        self.bar.console.print(Text(text, style=style), soft_wrap=True)
 
-        def printed(level: str, text: str) -> None:
-            with self._lock:
-                timed = self._counts == "seconds"
-                self.clear()
-                event(level, text)
-                if timed:
-                    self._show_seconds()
-                elif level == "stage":
-                    self.wait()
-
-        return printed
-
-    def wait(self) -> None:
-        """Draw a spinner, for work whose duration is not known."""
-        self._show("", SpinnerColumn(), TextColumn("working"), TimeElapsedColumn())
+    def begin(self, level: str) -> None:
+        """Begin a stage of unknown length; the time of a job with a time limit runs on."""
+        if level == "download":
+            self.bar.stop()
+        elif level == "stage":
+            self.bar.start()
+            if not self._is_timed:
+                self.bar.reset(self._task, total=None, description="working")
 
     def count_bytes(self, done: int, total: int) -> None:
-        """Draw a bar with bytes, rate and time left until all is done."""
-        with self._lock:
-            if self._counts != "bytes":
-                rate, left = TransferSpeedColumn(), TimeRemainingColumn()
-                self._show("bytes", BarColumn(), DownloadColumn(), rate, left)
-            if self._shown:
-                self._shown.update(self._shown.task_ids[0], completed=done, total=total)
-            if done >= total:
-                self.clear()
+        """Show the bytes done, their rate, and the time left until all is done."""
+        text = self._rate.text(done, total, time.monotonic())
+        self.bar.update(self._task, completed=done, total=total, description=text)
 
     def count_seconds(self, done: float, total: float) -> None:
-        """Draw a bar with the time that has passed and the time left."""
-        with self._lock:
-            self._seconds = done, total
-            self._show_seconds()
-
-    def _show_seconds(self) -> None:
-        if self._counts != "seconds":
-            since = _Since(time.monotonic() - self._seconds[0])
-            self._show("seconds", BarColumn(), since, TextColumn("{task.description}"))
-        done, total = self._seconds
-        left = f"about {_clock_time(total - done)} left" if total > done else ""
-        if self._shown:
-            task = self._shown.task_ids[0]
-            self._shown.update(task, completed=done, total=total or None, description=left)
-
-    def clear(self) -> None:
-        """Remove the line."""
-        if self._shown:
-            self._shown.stop()
-        self._shown, self._counts = None, ""
-
-    def _show(self, counts: str, *columns: ProgressColumn) -> None:
-        self.clear()
-        self._shown = Progress(*columns, console=console(stderr=True), transient=True)
-        self._shown.add_task("", total=None)
-        self._shown.start()
-        self._counts = counts
+        """Show the time left."""
+        self._is_timed = True
+        text = f"about {duration(total - done)} left" if total > done else ""
+        self.bar.update(self._task, completed=done, total=total or None, description=text)
 
 
-class _Since(ProgressColumn):
-    """The time since ``start``, a reading of ``time.monotonic``."""
+@dataclass
+class Rate:
+    """The bytes a second of a job, without those that an earlier run has written.
 
-    def __init__(self, start: float) -> None:
-        super().__init__()
-        self._start = start
+    An earlier run's bytes are reported first, all at once.
+    """
 
-    def render(self, task: Task) -> Text:
-        """The time since ``start``; rich calls this several times a second."""
-        return Text(_clock_time(time.monotonic() - self._start))
+    start: float = 0.0
+    before: int = 0
 
-
-def _clock_time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    def text(self, done: int, total: int, now: float) -> str:
+        """How far the job is at the time ``now``: ``950.0 MB of 1.0 GB, 5.0 MB/s, 10 s left``."""
+        if not self.start or (done and not self.before and done < total):
+            self.start, self.before = now, done
+        rate = (done - self.before) / max(now - self.start, 1e-3)
+        text = f"{size(done)} of {size(total)}"
+        if rate:
+            text += f", {size(rate)}/s"
+        if rate and done < total:
+            text += f", {(total - done) / rate:.0f} s left"
+        return text
 
 
 def _plain_lines() -> Callable[[int, int], None]:
-    start = last = 0.0
-    before = 0  # bytes that an earlier run wrote: they are reported first, all at once
-    lock = threading.Lock()
+    """Print a line every ``LINE_SECONDS`` at most, and one at the end."""
+    rate, last = Rate(), 0.0
 
     def update(done: int, total: int) -> None:
-        nonlocal start, last, before
-        with lock:
-            now = time.monotonic()
-            if not start:
-                start = last = now
-            if done and not before and done < total:
-                start, before = now, done
-            if now - last < LINE_SECONDS and done < total:
-                return
+        nonlocal last
+        now = time.monotonic()
+        if not rate.start:
             last = now
-        rate = (done - before) / max(now - start, 1e-3)
-        text = f"{size(done)} of {size(total)}, {size(rate)}/s"
-        if done < total:
-            text += f", {(total - done) / max(rate, 1e-9):.0f} s left"
-        say(text, stderr=True)
+        text = rate.text(done, total, now)
+        if now - last >= LINE_SECONDS or done >= total:
+            last = now
+            say(text, stderr=True)
 
     return update

@@ -244,6 +244,31 @@ def test_what_an_earlier_run_has_written_is_no_speed(
     ]
 
 
+def test_the_last_line_stays_below_the_messages() -> None:
+    job = """
+import time
+from enjoyln_cli.cli import progress
+with progress.watch_job(False, "opening") as watch:
+    watch.progress(0, 2_000_000)
+    watch.event("warning", "careful")
+    watch.progress(1_000_000, 2_000_000)
+    time.sleep(0.3)  # the line is drawn ten times a second
+    watch.progress(2_000_000, 2_000_000)
+    watch.event("stage", "verifying")
+    watch.seconds(1.0, 31.0)
+    time.sleep(0.3)
+    watch.event("download", "fetching")
+    print("a bar of the Hub")
+"""
+    text = re.sub(r"\x1b\[\??[\d;]*[A-Za-z]", "", on_a_terminal("-c", job, COLUMNS="80"))
+    lines = [line.strip() for line in re.split(r"[\r\n]+", text)]
+    order = ("opening", "warning: careful", "1.0 MB of 2.0 MB", "verifying",
+             "about 30 s left", "fetching", "a bar of the Hub")  # fmt: skip
+    at = [next(n for n, line in enumerate(lines) if words in line) for words in order]
+    assert at == sorted(at)
+    assert not any(lines[at[-1] + 1 :]), "nothing is left of the line"
+
+
 SHOW = """
 from report_cases import CHECKED, ONLY_RMS, PLAN
 from enjoyln_cli.cli import console, progress
