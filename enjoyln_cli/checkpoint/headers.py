@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from mmap import ACCESS_COPY, ALLOCATIONGRANULARITY, mmap
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
@@ -202,6 +203,28 @@ def read_at(file: int, data: memoryview, stored: StoredTensor, start: int) -> No
         if got == 0:
             raise BadCheckpoint(f"{stored.file} ends inside {stored.name}; fetch it again")
         done += got
+
+
+def map_tensor(file: int, stored: StoredTensor) -> torch.Tensor:
+    """A stored tensor as a private map of its open safetensors file: what is written to it stays in
+    memory.
+
+    Raises ``BadCheckpoint`` if the file is too short.
+    """
+    try:
+        return mapped(file, stored.offset, stored.dtype, stored.shape, ACCESS_COPY)
+    except ValueError as error:
+        raise BadCheckpoint(f"{stored.file} ends inside {stored.name}; fetch it again") from error
+
+
+def mapped(file: int, offset: int, dtype: str, shape: tuple[int, ...], access: int) -> torch.Tensor:
+    """A tensor in an open file, from the byte ``offset`` on; ``access`` is one of ``mmap``'s."""
+    if not prod(shape):
+        return torch.empty(shape, dtype=DTYPES[dtype])
+    nbytes, shift = prod(shape) * DTYPES[dtype].itemsize, offset % ALLOCATIONGRANULARITY
+    data = mmap(file, shift + nbytes, access=access, offset=offset - shift)
+    flat = torch.frombuffer(data, dtype=DTYPES[dtype], offset=shift, count=prod(shape))
+    return flat.view(shape)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

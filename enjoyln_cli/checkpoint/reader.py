@@ -7,14 +7,12 @@ another file, such as the shard index, says.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import torch
-from safetensors import safe_open
 
 from enjoyln_cli.checkpoint.config import raw_config, require_unquantised
 from enjoyln_cli.checkpoint.file_roles import CONFIG, shards_in_index, weights_among
@@ -23,7 +21,7 @@ from enjoyln_cli.checkpoint.headers import (
     StoredTensor,
     bytes_of,
     load_bin,
-    read_at,
+    map_tensor,
     read_bin_header,
     read_safetensors_header,
     require_unpacked,
@@ -33,7 +31,7 @@ from enjoyln_cli.checkpoint.source import Source, State, carried_files, locate, 
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 
 BLOCK = 1 << 22
-"""Bytes that ``blocks_of`` reads at once."""
+"""Bytes that are compared at once."""
 
 
 @dataclass(frozen=True)
@@ -99,53 +97,22 @@ def open_checkpoint(source: Source) -> Checkpoint:
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """One tensor with its stored dtype and shape, in its own memory.
+    """One tensor with its stored dtype and shape.
 
-    Raises ``BadCheckpoint`` if it is not stored, or if its file has become shorter.
+    It is a private map of a local safetensors file, and otherwise in memory; callers may write to
+    it. Raises ``BadCheckpoint`` if it is not stored, or if its file has become shorter.
     """
     stored = _stored(checkpoint, name)
     path = checkpoint.source.path / stored.file
     if checkpoint.format == "bin":
         return load_bin(path)[name].clone()
-    if stored.nbytes == 0:
-        return torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-    data = _bytes(checkpoint, stored, 0, stored.nbytes)
-    return torch.frombuffer(data, dtype=DTYPES[stored.dtype]).reshape(stored.shape)
-
-
-def read_part(checkpoint: Checkpoint, name: str, dim: int, start: int, count: int) -> torch.Tensor:
-    """``read_tensor(...).narrow(dim, start, count)``; reads only that part from local safetensors.
-
-    Raises as ``read_tensor`` does.
-    """
-    stored = _stored(checkpoint, name)
-    if checkpoint.format == "bin" or checkpoint.source.remote:
-        return read_tensor(checkpoint, name).narrow(dim, start, count).clone()
-    part = (slice(None),) * dim + (slice(start, start + count),)
-    with safe_open(checkpoint.source.path / stored.file, "pt") as file:
-        return cast(torch.Tensor, file.get_slice(name)[part])
-
-
-def read_rows(checkpoint: Checkpoint, name: str, elements: int) -> Iterator[torch.Tensor]:
-    """Blocks of one tensor along its first dimension, of about ``elements`` elements each.
-
-    All blocks share a buffer: a block is valid until the next one is requested. Raises as
-    ``read_tensor`` does.
-    """
-    stored = _stored(checkpoint, name)
-    if checkpoint.format == "bin" or stored.nbytes == 0:
-        yield read_tensor(checkpoint, name)
-        return
-    dtype, (length, *rest) = DTYPES[stored.dtype], stored.shape
-    size = stored.nbytes // length
-    count = min(length, max(1, elements * length * dtype.itemsize // stored.nbytes))
-    data = bytearray(count * size)
-    with _reading(checkpoint, stored) as read:
-        for first in range(0, length, count):
-            some = min(count, length - first)
-            read(memoryview(data)[: some * size], first * size)
-            part = torch.frombuffer(data, dtype=dtype)[: some * size // dtype.itemsize]
-            yield part.reshape(some, *rest)
+    remote = checkpoint.source.remote
+    if remote and not path.is_file():
+        data = bytearray(remote.read(stored.file, stored.offset, stored.nbytes))
+        flat = torch.frombuffer(data, dtype=DTYPES[stored.dtype]) if data else torch.empty(0)
+        return flat.to(DTYPES[stored.dtype]).reshape(stored.shape)
+    with path.open("rb") as file:
+        return map_tensor(file.fileno(), stored)
 
 
 def same_values(checkpoint: Checkpoint, a: str, b: str) -> bool:
@@ -153,50 +120,27 @@ def same_values(checkpoint: Checkpoint, a: str, b: str) -> bool:
     one, two = _stored(checkpoint, a), _stored(checkpoint, b)
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
-    pairs = zip(blocks_of(checkpoint, a), blocks_of(checkpoint, b), strict=True)
+    pairs = zip(_blocks_of(checkpoint, a), _blocks_of(checkpoint, b), strict=True)
     return all(left == right for left, right in pairs)
+
+
+def _blocks_of(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
+    """The bytes of a stored tensor; the first ones can be read without downloading all of it."""
+    stored, remote = _stored(checkpoint, name), checkpoint.source.remote
+    starts = range(0, stored.nbytes, BLOCK)
+    if remote:
+        for start in starts:
+            count = min(BLOCK, stored.nbytes - start)
+            yield remote.read(stored.file, stored.offset + start, count)
+        return
+    data = bytes_of(read_tensor(checkpoint, name))
+    yield from (bytes(data[start : start + BLOCK]) for start in starts)
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
     if name not in checkpoint.tensors:
         raise BadCheckpoint(f"{checkpoint.source.model} stores no tensor {name}")
     return checkpoint.tensors[name]
-
-
-def blocks_of(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
-    """The bytes of a stored tensor in blocks of ``BLOCK`` bytes; raises as ``read_tensor`` does."""
-    stored = _stored(checkpoint, name)
-    starts = range(0, stored.nbytes, BLOCK)
-    if checkpoint.format == "bin":
-        data = bytes_of(load_bin(checkpoint.source.path / stored.file)[name])
-        yield from (bytes(data[start : start + BLOCK]) for start in starts)
-        return
-    for start in starts:
-        yield bytes(_bytes(checkpoint, stored, start, min(BLOCK, stored.nbytes - start)))
-
-
-def _bytes(checkpoint: Checkpoint, stored: StoredTensor, start: int, count: int) -> bytearray:
-    """``count`` bytes of a tensor from its byte ``start`` on."""
-    data = bytearray(count)
-    with _reading(checkpoint, stored) as read:
-        read(memoryview(data), start)
-    return data
-
-
-@contextmanager
-def _reading(
-    checkpoint: Checkpoint, stored: StoredTensor
-) -> Iterator[Callable[[memoryview, int], None]]:
-    """Yields a function that fills a buffer from a byte of the tensor on."""
-    if remote := checkpoint.source.remote:
-
-        def fetch(data: memoryview, start: int) -> None:
-            data[:] = remote.read(stored.file, stored.offset + start, len(data))
-
-        yield fetch
-        return
-    with (checkpoint.source.path / stored.file).open("rb", buffering=0) as file:
-        yield lambda data, start: read_at(file.fileno(), data, stored, start)
 
 
 def file_of(checkpoint: Checkpoint, name: str) -> Path:

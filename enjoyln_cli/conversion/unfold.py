@@ -19,10 +19,9 @@ import torch
 
 from enjoyln_cli.checkpoint.config import MARKER, raw_config, require_folded
 from enjoyln_cli.checkpoint.file_roles import CONFIG, is_file_name
-from enjoyln_cli.checkpoint.headers import DTYPES, StoredTensor, tensors_of_header
+from enjoyln_cli.checkpoint.headers import DTYPES, StoredTensor, bytes_of, tensors_of_header
 from enjoyln_cli.checkpoint.reader import (
     Checkpoint,
-    blocks_of,
     open_checkpoint,
     other_files,
     pipeline_files,
@@ -129,8 +128,9 @@ def restore(
     shards = _shards(folded, archive, written_names(edits))
     slots = {slot.name: slot for shard in shards for slot in shard.slots}
     for name in archive.written.keys() - {slot.stored.name for slot in slots.values()}:
-        blocks = blocks_of(folded, name) if name in folded.tensors else ()
-        if fast_digest(b"".join(blocks)) != archive.written[name]:
+        if name not in folded.tensors:
+            raise changed_since(name)
+        if fast_digest(bytes_of(read_tensor(folded, name))) != archive.written[name]:
             raise changed_since(name)
 
     def vector(name: str) -> torch.Tensor:

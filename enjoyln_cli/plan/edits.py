@@ -41,7 +41,7 @@ from enjoyln_cli.plan.plan import (
 )
 
 ROWS = 1 << 15
-"""How many elements of a matrix each worker converts to float64 at once."""
+"""About how many elements of a matrix are converted to float64 at once."""
 
 
 @dataclass(frozen=True)
@@ -178,16 +178,8 @@ class EditInputs:
         return replace(self, times=times, scale=scale)
 
 
-def read_edit_inputs(
-    edit: Edit,
-    read: Callable[[str], torch.Tensor],
-    rows: Callable[[str], Iterable[torch.Tensor]] | None = None,
-) -> EditInputs:
-    """The values that ``edit`` uses from other tensors.
-
-    ``read`` returns an unedited tensor by name. ``rows`` returns it in slices along its first
-    dimension, so that a large matrix need not be in memory as a whole.
-    """
+def read_edit_inputs(edit: Edit, read: Callable[[str], torch.Tensor]) -> EditInputs:
+    """The values that ``edit`` uses from other tensors; ``read`` returns them unedited, by name."""
 
     def vector(found: Vector | None) -> torch.Tensor | None:
         if found is None:
@@ -200,17 +192,14 @@ def read_edit_inputs(
             )
         return repeated(1 / values if found.divides else values, found)
 
-    def rows_of(name: str) -> Iterable[torch.Tensor]:
-        return in_rows(read(name)) if rows is None else rows(name)
-
     plus = None
     if edit.plus is not None:
         by = repeated(read(edit.plus.by).double().flatten(), edit.plus)
-        plus = _product(rows_of(edit.plus.matrix), edit.plus.dim, by)
+        plus = _product(read(edit.plus.matrix), edit.plus.dim, by)
     inputs = EditInputs(vector(edit.times), plus, vector(edit.scale))
     if baked := edit.bake or edit.level:
         gain, bias = (read(name).double().clone() for name in (baked.weight, baked.bias))
-        level = level_of(rows_of(baked.table), gain, bias, baked.eps)
+        level = level_of(_in_rows(read(baked.table)), gain, bias, baked.eps)
         inputs = replace(inputs, gain=gain, bias=bias, level=level)
     return inputs
 
@@ -225,20 +214,17 @@ def slices_of(by: Vector | Product, shape: tuple[int, ...]) -> int:
     return prod(shape) * by.outer * by.inner
 
 
-def in_rows(x: torch.Tensor) -> Iterable[torch.Tensor]:
+def _in_rows(x: torch.Tensor) -> Iterable[torch.Tensor]:
     """``x`` in slices along its first dimension, of bounded size."""
     return x.split(max(1, ROWS * len(x) // max(x.numel(), 1)))
 
 
-def _product(parts: Iterable[torch.Tensor], dim: int, by: torch.Tensor) -> torch.Tensor:
-    """The sum over ``dim`` of a matrix times the vector ``by``.
-
-    ``parts`` are blocks of the matrix's rows. All are converted to float64 in the same buffer.
-    """
+def _product(matrix: torch.Tensor, dim: int, by: torch.Tensor) -> torch.Tensor:
+    """The sum over ``dim`` of ``matrix`` times the vector ``by``; a few rows at a time."""
     at, rows = 0, []
     total = torch.zeros(() if dim == 0 else 0, dtype=torch.float64)
     room = torch.empty(0, dtype=torch.float64)
-    for part in parts:
+    for part in _in_rows(matrix):
         if room.numel() < part.numel():
             room = torch.empty_like(part, dtype=torch.float64)
         wide = to_float64(part, room[: len(part)])

@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from enjoyln_cli.checkpoint.headers import bytes_of
-from enjoyln_cli.checkpoint.reader import Checkpoint, read_part, read_tensor
+from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor
 from enjoyln_cli.checkpoint.result_files import FILE, FOLDER
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.fs.digests import digest_of_data, fast_digest
@@ -186,7 +186,7 @@ def _bytes_each(checkpoint: Checkpoint, name: str, edit: Edit) -> float:
     edit = replace(edit, append=None)
     parts = list(divide(edit, checkpoint.tensors[name].shape, SAMPLE))
     part = parts[len(parts) // 2]
-    x = read_part(checkpoint, name, *part)
+    x = read_tensor(checkpoint, name).narrow(*part).contiguous()
     written = torch.empty_like(x)
     with suppress(OverflowError):  # the fold itself will refuse it
         values = read_edit_inputs(edit, read).part(edit, *part)

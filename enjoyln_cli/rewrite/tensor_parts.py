@@ -20,11 +20,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
-from mmap import ACCESS_COPY, ACCESS_WRITE, ALLOCATIONGRANULARITY, mmap
+from mmap import ACCESS_WRITE
 
 import torch
 
-from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS, bytes_of, read_at
+from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS, bytes_of, map_tensor, mapped, read_at
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.edits import (
     Append,
@@ -73,30 +73,12 @@ class TensorFiles:
         """
         if not isinstance(self.source, int):
             return self.source()
-        stored = self.slot.stored
-        try:
-            return _mapped(self.source, stored.offset, stored.dtype, stored.shape, ACCESS_COPY)
-        except ValueError as error:
-            raise BadCheckpoint(
-                f"{stored.file} ends inside {stored.name}; fetch it again"
-            ) from error
+        return map_tensor(self.source, self.slot.stored)
 
     def new(self) -> torch.Tensor:
         """The new tensor: a map of its file, through which it is written."""
         slot = self.slot
-        return _mapped(self.target, slot.offset, slot.dtype, slot.shape, ACCESS_WRITE)
-
-
-def _mapped(
-    file: int, offset: int, dtype: str, shape: tuple[int, ...], access: int
-) -> torch.Tensor:
-    """A tensor in an open file."""
-    if not prod(shape):
-        return torch.empty(shape, dtype=DTYPES[dtype])
-    nbytes, shift = prod(shape) * DTYPES[dtype].itemsize, offset % ALLOCATIONGRANULARITY
-    data = mmap(file, shift + nbytes, access=access, offset=offset - shift)
-    flat = torch.frombuffer(data, dtype=DTYPES[dtype], offset=shift, count=prod(shape))
-    return flat.view(shape)
+        return mapped(self.target, slot.offset, slot.dtype, slot.shape, ACCESS_WRITE)
 
 
 def parts_of(

@@ -21,11 +21,11 @@ from typing import TypeVar
 import torch
 
 from enjoyln_cli.checkpoint.headers import FLOATS, StoredTensor, load_bin
-from enjoyln_cli.checkpoint.reader import Checkpoint, file_of, read_rows, read_tensor
+from enjoyln_cli.checkpoint.reader import Checkpoint, file_of, read_tensor
 from enjoyln_cli.checkpoint.source import require_unchanged
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.models.memory import give_back
-from enjoyln_cli.plan.edits import ROWS, Edit, EditInputs, read_edit_inputs, slices_of
+from enjoyln_cli.plan.edits import Edit, EditInputs, read_edit_inputs, slices_of
 from enjoyln_cli.rewrite.archive import Recorder, keep, record
 from enjoyln_cli.rewrite.journal import Journal, assign_shards, note, wait_for_all
 from enjoyln_cli.rewrite.shard_layout import Shard, index, layout
@@ -314,11 +314,12 @@ def _inputs_of(checkpoint: Checkpoint, edit: Edit, allow_nonfinite: bool) -> Edi
             )
         return value
 
-    inputs = read_edit_inputs(
-        edit,
-        lambda name: finite(name, read_tensor(checkpoint, name)),
-        lambda name: read_rows(checkpoint, name, ROWS),
-    )
+    def read(name: str) -> torch.Tensor:
+        value = read_tensor(checkpoint, name)
+        is_matrix = edit.plus is not None and name == edit.plus.matrix  # its product is checked
+        return value if is_matrix else finite(name, value)
+
+    inputs = read_edit_inputs(edit, read)
     if edit.plus and inputs.plus is not None:
         finite(edit.plus.matrix, inputs.plus)
     return inputs
