@@ -249,37 +249,22 @@ def _made_from(
 ) -> dict[str, str]:
     """Everything that determines the bytes of a result, under names for messages.
 
-    Weight files appear with the names of the files that they are linked to if these are digests of
-    their content, and with their size and time otherwise. Those that are streamed from the Hub do
-    not appear.
+    Weight files appear with their size and time. Those of the Hub do not appear: the commit
+    identifies them.
     """
     source = checkpoint.source
-    known = _known_by_name(checkpoint)
     found = {"enjoyln": __version__, "the source": f"{source.path} {source.revision}"}
     inner = {**checkpoint.states, **others[0]}
     for folder, states in ((source.path, inner), (source.root, others[1])):
         for name, (size, modified) in states.items():
             if name not in checkpoint.shards:
                 found[f"the file {name}"] = f"{size} bytes, {digest_of_file(folder / name)}"
-            elif not known:
+            elif not source.cached:
                 found[f"the file {name}"] = f"{size} bytes, modified {modified} ns"
-            elif not source.remote:
-                found[f"the file {name}"] = f"{size} bytes, {(folder / name).resolve().name}"
     headers, _ = plain_layout(checkpoint)
     found |= {f"the header of {name}": sha256(head).hexdigest() for name, head in headers.items()}
     found["the plan"] = digest_of_data([[name, repr(edits[name])] for name in sorted(edits)])
     return found | {f"the {name}": value for name, value in chosen.items()}
-
-
-def _known_by_name(checkpoint: Checkpoint) -> bool:
-    """Whether the weights' names identify their content.
-
-    They do in the Hub's cache, where links lead to files named by digest (not on file systems
-    without links), and for files that are streamed from a commit of a Hub repository.
-    """
-    source = checkpoint.source
-    linked = all((source.path / name).is_symlink() for name in checkpoint.shards)
-    return source.cached and (source.remote is not None or linked)
 
 
 def copy_files(names: Iterable[str], source: Path, out: Path) -> None:

@@ -5,8 +5,8 @@
 
 A shard is noted only after it was synced to the disk. It counts as finished if it still has the
 noted size and time and begins with its header. Nothing is taken over from a run with other inputs
-or options. Weight files of the source are recognised by size and time, or by their names where
-these identify the content; its other files by their digests.
+or options. Weight files of the source are recognised by size and time, those of the Hub by their
+commit, and its other files by their digests.
 """
 
 from __future__ import annotations
