@@ -1,7 +1,6 @@
 """Refuses wrong names and places before a command imports torch, which takes seconds.
 
-The library checks them again. One of several processes leaves it to the library, where all of them
-stop together.
+The library checks them again.
 """
 
 from __future__ import annotations
@@ -18,17 +17,20 @@ from enjoyln_cli.rewrite import processes
 def require_models(*names: str | Path | None) -> None:
     """Refuse names that are neither a directory nor of the form of a Hub id; skip ``None``."""
     for name in names:
-        if name is not None and processes.present().size == 1:
+        if name is not None:
             local_folder(str(name))
 
 
 def require_folded(out: str | Path) -> None:
     """Refuse a directory that was not converted. A Hub id is left to the library."""
-    if processes.present().size == 1 and local_folder(str(out)) is not None:
+    if local_folder(str(out)) is not None:
         config.require_folded(config.raw_config(open_source(str(out))), str(out))
 
 
 def require_new_folder(out: Path, model: str | Path, *, force: bool, resume: bool = False) -> None:
-    """Refuse ``out`` if it cannot be made, or if it is not apart from the directory ``model``."""
+    """Refuse ``out`` if it cannot be made, or if it is not apart from the directory ``model``.
+
+    Of several processes, the first one does so later, before any of them writes.
+    """
     if processes.present().size == 1:
         check_place(out, source=local_folder(str(model)), force=force, resume=resume)

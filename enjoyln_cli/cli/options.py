@@ -32,6 +32,7 @@ OLD_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 DTYPES = click.Choice(["float32", "float16", "bfloat16"])
+POSITIVE = click.FloatRange(min=0, min_open=True)
 COMPUTE_DTYPES = click.Choice(["float64", "float32", "float16", "bfloat16"])
 FORMATS = click.Choice(["table", "json", "markdown", "csv"])
 
@@ -255,7 +256,7 @@ def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--seconds",
-            type=click.FloatRange(min=0, min_open=True),
+            type=POSITIVE,
             metavar="S",
             help="Time for the whole run; what does not fit is left out (default: 120).",
         ),
@@ -313,19 +314,6 @@ def parse_samples(
     return number
 
 
-def parse_seconds(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Any:
-    """A number of seconds above 0; ``inf`` means no limit."""
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if not seconds > 0:
-        raise click.BadParameter(f"{value!r} is not a time in seconds; write 60", ctx, parameter)
-    return seconds
-
-
 def checking_options(seconds: float | None) -> Callable[..., Any]:
     """Add the options that limit a check; ``seconds`` is the default time."""
     default = "no limit" if seconds is None else f"about {seconds:g}"
@@ -334,7 +322,7 @@ def checking_options(seconds: float | None) -> Callable[..., Any]:
         for option in (
             click.option(
                 "--seconds",
-                callback=parse_seconds,
+                type=POSITIVE,
                 metavar="S",
                 help=f"Time for the check; fewer inputs run if it is short (default: {default}).",
             ),

@@ -362,7 +362,6 @@ def command(*words: object) -> Any:
     [
         ("--seconds", "0"),
         ("--seconds", "-1"),
-        ("--seconds", "nan"),
         ("--seconds", "soon"),
         ("--samples", "0"),
         ("--samples", "-3"),
