@@ -147,10 +147,6 @@ def write_fold(report: ModelReport, found: Mapping[str, Any]) -> None:
         for name in compact(writer.tensor for writer in plan.writers):
             say(f"  centre {name}")
         wrote = f"{found['tensors']} tensors, {size(found['bytes_written'])}"
-        if "bytes_kept" in found:
-            wrote += (
-                f", and about {size(found['bytes_kept'])} to restore the original (an estimate)"
-            )
         say(f"would write {wrote}; nothing was written (dry run)")
         if "would_push_to" in found:
             say(f"would then push to {found['would_push_to']}")

@@ -29,7 +29,6 @@ from enjoyln_cli.fs.staging import check_place, count_finished, work_of
 from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import PLAIN, Options
 from enjoyln_cli.report.notes import suggestion
-from enjoyln_cli.rewrite.archive import bytes_to_keep
 from enjoyln_cli.rewrite.directory import WRITE_DEFAULTS, FoldResult, WriteOptions, fold_checkpoint
 from enjoyln_cli.rewrite.preconditions import why_nothing_changes
 from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup
@@ -66,10 +65,6 @@ class PreparedFold:
     def bytes_to_write(self, dtype: torch.dtype | None = None) -> int:
         """Bytes of all tensors, with floating-point tensors in ``dtype``."""
         return bytes_to_write(self.checkpoint, edits_of(self.plan), dtype)
-
-    def bytes_to_keep(self) -> int:
-        """Additional bytes for ``keep_means``, estimated from samples of the weights."""
-        return bytes_to_keep(self.checkpoint, edits_of(self.plan))
 
     def bytes_added(self, dtype: torch.dtype | None = None) -> int:
         """How many of the bytes to write come from tensors that grow or are new."""

@@ -23,13 +23,10 @@ def fold_json(
     """What ``enjoyln fold --json`` prints: the report, what was written, what was verified.
 
     Without a ``result`` it is a dry run, and ``bytes_written`` is what would be written. With
-    ``keep_means`` there is also ``bytes_kept``, the size of the data that restores the original; in
-    a dry run it is estimated from samples of the weights. ``resumed`` is the number of weight files
-    that an earlier run had finished.
+    ``keep_means`` there is also ``bytes_kept``, the size of the data that restores the original.
+    ``resumed`` is the number of weight files that an earlier run had finished.
     """
     found = report.to_json() | {"dry_run": result is None, "warnings": list(warnings)}
-    if options.keep_means:
-        found["bytes_kept"] = result.bytes_kept if result else ready.bytes_to_keep()
     copies = {copy.tensor for copy in report.plan.untied}
     found["tensors"] = len(copies | ready.checkpoint.tensors.keys())
     found["bytes_added"] = ready.bytes_added(options.dtype)
@@ -37,6 +34,8 @@ def fold_json(
         return found | {"bytes_written": ready.bytes_to_write(options.dtype)}
     checked = result.verification.to_json() if result.verification else None
     found |= {"out": str(result.out), "bytes_written": result.bytes_written}
+    if options.keep_means:
+        found["bytes_kept"] = result.bytes_kept
     found["resumed"] = result.resumed
     found["streamed"] = ready.opening.stream
     found |= {"seconds": result.seconds, "check_seconds": result.check_seconds}

@@ -12,7 +12,7 @@ of that dimension are seen as ``(outer, size, inner)``; each mean is taken over 
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -54,11 +54,6 @@ def blocks(axis: Axis) -> tuple[Axis, ...]:
         return (axis,)
     starts = range(axis.start, axis.stop, axis.step)
     return tuple(replace(axis, start=start, outer=1, step=0) for start in starts)
-
-
-def as_numbers(axis: Axis) -> list[int]:
-    """The numbers of the axis as files store them. The step is left out if it is 0."""
-    return list(astuple(axis)) if axis.step else list(astuple(axis))[:5]
 
 
 def feature_axis(shape: tuple[int, ...], dim: int = -1) -> Axis:

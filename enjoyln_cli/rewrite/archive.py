@@ -21,9 +21,7 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -40,7 +38,6 @@ from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.fs.digests import digest_of_data, fast_digest
 from enjoyln_cli.plan.edits import (
     Edit,
-    apply_in_pieces,
     divide,
     edit_of_part,
     read_edit_inputs,
@@ -53,10 +50,6 @@ VERSION = 1
 
 PART = 1 << 20
 """About how many elements of a tensor are restored at once."""
-SAMPLE = 1 << 16
-"""How many elements of a tensor an estimate uses."""
-ENTRY, DIFFERENCE = 90, 230
-"""About how many bytes of an archive describe a tensor, and its difference."""
 WITHOUT = f"delete its folder {FOLDER} to get a copy that is not bit for bit the original"
 """Advice if the original cannot be restored."""
 _ADVICE = "download the result again, or fold the source again"
@@ -166,33 +159,6 @@ def save_archive(
         "files": {name: fast_digest(text) for name, text in texts.items()},
     }
     save_file(tensors, folder / FILE, {"kept": json.dumps(metadata)})
-
-
-def bytes_to_keep(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> int:
-    """Estimate the bytes of the archive, by editing and recording a part of each edited tensor."""
-    total, copied = 0.0, written_names(edits)
-    for name, stored in checkpoint.tensors.items():
-        total += ENTRY
-        edit, count = edits.get(name, Edit()), prod(stored.shape)
-        if edit.changes and name not in copied and count:
-            total += DIFFERENCE + count * _bytes_each(checkpoint, name, edit)
-    return round(total)
-
-
-def _bytes_each(checkpoint: Checkpoint, name: str, edit: Edit) -> float:
-    """Bytes that are stored for each element, measured on a part in the middle of the tensor."""
-    read = partial(read_tensor, checkpoint)
-    steps = steps_to_undo(edit)
-    edit = replace(edit, append=None)
-    parts = list(divide(edit, checkpoint.tensors[name].shape, SAMPLE))
-    part = parts[len(parts) // 2]
-    x = read_tensor(checkpoint, name).narrow(*part).contiguous()
-    written = torch.empty_like(x)
-    with suppress(OverflowError):  # the fold itself will refuse it
-        values = read_edit_inputs(edit, read).part(edit, *part)
-        apply_in_pieces(x, edit_of_part(edit, *part), values, written, allow_nonfinite=True)
-    undone = read_edit_inputs(steps, read).part(steps, *part)
-    return len(difference(edit_of_part(steps, *part), undone, x, written)) / x.numel()
 
 
 # Reading.
