@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
+from enjoyln_cli.plan.edits import Edit, slices_of
 from enjoyln_cli.plan.plan import Plan
 
 
@@ -48,3 +50,50 @@ def needed_tensors(plan: Plan) -> Iterator[NeededTensor]:
             yield NeededTensor(part.parameter, part.tensor, sizes={part.dim: mlp.size})
     for named in (name for merge in plan.merged for name in merge.names):
         yield NeededTensor(named.parameter, copies.get(named.tensor, named.tensor))
+
+
+def require_fit(edits: Mapping[str, Edit], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ``ValueError`` unless every edit fits the tensors that it is for and that it takes.
+
+    ``shapes`` are those of the tensors before the edits.
+    """
+
+    def shape_of(name: str, what: str) -> tuple[int, ...]:
+        if name not in shapes:
+            raise ValueError(f"{name}: {what}, but no such tensor is stored")
+        return shapes[name]
+
+    for name, edit in edits.items():
+        shape = shape_of(edit.source or name, f"to become {name}")
+        others = {other: shape_of(other, f"to change {name}") for other in edit.needs}
+        for axis in (*edit.axes, *(turn.axis for turn in edit.turns)):
+            if not 0 <= axis.dim < len(shape) or axis.stop > shape[axis.dim]:
+                raise ValueError(f"{name}: shape {list(shape)} does not contain {axis}")
+        for vector in (edit.times, edit.scale):
+            length = slices_of(vector, others[vector.tensor]) if vector else 0
+            if vector and (vector.dim >= len(shape) or length != shape[vector.dim]):
+                raise ValueError(
+                    f"{vector.tensor}: has {length} elements, too few or too many for {name}"
+                )
+        if baked := edit.bake or edit.level:
+            table = others[baked.table]
+            for norm in (baked.weight, baked.bias):
+                if len(table) != 2 or others[norm] != table[1:]:
+                    raise ValueError(
+                        f"{norm}: shape {list(others[norm])} is of no norm behind {baked.table}"
+                    )
+        if edit.bake and edit.mixed_dims != {1}:
+            raise ValueError(f"{name}: a table with a norm is edited along dimension 1 only")
+        if edit.plus:
+            matrix = others[edit.plus.matrix]
+            many = slices_of(edit.plus, others[edit.plus.by])
+            if edit.plus.dim >= len(matrix) or matrix[edit.plus.dim] != many:
+                raise ValueError(
+                    f"{edit.plus.matrix}: shape {list(matrix)} cannot be multiplied by {many} "
+                    "elements"
+                )
+            if prod(matrix) != prod(shape) * many:
+                raise ValueError(
+                    f"{name}: shape {list(shape)} does not fit the product of {list(matrix)} and "
+                    f"{many}"
+                )

@@ -15,7 +15,9 @@ from enjoyln_cli.checkpoint.result_files import PLAN_FILE
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.covered_calls import CoveredCalls
-from enjoyln_cli.plan.plan import EditedTensor, Merge, Plan
+from enjoyln_cli.plan.edits import Edit, edits_of
+from enjoyln_cli.plan.needed_tensors import needed_tensors, require_fit
+from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.text import first_line
 
 MAX_BYTES = 1 << 26
@@ -51,49 +53,26 @@ def read_plan(result: Checkpoint, covered: CoveredCalls | None) -> Plan:
 
 def _require_fit(plan: Plan, stored: Mapping[str, Shape]) -> None:
     """Raise ``ValueError`` unless the tensors of a result have the shapes that the plan gives."""
-    shapes = dict(stored)
-    for mlp in plan.widened:
-        for grown in mlp.parts:
-            shape = _shape_of(grown.tensor, shapes)
-            if len(shape) <= grown.dim or shape[grown.dim] != mlp.to:
-                raise ValueError(f"{grown.tensor} of {list(shape)} has not {mlp.to} hidden units")
-            before, after = shape[: grown.dim], shape[grown.dim + 1 :]
-            shapes[grown.tensor] = (*before, mlp.size, *after)
-    for edited in plan.edited_tensors:
-        _require_axis(edited, shapes)
-    for merge in plan.merged:
-        _require_readers(merge, shapes)
-    for untied in plan.untied:
-        if _shape_of(untied.tensor, shapes) != untied.shape:
-            raise ValueError(f"{untied.tensor} has not the shape {list(untied.shape)}")
-
-
-def _require_axis(edited: EditedTensor, shapes: Mapping[str, Shape]) -> None:
-    shape, axis, scale = _shape_of(edited.tensor, shapes), edited.axis, edited.scale
-    if shape != edited.shape or not 0 <= axis.dim < len(shape) or axis.stop > shape[axis.dim]:
-        raise ValueError(f"{edited.tensor} of {list(shape)} has no {axis}")
-    if scale and _shape_of(scale.tensor, shapes) != (shape[axis.dim],):
-        raise ValueError(f"{scale.tensor} does not scale {edited.tensor}")
-    for named in (edited.baked.weight, edited.baked.bias) if edited.baked else ():
-        if axis.dim != 1 or len(shape) != 2 or _shape_of(named.tensor, shapes) != shape[1:]:
-            raise ValueError(f"{named.tensor} is of no norm behind {edited.tensor}")
-
-
-def _require_readers(merge: Merge, shapes: Mapping[str, Shape]) -> None:
-    size = _shape_of(merge.weight or merge.bias, shapes)
-    for reader in merge.readers:
-        matrix = _shape_of(reader.weight.tensor, shapes)
-        others = matrix[: reader.dim] + matrix[reader.dim + 1 :]
-        bias = _shape_of(reader.bias.tensor, shapes) if reader.bias else others
-        many = tuple(n * reader.outer * reader.inner for n in size)
-        if many != matrix[reader.dim : reader.dim + 1] or bias != others:
+    edits = edits_of(plan)
+    before = {name: _before(shape, edits.get(name, Edit())) for name, shape in stored.items()}
+    for needed in needed_tensors(plan):
+        if needed.tensor not in before:
+            raise ValueError(f"{needed.tensor}: no such tensor is stored")
+        shape = before[needed.tensor]
+        if (expected := needed.expected(shape)) != shape:
             raise ValueError(
-                f"{merge.norm} of {list(size)} is not read along dimension {reader.dim} of "
-                f"{reader.weight.tensor} of {list(matrix)}"
+                f"{needed.tensor}: shape {list(shape)} before the edit, but the plan has "
+                f"{list(expected)}"
             )
+    for untied in plan.untied:
+        if stored.get(untied.tensor) != untied.shape:
+            raise ValueError(f"{untied.tensor} has not the shape {list(untied.shape)}")
+    require_fit(edits, before)
 
 
-def _shape_of(tensor: str, shapes: Mapping[str, Shape]) -> Shape:
-    if tensor not in shapes:
-        raise ValueError(f"no stored tensor is named {tensor}")
-    return shapes[tensor]
+def _before(shape: Shape, edit: Edit) -> Shape:
+    """The shape of a tensor before slices were appended."""
+    if edit.append is None or edit.append.dim >= len(shape):
+        return shape
+    dim, added = edit.append.dim, len(edit.append.values)
+    return (*shape[:dim], shape[dim] - added, *shape[dim + 1 :])

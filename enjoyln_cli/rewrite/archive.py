@@ -36,12 +36,7 @@ from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor
 from enjoyln_cli.checkpoint.result_files import FILE, FOLDER
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.fs.digests import digest_of_data, fast_digest
-from enjoyln_cli.plan.edits import (
-    Edit,
-    divide,
-    edit_of_part,
-    read_edit_inputs,
-)
+from enjoyln_cli.plan.edits import Edit, divide, edit_of_part, read_edit_inputs
 from enjoyln_cli.rewrite.difference import difference, restored, steps_to_undo
 from enjoyln_cli.rewrite.shard_layout import Slot
 from enjoyln_cli.rewrite.tensor_parts import TensorFiles, without_appended
@@ -118,16 +113,16 @@ def record(recorder: Recorder, files: TensorFiles) -> Record:
         for part in parts
     )
     dim, _, count = parts[0]
-    before = (fast_digest(bytes_of(original)), dim, count)
-    return Record(slot.name, digest, name, before, stored)
+    in_parts = (fast_digest(bytes_of(original)), dim, count)
+    return Record(slot.name, digest, name, in_parts, stored)
 
 
-def keep(recorder: Recorder, found: Record) -> None:
+def keep(recorder: Recorder, entry: Record) -> None:
     """Add a record to those of the recorder."""
-    recorder.written[found.written] = found.digest
-    if found.name:
-        recorder.originals[found.name] = found.original
-        recorder.sizes[found.name] = recorder.spool.write(found.stored)
+    recorder.written[entry.written] = entry.digest
+    if entry.name:
+        recorder.originals[entry.name] = entry.original
+        recorder.sizes[entry.name] = recorder.spool.write(entry.stored)
 
 
 def save_archive(
@@ -146,11 +141,11 @@ def save_archive(
     texts = {f"header/{name}": text for name, text in headers.items()}
     texts |= {f"file/{name}": text for name, text in files.items()}
     tensors = {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}
-    ends = np.cumsum(list(recorder.sizes.values()))
-    if len(ends) and ends[-1]:
-        stored = np.memmap(recorder.spool, np.uint8, "r")
-        pieces = np.split(stored, ends[:-1])
-        tensors |= {f"difference/{name}": p for name, p in zip(recorder.sizes, pieces, strict=True)}
+    if recorder.sizes:
+        stored, start = np.memmap(recorder.spool, np.uint8, "r"), 0
+        for name, nbytes in recorder.sizes.items():
+            tensors[f"difference/{name}"] = stored[start : start + nbytes]
+            start += nbytes
     metadata = {
         "version": VERSION,
         "marker": digest_of_data(marker),
@@ -249,8 +244,10 @@ def restore(
             for first in range(0, shape[dim], count):
                 part = dim, first, min(count, shape[dim] - first)
                 undone, inputs = edit_of_part(steps, *part), values.part(steps, *part)
-                found = restored(undone, inputs, written.narrow(*part), cast(BinaryIO, data))
-                original.narrow(*part).copy_(found)
+                values_of_part = restored(
+                    undone, inputs, written.narrow(*part), cast(BinaryIO, data)
+                )
+                original.narrow(*part).copy_(values_of_part)
         if fast_digest(bytes_of(original)) != digest:
             raise ValueError("the digest does not match")
     except (*_MALFORMED, RuntimeError, EOFError, OSError, zlib.error) as error:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,7 +24,8 @@ from enjoyln_cli.checkpoint.reader import Checkpoint, file_of, read_tensor
 from enjoyln_cli.checkpoint.source import require_unchanged
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.models.memory import give_back
-from enjoyln_cli.plan.edits import Edit, EditInputs, read_edit_inputs, slices_of
+from enjoyln_cli.plan.edits import Edit, EditInputs, read_edit_inputs
+from enjoyln_cli.plan.needed_tensors import require_fit
 from enjoyln_cli.rewrite.archive import Recorder, keep, record
 from enjoyln_cli.rewrite.journal import Journal, assign_shards, note, wait_for_all
 from enjoyln_cli.rewrite.shard_layout import Shard, index, layout
@@ -251,38 +251,16 @@ def _cores() -> int:
 
 def _check_edits(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> None:
     for name, edit in edits.items():
-        shape = _floating(checkpoint, edit.source or name, f"to become {name}").shape
-        for axis in (*edit.axes, *(turn.axis for turn in edit.turns)):
-            if not 0 <= axis.dim < len(shape) or axis.stop > shape[axis.dim]:
-                raise BadCheckpoint(f"{name}: shape {shape} does not contain {axis}")
-        lengths = {found: _floating(checkpoint, found, f"to change {name}") for found in edit.needs}
-        for vector in (edit.times, edit.scale):
-            length = slices_of(vector, lengths[vector.tensor].shape) if vector else 0
-            if vector and (vector.dim >= len(shape) or length != shape[vector.dim]):
-                raise BadCheckpoint(
-                    f"{vector.tensor}: has {length} elements, too few or too many for {name}"
-                )
-        if baked := edit.bake or edit.level:
-            features = lengths[baked.table].shape[1:]
-            for name in (baked.weight, baked.bias):
-                if lengths[name].shape != features:
-                    raise BadCheckpoint(
-                        f"{name}: has shape {lengths[name].shape}, which does not fit {baked.table}"
-                    )
-        if edit.plus:
-            matrix = lengths[edit.plus.matrix].shape
-            many = slices_of(edit.plus, lengths[edit.plus.by].shape)
-            if edit.plus.dim >= len(matrix) or matrix[edit.plus.dim] != many:
-                raise BadCheckpoint(
-                    f"{edit.plus.matrix}: shape {matrix} cannot be multiplied by {many} elements"
-                )
-            if prod(matrix) != prod(shape) * many:
-                raise BadCheckpoint(
-                    f"{name}: shape {shape} does not fit the product of {matrix} and {many}"
-                )
+        _floating(checkpoint, edit.source or name, f"to become {name}")
+        for other in edit.needs:
+            _floating(checkpoint, other, f"to change {name}")
+    try:
+        require_fit(edits, {name: stored.shape for name, stored in checkpoint.tensors.items()})
+    except ValueError as error:
+        raise BadCheckpoint(str(error)) from None
 
 
-def _floating(checkpoint: Checkpoint, name: str, what: str) -> StoredTensor:
+def _floating(checkpoint: Checkpoint, name: str, what: str) -> None:
     stored = checkpoint.tensors.get(name)
     if stored is None:
         raise BadCheckpoint(f"{name}: {what}, but {checkpoint.source.model} lacks it")
@@ -290,7 +268,6 @@ def _floating(checkpoint: Checkpoint, name: str, what: str) -> StoredTensor:
         raise BadCheckpoint(
             f"{name}: {what}, but stored as {stored.dtype}, which is not floating-point"
         )
-    return stored
 
 
 def _write_file(path: Path, content: bytes) -> None:

@@ -348,7 +348,7 @@ def test_weights_of_another_dtype_or_shape(out: Path, back: Path) -> None:
         (weight.half(), "out.weight is stored as F16 .* changed since"),
         (
             weight[:, :-1].clone(),
-            r"enjoyln_plan.json: .* of this result \(out.weight of \[24, 95\]",
+            r"enjoyln_plan.json: .*\(out.weight: shape \[24, 95\] before the edit",
         ),
     ):
         save_file({**held, "out.weight": change}, shard)
