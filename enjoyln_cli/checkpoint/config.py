@@ -258,9 +258,9 @@ def with_entries(config: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[
 
     A nested entry is named with dots: ``text_config.hidden_size``.
     """
-    found = dict(config)
+    changed = dict(config)
     for name, value in entries.items():
         first, _, rest = name.partition(".")
-        inner = found.get(first)
-        found[first] = with_entries(inner or {}, {rest: value}) if rest else value
-    return found
+        inner = changed.get(first)
+        changed[first] = with_entries(inner or {}, {rest: value}) if rest else value
+    return changed

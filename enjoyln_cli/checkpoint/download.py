@@ -237,12 +237,12 @@ def require_digests(path: Path, names: Iterable[str], cached: set[str], model: s
         blob = path / os.readlink(path / name) if (path / name).is_symlink() else path / name
         if blob.name in cached or blob.is_symlink() or not _SHA256.fullmatch(blob.name):
             continue
-        found = digest_of_file(blob)
-        if found != blob.name:
+        digest = digest_of_file(blob)
+        if digest != blob.name:
             (path / name).unlink()
             blob.unlink()
             raise BadCheckpoint(
-                f"{name} of {model} was damaged during the download: its SHA-256 is {found[:12]}, "
+                f"{name} of {model} was damaged during the download: its SHA-256 is {digest[:12]}, "
                 f"not {blob.name[:12]}; it was removed from the cache, fetch it again"
             )
 

@@ -113,10 +113,10 @@ def header_bytes(file: str, size: int, read: Callable[[int, int], bytes]) -> byt
 
 def tensors_in(file: str, header: bytes, size: int) -> tuple[list[StoredTensor], dict[str, str]]:
     """As ``read_safetensors_header``, from the header bytes of a file of ``size`` bytes."""
-    found, metadata, end = _listed(file, header[8:])
+    tensors, metadata, end = _listed(file, header[8:])
     if end != size:
         _refuse_size(file, end, size)
-    return found, metadata
+    return tensors, metadata
 
 
 def tensors_of_header(file: str, header: bytes) -> list[StoredTensor]:
@@ -136,9 +136,9 @@ def _listed(file: str, text: bytes) -> tuple[list[StoredTensor], dict[str, str],
     metadata = _metadata(file, header.pop("__metadata__", None))
     _require_printable(header, file)
     start = 8 + len(text)
-    found = [_entry(file, name, value, start) for name, value in header.items()]
-    found.sort(key=lambda stored: (stored.offset, stored.nbytes))
-    return found, metadata, _end(file, found, start)
+    tensors = [_entry(file, name, value, start) for name, value in header.items()]
+    tensors.sort(key=lambda stored: (stored.offset, stored.nbytes))
+    return tensors, metadata, _end(file, tensors, start)
 
 
 def _parsed_header(file: str, text: bytes) -> dict[str, Any]:
@@ -154,11 +154,11 @@ def _parsed_header(file: str, text: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         raise ValueError(f"{counts.most_common(1)[0][0]!r} appears twice")
-    return found
+    return mapping
 
 
 def _metadata(file: str, value: Any) -> dict[str, str]:

@@ -76,12 +76,12 @@ def open_checkpoint(source: Source) -> Checkpoint:
     for shard in shards:
         states |= states_of(source.path, (shard,))
         if remote:
-            found, metadata[shard] = tensors_in(shard, remote.headers[shard], remote.sizes[shard])
+            listed, metadata[shard] = tensors_in(shard, remote.headers[shard], remote.sizes[shard])
         elif safetensors:
-            found, metadata[shard] = read_safetensors_header(locate(source, shard))
+            listed, metadata[shard] = read_safetensors_header(locate(source, shard))
         else:
-            found = read_bin_header(locate(source, shard))
-        for stored in found:
+            listed = read_bin_header(locate(source, shard))
+        for stored in listed:
             if stored.name in tensors:
                 other = tensors[stored.name].file
                 raise BadCheckpoint(f"{stored.name} is both in {other} and {shard}; remove one")
@@ -117,8 +117,8 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 
 def same_values(checkpoint: Checkpoint, a: str, b: str) -> bool:
     """Whether two stored tensors have the same dtype, the same shape and identical bytes."""
-    one, two = _stored(checkpoint, a), _stored(checkpoint, b)
-    if (one.dtype, one.shape) != (two.dtype, two.shape):
+    first, second = _stored(checkpoint, a), _stored(checkpoint, b)
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     pairs = zip(_blocks_of(checkpoint, a), _blocks_of(checkpoint, b), strict=True)
     return all(left == right for left, right in pairs)

@@ -28,8 +28,8 @@ def verified_files(result: Source) -> list[str]:
 
     Names are relative to the model's directory, or to the pipeline's if ``result`` is part of one.
     """
-    found = (path for path in result.root.rglob("*") if path.is_file())
-    names = [path.relative_to(result.root).as_posix() for path in found]
+    paths = (path for path in result.root.rglob("*") if path.is_file())
+    names = [path.relative_to(result.root).as_posix() for path in paths]
     reports = {*REPORTS, *(f"{result.folder}/{name}" for name in REPORTS)}
     return sorted(name for name in names if not is_housekeeping(name) and name not in reports)
 

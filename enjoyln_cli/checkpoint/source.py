@@ -103,8 +103,8 @@ def require_small_config(folder: Path) -> None:
 
 def states_of(folder: Path, names: Iterable[str]) -> dict[str, State]:
     """Size and time of some files, to detect later changes without reading them."""
-    found = {name: (folder / name).stat() for name in names if (folder / name).is_file()}
-    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
+    stats = {name: (folder / name).stat() for name in names if (folder / name).is_file()}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
 def require_unchanged(folder: Path, before: Mapping[str, State]) -> None:
@@ -143,12 +143,12 @@ def locate(source: Source, name: str) -> Path:
 
 def carried_files(source: Source, leaving: str = "") -> tuple[str, ...]:
     """The files below ``source.path`` to copy to the result, except those in ``leaving``."""
-    found = []
+    carried = []
     for folder, folders, files in os.walk(source.path):
         inside = Path(folder).relative_to(source.path)
         below = {name: (inside / name).as_posix() for name in folders}
         folders[:] = [n for n, at in below.items() if at != leaving and comes_along(f"{at}/")]
         linked = [name for name in folders if Path(folder, name).is_symlink()]
         names = [(inside / name).as_posix() for name in files + linked]
-        found += [name for name in names if comes_along(name)]
-    return tuple(name for name in sorted(found) if locate(source, name))
+        carried += [name for name in names if comes_along(name)]
+    return tuple(name for name in sorted(carried) if locate(source, name))

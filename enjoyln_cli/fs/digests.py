@@ -15,11 +15,11 @@ import xxhash
 
 def digest_of_file(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal digits."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def fast_digest(data: memoryview | bytes) -> str:

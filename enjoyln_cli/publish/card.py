@@ -241,10 +241,10 @@ def replace_section(text: str, section: str) -> str:
 def read_json(path: Path) -> Values:
     """The JSON object in a file; empty if the file is missing or contains something else."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _speeds(found: Any) -> list[tuple[str, ...]]:

@@ -227,11 +227,11 @@ def published_paths(result: Source, marked: str) -> dict[str, list[str]]:
     adapter = f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}"
     base = card.read_json(result.path / adapter).get("base_model_name_or_path")
     sources[adapter] = str(base or "")
-    found: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     for name, path in sources.items():
         if os.path.isabs(path) or path.startswith((".", "~")):  # never the case for a Hub id
-            found.setdefault(path, []).append(Path(result.folder, name).as_posix())
-    return found
+            names_of.setdefault(path, []).append(Path(result.folder, name).as_posix())
+    return names_of
 
 
 def _files(out: Path, text: str | None) -> tuple[File, ...]:

@@ -63,10 +63,10 @@ def expanded(recipe: Variant, proof: Variant) -> Variant:
 
 def compare(recipe: Variant, proof: Variant) -> list[Difference]:
     """All differences between two variants without placeholders."""
-    found = schema.differences(_texts(recipe), _texts(proof))
+    unequal = schema.differences(_texts(recipe), _texts(proof))
     return [
         Difference(section, "".join(name), *(NOTHING if text is ABSENT else text for text in texts))
-        for (section, *name), *texts in found
+        for (section, *name), *texts in unequal
     ]
 
 

@@ -150,18 +150,20 @@ def variant_for(recipe: Recipe, model_type: str, model_class: str, config: Any =
             f"made for {recipe.model_type}, but the model is {model_type}; "
             f"pass a recipe for {model_type}"
         )
-    found = [variant for variant in recipe.variants if variant.model_class == model_class]
-    if not found:
+    variants = [variant for variant in recipe.variants if variant.model_class == model_class]
+    if not variants:
         classes = ", ".join(dict.fromkeys(variant.model_class for variant in recipe.variants))
         raise RecipeError(
             f"made for {classes}, but the plan is for {model_class}; "
             "choose the class with --model-class"
         )
     values = as_mapping(config)
-    for variant in found:
+    for variant in variants:
         if not values or _holds(variant, values):
             return variant
-    misses = [f"{key}: {value}" for key, value in found[0].when.items() if values.get(key) != value]
+    misses = [
+        f"{key}: {value}" for key, value in variants[0].when.items() if values.get(key) != value
+    ]
     raise RecipeError(
         f"made for models with {', '.join(misses)}, but this model's config differs; "
         "pass a recipe that was written for this kind of model"
@@ -174,19 +176,19 @@ def outputs_asked(recipe: Recipe, model_class: str | None, config: Any) -> tuple
     Raises ``RecipeError`` if its classes keep different outputs unchanged.
     """
     values = as_mapping(config)
-    found = {
+    choices = {
         variant.outputs
         for variant in recipe.variants
         if model_class in (None, variant.model_class)
         and recipe.model_type == values.get("model_type")
         and _holds(variant, values)
     }
-    if len(found) > 1:
+    if len(choices) > 1:
         raise RecipeError(
             f"{recipe.where}: its classes keep different outputs unchanged; choose a class with "
             "--model-class"
         )
-    return found.pop() if found else ()
+    return choices.pop() if choices else ()
 
 
 def _holds(variant: Variant, config: Mapping[str, Any]) -> bool:

@@ -71,33 +71,33 @@ def model_picture(name: str, analysis: Analysis) -> Picture:
     plan, others = analysis.plan, len(analysis.plan.classes) - 1
     if not analysis.problem.flow.traces:
         raise EnjoyLNError(f"{name}: no LayerNorm in this model, so there is nothing to draw")
-    found = Sketch(analysis.problem.flow.traces[0])
-    _add_norms(found, analysis)
-    _add_stream(found, analysis)
-    _add_ops(found, analysis)
-    _add_links(found)
+    sketch = Sketch(analysis.problem.flow.traces[0])
+    _add_norms(sketch, analysis)
+    _add_stream(sketch, analysis)
+    _add_ops(sketch, analysis)
+    _add_links(sketch)
     more = f" and {others} other class" + "es" * (others > 1) if others else ""
     title = f"{name} ({plan.model_class}{more})"
-    boxes, links = collapse_groups(_sort_parts(found), found.links)
+    boxes, links = collapse_groups(_sort_parts(sketch), sketch.links)
     return Picture(title, ("converts " + counts(plan),), boxes, links)
 
 
 # The parts.
 
 
-def _add_norms(found: Sketch, analysis: Analysis) -> None:
+def _add_norms(sketch: Sketch, analysis: Analysis) -> None:
     verdicts = {v.norm: v for v in analysis.plan.norms}
-    for node in found.trace.graph.nodes:
-        path = next((p for _, p in found.trace.calls_of(node) if p in verdicts), None)
+    for node in sketch.trace.graph.nodes:
+        path = next((p for _, p in sketch.trace.calls_of(node) if p in verdicts), None)
         if path is None:
             continue
         verdict = verdicts[path]
         tone, word = VERDICTS[verdict.status]
         why = verdict.reason + (f": {verdict.culprit}" if verdict.culprit else "")
-        found.of_node[node] = found.add(ModelPart("norm", path, tone, (word,), why))
+        sketch.of_node[node] = sketch.add(ModelPart("norm", path, tone, (word,), why))
 
 
-def _add_stream(found: Sketch, analysis: Analysis) -> None:
+def _add_stream(sketch: Sketch, analysis: Analysis) -> None:
     """Add the whole residual stream: the layers that write to it, its sums, and opaque values.
 
     These are the zero-mean graphs of all norms, and the sums after them that no norm reads, for
@@ -108,33 +108,33 @@ def _add_stream(found: Sketch, analysis: Analysis) -> None:
     proven = _trace_sources(analysis, [problem.item(value) for value in starts])
     items = _trace_sources(analysis, proven, onwards=True)
     numbers: Counter[str] = Counter()
-    place = {node: at for at, node in enumerate(found.trace.graph.nodes)}
+    place = {node: at for at, node in enumerate(sketch.trace.graph.nodes)}
     values = sorted((i for i in items if isinstance(i, Value)), key=lambda v: place[v.node])
     for value in values:
         node, sources = value.node, items[value]
-        if node in found.of_node or node in found.trace.inputs:
+        if node in sketch.of_node or node in sketch.trace.inputs:
             continue
         if isinstance(sources, Opaque):
             lines = (op_name(node),)
             part = ModelPart("source", label(problem, value), "left", lines, sources.reason)
-            found.of_node[node] = found.add(part)
+            sketch.of_node[node] = sketch.add(part)
             continue
         weights = [source for source in sources if isinstance(source, Parameter)]
         if weights and len(weights) == len(sources):
-            found.of_node[node] = _writer(found, analysis, weights)
+            sketch.of_node[node] = _writer(sketch, analysis, weights)
         elif len(sources) > 1:
-            calls = found.trace.calls_of(node)
+            calls = sketch.trace.calls_of(node)
             call, module = calls[-1] if calls else ("", "")
             path = f"{module}.({op_name(node)} {numbers[call]})".lstrip(".")
             numbers[call] += 1
             zero = value in proven and value not in analysis.cut.impure
             tone: Tone = "zero" if zero else "mean"
-            found.of_node[node] = found.add(ModelPart("sum", path, tone))
+            sketch.of_node[node] = sketch.add(ModelPart("sum", path, tone))
             for weight in weights:
-                part = _writer(found, analysis, [weight])
-                for held, names in found.trace.parameters.items():
+                part = _writer(sketch, analysis, [weight])
+                for held, names in sketch.trace.parameters.items():
                     if problem.groups[names[0]] == weight.name:
-                        found.of_node[held] = part
+                        sketch.of_node[held] = part
 
 
 def _trace_sources(
@@ -144,20 +144,20 @@ def _trace_sources(
 
     With ``onwards`` also all values that a mean can reach from these items.
     """
-    found: dict[Item, Opaque | tuple[Item, ...]] = {}
+    sources_of: dict[Item, Opaque | tuple[Item, ...]] = {}
     waiting = list(starts)
     while waiting:
         item = waiting.pop()
-        if item not in found:
-            found[item] = sources = analysis.problem.sources(item)
+        if item not in sources_of:
+            sources_of[item] = sources = analysis.problem.sources(item)
             waiting += () if isinstance(sources, Opaque) else sources
             if onwards and isinstance(item, Value):
                 steps = analysis.problem.flow.steps(item)
                 waiting += [step for step in steps if isinstance(step, Value)]
-    return found
+    return sources_of
 
 
-def _writer(found: Sketch, analysis: Analysis, weights: Sequence[Parameter]) -> ModelPart:
+def _writer(sketch: Sketch, analysis: Analysis, weights: Sequence[Parameter]) -> ModelPart:
     problem, cut = analysis.problem, analysis.cut
     modules = dict.fromkeys(weight.name.rpartition(".")[0] for weight in weights)
     alone = len(weights) == 1 and weights[0].name.rpartition(".")[2] not in ("weight", "bias")
@@ -171,57 +171,57 @@ def _writer(found: Sketch, analysis: Analysis, weights: Sequence[Parameter]) -> 
         tone, lines = "left", ("keeps its mean",)
         why = str(problem.obstacle(blocked[0]))
     elif any(weight in used for weight in weights):
-        wider = {one.second.parameter for one in analysis.plan.widened if one.subtracts}
+        wider = {mlp.second.parameter for mlp in analysis.plan.widened if mlp.subtracts}
         subtracts = any(weight.name in wider for weight in weights)
         tone, lines = "writer", ("centred, subtracts a mean" if subtracts else "centred",)
     else:
         tone, lines = "plain", ()
-    part = found.add(ModelPart("writer", path, tone, lines, why))
+    part = sketch.add(ModelPart("writer", path, tone, lines, why))
     for weight in blocked:
-        _add_observer(found, analysis, weight, part)
+        _add_observer(sketch, analysis, weight, part)
     return part
 
 
-def _add_observer(found: Sketch, analysis: Analysis, weight: Parameter, part: ModelPart) -> None:
+def _add_observer(sketch: Sketch, analysis: Analysis, weight: Parameter, part: ModelPart) -> None:
     """Add the layer that would notice if the weight lost its mean.
 
     If that layer is in another model class, only its box is added, since its graph is not drawn.
     """
     seen = analysis.problem.observer(weight)
-    if seen is None or seen.node.op == "output" or seen.node in found.of_node:
+    if seen is None or seen.node.op == "output" or seen.node in sketch.of_node:
         return
     trace = analysis.problem.flow.traces[seen.trace]
     module = trace.module_of(seen.node) or op_name(seen.node)
-    elsewhere = trace.model_class != found.trace.model_class
+    elsewhere = trace.model_class != sketch.trace.model_class
     lines = ("sees its mean", *[f"in {trace.model_class}"] * elsewhere)
-    eye = found.add(ModelPart("observer", module, "observer", lines))
-    found.links[part, eye] = True
-    for node in found.trace.graph.nodes:
-        same = packet(node) is packet(seen.node) and found.trace.module_of(node) == module
+    eye = sketch.add(ModelPart("observer", module, "observer", lines))
+    sketch.links[part, eye] = True
+    for node in sketch.trace.graph.nodes:
+        same = packet(node) is packet(seen.node) and sketch.trace.module_of(node) == module
         if node is seen.node or same:
-            found.of_node.setdefault(node, eye)
+            sketch.of_node.setdefault(node, eye)
 
 
-def _add_ops(found: Sketch, analysis: Analysis) -> None:
+def _add_ops(sketch: Sketch, analysis: Analysis) -> None:
     carriers = {op for support in analysis.cut.folded.values() for op in support.ops}
     for carrier in carriers:
         if carrier.place == "entry":
             continue
         words = f"{carrier.module}.(centre {carrier.place})"
-        part = found.add(ModelPart("op", words, "op"))
+        part = sketch.add(ModelPart("op", words, "op"))
         for trace, node in analysis.problem.carried(carrier):
             if trace == 0:
-                found.after[node] = part
+                sketch.after[node] = part
 
 
-def _add_links(found: Sketch) -> None:
+def _add_links(sketch: Sketch) -> None:
     """Link every part to the parts computed from it.
 
     Inputs are linked only to parts that are computed from no other part.
     """
-    trace = found.trace
+    trace = sketch.trace
     reach: dict[Node, dict[ModelPart, None]] = {}
-    given: dict[ModelPart, dict[ModelPart, None]] = {}
+    computed_from: dict[ModelPart, dict[ModelPart, None]] = {}
     for node in trace.graph.nodes:
         if node.op == "output":
             continue
@@ -230,38 +230,38 @@ def _add_links(found: Sketch) -> None:
             before |= reach[operand]
         if node in trace.inputs:
             before = {ModelPart("input", trace.inputs[node], "plain"): None}
-        part = found.of_node.get(node)
+        part = sketch.of_node.get(node)
         if part:
-            given.setdefault(part, {}).update(before)
+            computed_from.setdefault(part, {}).update(before)
             before = {part: None}
-        if (op := found.after.get(node)) is not None:
-            given.setdefault(op, {}).update(before)
+        if (op := sketch.after.get(node)) is not None:
+            computed_from.setdefault(op, {}).update(before)
             before = {op: None}
         reach[node] = before
     for node, fields in trace.returned.items():
         names = [name for name in fields if name not in trace.fed_back]
         if names and node in reach:
             out = ModelPart("output", names[0], "plain")
-            given.setdefault(out, {}).update(reach[node])
-    for part, before in given.items():
+            computed_from.setdefault(out, {}).update(reach[node])
+    for part, before in computed_from.items():
         computed = [p for p in before if p.kind != "input" and p is not part]
         for start in computed or before:
-            found.add(start)
+            sketch.add(start)
             if start is not part:
-                found.links.setdefault((start, part), False)
-        found.add(part)
+                sketch.links.setdefault((start, part), False)
+        sketch.add(part)
 
 
-def _sort_parts(found: Sketch) -> list[ModelPart]:
+def _sort_parts(sketch: Sketch) -> list[ModelPart]:
     """Inputs, then all other parts in the order of computation, then outputs."""
     ends = {"input": -1, "output": 2}
     order: dict[ModelPart, int] = {}
-    for at, node in enumerate(found.trace.graph.nodes):
-        for part in (found.of_node.get(node), found.after.get(node)):
+    for at, node in enumerate(sketch.trace.graph.nodes):
+        for part in (sketch.of_node.get(node), sketch.after.get(node)):
             if part:
                 order.setdefault(part, at)
-    last = len(found.trace.graph.nodes)
-    return sorted(found.parts.values(), key=lambda p: (ends.get(p.kind, 0), order.get(p, last)))
+    last = len(sketch.trace.graph.nodes)
+    return sorted(sketch.parts.values(), key=lambda p: (ends.get(p.kind, 0), order.get(p, last)))
 
 
 # The zero-mean graph of one norm.

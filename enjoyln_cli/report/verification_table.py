@@ -50,11 +50,14 @@ def verification_rows(found: Mapping[str, Any]) -> list[Texts]:
 
 def _run_rows(found: Mapping[str, Any]) -> list[Texts]:
     """The errors of the model as it runs; without RMSNorm there is only the stock class."""
-    own, dtype = _number(found, "original_error"), found.get("compute_dtype")
-    stock = ("stock error", _number(found, "stock_error"), own, "plain transformers class")
+    before, dtype = _number(found, "original_error"), found.get("compute_dtype")
+    stock = ("stock error", _number(found, "stock_error"), before, "plain transformers class")
     if not found.get("norm_input_mean"):
-        return [("runtime error", stock[1], own, f"plain class, in {dtype}")]
-    return [("runtime error", _number(found, "runtime_error"), own, f"RMSNorm, in {dtype}"), stock]
+        return [("runtime error", stock[1], before, f"plain class, in {dtype}")]
+    return [
+        ("runtime error", _number(found, "runtime_error"), before, f"RMSNorm, in {dtype}"),
+        stock,
+    ]
 
 
 def quantisation_rows(found: Mapping[str, Any]) -> list[Texts]:
@@ -63,12 +66,12 @@ def quantisation_rows(found: Mapping[str, Any]) -> list[Texts]:
     Only inputs of the user's own can show that a rotation does not help.
     """
     rows: list[Texts] = []
-    own = bool(_value(found, "own_rows"))
+    has_user_inputs = bool(_value(found, "own_rows"))
     for name, errors in _mapping(found.get("quantised")).items():
         before, after = (_value(_mapping(errors), key) for key in ("original", "converted"))
         if before is not None and after is not None:
-            note = "simulated" if own else "simulated, made-up inputs"
-            if own and after >= HELPS * before:
+            note = "simulated" if has_user_inputs else "simulated, made-up inputs"
+            if has_user_inputs and after >= HELPS * before:
                 note += "; rotating does not help"
             rows.append((f"{name} error"[:20], number(after), number(before), note))
     return rows
@@ -102,7 +105,7 @@ def reader_rows(found: Mapping[str, Any]) -> list[Texts]:
 
 def _by_label(readers: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     """The bases by a short name; the values of all attentions have one."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    labelled: dict[str, list[Mapping[str, Any]]] = {}
     streams = [one for one in readers if one["kind"] == "stream"]
     for one in readers:
         label = "stream"
@@ -110,8 +113,8 @@ def _by_label(readers: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[st
             label = str(one["kind"])
         elif len(streams) > 1:
             label = f"stream {streams.index(one) + 1}"
-        found.setdefault(label, []).append(one)
-    return found
+        labelled.setdefault(label, []).append(one)
+    return labelled
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -11,8 +11,8 @@ Most differences are 0, and most others are 1 or -1. They are stored after the m
 ... for 0, -1, 1, ..., all lowest bytes first, then all second bytes, and so on, all compressed by
 gzip. They restore ``W`` whatever the approximation is, NaN and signed zeros included. What an edit
 adds to a tensor, or fills it with, is not undone, and no norm that is baked into a table; the
-difference then holds all of the tensor. The approximation is computed in float64 (in float32 for 16-bit
-dtypes), one operation at a time, so that every machine gets the same bits.
+difference then holds all of the tensor. The approximation is computed in float64 (in float32 for
+16-bit dtypes), one operation at a time, so that every machine gets the same bits.
 """
 
 from __future__ import annotations

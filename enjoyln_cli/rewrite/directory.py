@@ -177,10 +177,10 @@ def fold_checkpoint(
         (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (inner / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
         (inner / PLAN_FILE).write_text(plan_text(plan), encoding="utf-8")
-        given = {basis.name: basis.given.values for basis in plan.turned if basis.given}
-        if given:
+        matrices = {basis.name: basis.given.values for basis in plan.turned if basis.given}
+        if matrices:
             (inner / FOLDER).mkdir(exist_ok=True)
-            save_file(given, inner / MATRIX_FILE)
+            save_file(matrices, inner / MATRIX_FILE)
         if recorder:
             _save_archive(recorder, inner, config)
         checking = perf_counter()
@@ -253,18 +253,18 @@ def _made_from(
     identifies them.
     """
     source = checkpoint.source
-    found = {"enjoyln": __version__, "the source": f"{source.path} {source.revision}"}
+    inputs = {"enjoyln": __version__, "the source": f"{source.path} {source.revision}"}
     inner = {**checkpoint.states, **others[0]}
     for folder, states in ((source.path, inner), (source.root, others[1])):
         for name, (size, modified) in states.items():
             if name not in checkpoint.shards:
-                found[f"the file {name}"] = f"{size} bytes, {digest_of_file(folder / name)}"
+                inputs[f"the file {name}"] = f"{size} bytes, {digest_of_file(folder / name)}"
             elif not source.cached:
-                found[f"the file {name}"] = f"{size} bytes, modified {modified} ns"
+                inputs[f"the file {name}"] = f"{size} bytes, modified {modified} ns"
     headers, _ = plain_layout(checkpoint)
-    found |= {f"the header of {name}": sha256(head).hexdigest() for name, head in headers.items()}
-    found["the plan"] = digest_of_data([[name, repr(edits[name])] for name in sorted(edits)])
-    return found | {f"the {name}": value for name, value in chosen.items()}
+    inputs |= {f"the header of {name}": sha256(head).hexdigest() for name, head in headers.items()}
+    inputs["the plan"] = digest_of_data([[name, repr(edits[name])] for name in sorted(edits)])
+    return inputs | {f"the {name}": value for name, value in chosen.items()}
 
 
 def copy_files(names: Iterable[str], source: Path, out: Path) -> None:
@@ -278,7 +278,7 @@ def _result_config(
     config: dict[str, Any], plan: Plan, source: Source, options: WriteOptions
 ) -> dict[str, Any]:
     """``config`` with the plan's settings, the chosen dtype, and the marker as its last entry."""
-    config = with_entries(config, {one.name: one.value for one in plan.settings})
+    config = with_entries(config, {setting.name: setting.value for setting in plan.settings})
     config = {**config, MARKER: marker(plan, source, options.allow_nonfinite)}
     if options.dtype is None:
         return config

@@ -39,9 +39,9 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
     edits: dict[int, tuple[torch.Tensor, Edit]] = {}
     for name, edit in edits_of(plan, held=True).items():
         tensor = tensors[name]
-        known = edits.get(id(tensor), (tensor, edit))[1]
-        axes = tuple(dict.fromkeys((*known.axes, *edit.axes)))
-        turns = tuple(dict.fromkeys((*known.turns, *edit.turns)))
+        earlier = edits.get(id(tensor), (tensor, edit))[1]
+        axes = tuple(dict.fromkeys((*earlier.axes, *edit.axes)))
+        turns = tuple(dict.fromkeys((*earlier.turns, *edit.turns)))
         edits[id(tensor)] = tensor, replace(edit, axes=axes, turns=turns)
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():

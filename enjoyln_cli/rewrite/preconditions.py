@@ -49,8 +49,8 @@ def why_nothing_changes(plan: Plan, model: str, ways: Sequence[str] = ()) -> str
     ``ways`` are suggestions such as ``--widen-mlp would convert 3 of 5``.
     """
     if plan.bases:
-        found = Counter(f"{basis.reason} (at {basis.culprit})" for basis in plan.bases)
-        why = "; ".join(f"{count} x {reason}" for reason, count in found.items())
+        counted_reasons = Counter(f"{basis.reason} (at {basis.culprit})" for basis in plan.bases)
+        why = "; ".join(f"{count} x {reason}" for reason, count in counted_reasons.items())
         return f"nothing of {model} can be rotated: {why}"
     already = sum(count for _, count in plan.other_norms)
     if not plan.norms and already:

@@ -89,11 +89,11 @@ def gather(team: ProcessGroup, value: T) -> list[T]:
         return [value]
     import torch.distributed as dist
 
-    found: list[Any] = [None] * team.size
+    values: list[Any] = [None] * team.size
     try:
-        dist.all_gather_object(found, value, group=team.group)
+        dist.all_gather_object(values, value, group=team.group)
     except RuntimeError as error:
         if team.rank:
             raise SystemExit(1) from error
         raise OutputError(f"one of the {team.size} processes has ended early") from error
-    return found
+    return values
