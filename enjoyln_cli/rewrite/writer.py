@@ -291,10 +291,12 @@ def _inputs_of(checkpoint: Checkpoint, edit: Edit, allow_nonfinite: bool) -> Edi
             )
         return value
 
+    baked = edit.bake or edit.level
+    matrices = {edit.plus.matrix if edit.plus else None, baked.table if baked else None}
+
     def read(name: str) -> torch.Tensor:
         value = read_tensor(checkpoint, name)
-        is_matrix = edit.plus is not None and name == edit.plus.matrix  # its product is checked
-        return value if is_matrix else finite(name, value)
+        return value if name in matrices else finite(name, value)  # what is computed is checked
 
     inputs = read_edit_inputs(edit, read)
     if edit.plus and inputs.plus is not None:
