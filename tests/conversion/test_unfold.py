@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from commands import enjoyln
-from edit_cases import EDITS as EVERY_EDIT
+from edit_cases import EDITS as USUAL_EDITS
 from edit_cases import tensors
 from fold_cases import CONFIG, EDITS, gathered, same, sharded, state, store, written
 from live_models import CHECKPOINTS
@@ -30,7 +30,7 @@ from enjoyln_cli.conversion.unfold import restore
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, OutputError
 from enjoyln_cli.plan import edits
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.edits import Edit
+from enjoyln_cli.plan.edits import Bake, Edit
 from enjoyln_cli.plan.plan import Options, Plan, Scale, Verdict, Writer
 from enjoyln_cli.rewrite import archive, tensor_parts
 from enjoyln_cli.rewrite.archive import Recorder, open_archive, save_archive
@@ -141,6 +141,11 @@ def test_pickles_come_back_as_safetensors(tmp_path: Path, kind: str) -> None:
     assert set(files(tmp_path / "back")) == {*weights, "config.json"}
 
 
+EVERY_EDIT = {
+    **USUAL_EDITS,
+    "a norm in a table": ("w", Edit(bake=Bake("w", "g", "v", 1e-5), axes=(Axis(1, 0, 1, 26, 1),))),
+    "a level": ("g", Edit(level=Bake("w", "g", "v", 1e-5))),
+}
 IN_TURN = [(case, DTYPES[at % len(DTYPES)]) for at, case in enumerate(EVERY_EDIT)]
 """Each edit in one of the dtypes."""
 
