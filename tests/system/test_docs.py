@@ -292,9 +292,9 @@ def test_the_counts_of_models_are_those_of_the_census() -> None:
     assert rows and [row for row in rows if f"\n{row}" not in census] == []
 
 
+@pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz")
 @pytest.mark.parametrize("name", ["gpt2", "gpt2_ln_2"])
 def test_the_pictures_are_those_that_are_drawn(name: str) -> None:
-    pytest.importorskip("grandalf")
     why = ["--why", "transformer.h.0.ln_2"] if name == "gpt2_ln_2" else []
     shell(" ".join(["enjoyln report gpt2 --save drawn.svg", *why]))
     drawn, shown = (
