@@ -231,7 +231,12 @@ def restore(
     stored, edit = slot.stored, edits.get(slot.name, Edit())
     if fast_digest(bytes_of(written)) != archive.written.get(stored.name):
         raise changed_since(f"{stored.name} in {stored.file}")
-    if slot.name in written_names(edits) or not edit.changes or not into.numel():
+    is_edited = slot.name not in written_names(edits) and edit.changes and into.numel() > 0
+    if is_edited != (slot.name in archive.originals):
+        raise BadCheckpoint(
+            f"{archive.path} and the plan of this result disagree about {slot.name}; {_ADVICE}"
+        )
+    if not is_edited:
         into.copy_(written)
         return
     try:

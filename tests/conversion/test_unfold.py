@@ -369,6 +369,15 @@ def test_a_kept_file_that_is_damaged(out: Path, back: Path, at: float) -> None:
     refused("original.safetensors is damaged: .*fold the source again", out, back)
 
 
+def test_a_plan_that_was_changed_since(out: Path, back: Path) -> None:
+    """A tensor is not taken for the original because the plan no longer lists its edit."""
+    path = out / "enjoyln_plan.json"
+    plan = json.loads(path.read_text())
+    del plan["writers"][0]
+    path.write_text(json.dumps(plan))
+    refused("original.safetensors and the plan of this result disagree about", out, back)
+
+
 def test_a_kept_file_that_is_cut_or_gone(out: Path, back: Path) -> None:
     path = out / FOLDER / FILE
     path.write_bytes(path.read_bytes()[:-9])
