@@ -279,7 +279,7 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
             "ops": len(plan.ops),
             "kept": [[v.norm, v.reason, v.culprit] for v in plan.kept],
             "rms_norms": sum(count for _, count in plan.other_norms),
-            "by_example": any(t.by_example for t in analysis.problem.flow.traces),
+            "by_example": any(t.by_values for t in analysis.problem.flow.traces),
             "seconds_of_analysis": round(time.perf_counter() - begin, 1),
             "widened": len(plan.widened),
             "untied": len(plan.untied),

@@ -70,7 +70,6 @@ OWNERS = {
     "openvino": {"onnx_export.runtimes"},
     "pydantic": {"plan.schema"},
     "rich": {"cli.console", "cli.progress", "cli.output_lines"},
-    "torch.export": {"trace.torch_export", "trace.size_range"},
     "xxhash": {"fs.digests"},
     "yaml": {"recipe.yaml_text"},
 }
@@ -101,8 +100,6 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively, line {node.lineno}"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.export":
-            names.add("torch.export")
     return names
 
 

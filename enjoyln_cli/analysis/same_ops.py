@@ -16,8 +16,7 @@ from torch.fx.node import map_arg
 
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.models.load import stored_weights
-from enjoyln_cli.models.meta_device import copy_without_weights, on_meta
+from enjoyln_cli.models.meta_device import copy_without_weights
 from enjoyln_cli.trace.failure_reasons import say_why
 from enjoyln_cli.trace.recorder import record_example
 from enjoyln_cli.trace.steps import Steps, quiet
@@ -71,8 +70,7 @@ def _grown(one: str, other: str, size: int, to: int) -> bool:
 
 def _ops(model: nn.Module, call: Call, groups: Mapping[str, str]) -> list[str]:
     """Every op of one call as text, with its operands; ``groups`` gives the names of parameters."""
-    bare = copy_without_weights(model, on_meta).eval()
-    names = {id(t): groups.get(n, n) for n, t in stored_weights(bare).items()}
+    bare = copy_without_weights(model).eval()
     with quiet():
         found, _ = record_example(Steps(bare, call.flags, None, cache=call.cache), call.steps)
     nodes: dict[Any, str] = {}
@@ -80,7 +78,8 @@ def _ops(model: nn.Module, call: Call, groups: Mapping[str, str]) -> list[str]:
     others = 0
     for node in found.graph.nodes:
         if node in found.parameters:
-            nodes[node] = names[id(found.parameters[node])]
+            name = found.parameters[node]
+            nodes[node] = groups.get(name, name)
         elif node.op == "placeholder":
             constant = found.constants.get(node)
             value = "" if constant is None or constant.is_meta else constant.tolist()

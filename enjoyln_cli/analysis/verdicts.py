@@ -88,7 +88,7 @@ def plan_of(subject: TracedClasses, statement: Statement, cut: Cut, options: Opt
         ),
         other_norms=tuple(sorted(Counter(rms_norms(found.model).values()).items())),
         outputs=subject.outputs or _outputs_that_stay(problem, bases, options),
-        by_example=tuple(dict.fromkeys(t.label for t in traces if t.by_example)),
+        by_example=tuple(dict.fromkeys(t.label for t in traces if t.by_values)),
         widened=widened,
         merged=merged,
         unmerged=unmerged,

@@ -7,7 +7,7 @@ never follows values that are marked as written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -83,9 +83,50 @@ def _drop_idle_dropout(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def hides_sharing(graph: Graph) -> bool:
-    """Whether written memory may be shared by an op whose schema does not declare the sharing."""
-    return any(packet(node) in {aten.einsum, *DROPOUTS} for node in _written(graph))
+_SCALINGS: dict[Any, Any] = {
+    aten.mul_.Tensor: aten.mul.Tensor,
+    aten.mul_.Scalar: aten.mul.Scalar,
+    aten.div_.Tensor: aten.div.Tensor,
+    aten.div_.Scalar: aten.div.Scalar,
+}
+"""Products and quotients in place, without rounding to integers."""
+
+
+def replace_scalings(graph: Graph, parameters: Iterable[Node]) -> list[Node]:
+    """Replace ``w.mul_(2)`` by ``w.mul(2)``, and return the parameters that were multiplied so.
+
+    A parameter that a call only multiplies or divides by numbers, as RWKV does at its first call,
+    can still be centred: (P W) / c = P (W / c), so after any number of calls the centred parameter
+    is the centred one of what the original has become. None of ``parameters`` may share its memory
+    with another tensor. A parameter that is written in another way, or of which there are views,
+    is left as it is.
+    """
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    scaled = []
+    for parameter in parameters:
+        value, writes = parameter, []
+        while write := next((user for user in value.users if _is_scaling(user, value)), None):
+            writes.append(write)
+            before = [user for user in value.users if user is not write]
+            if not all(_is_fresh(user) and position[user] < position[write] for user in before):
+                break
+            value = write
+        readers = [user for user in value.users if user.op != "output"]
+        if writes and value is writes[-1] and all(map(_is_fresh, readers)):
+            for write in writes:
+                write.target = _SCALINGS[write.target]
+            scaled.append(parameter)
+    return scaled
+
+
+def _is_scaling(node: Node, written: Node) -> bool:
+    """Whether the node multiplies or divides ``written`` by a number, in place."""
+    return (
+        node.target in _SCALINGS
+        and node.args[0] is written
+        and type(node.args[1]) in (int, float)
+        and not node.kwargs
+    )
 
 
 def _is_fresh(node: Node) -> bool:

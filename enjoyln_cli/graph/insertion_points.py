@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.compiler import is_dynamo_compiling
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
@@ -121,8 +120,6 @@ def _marking(places: Places, path: str, module: nn.Module, leaf: bool) -> Callab
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():
-            return inner(*args, **kwargs)  # values in a subgraph have no place
         if not leaf:
             found = change_input(lambda x: places.mark(path, "input", x), first, args, kwargs)
             if found is None:

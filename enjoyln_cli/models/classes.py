@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.models.meta_device import KeepWhole, forget_stored
+from enjoyln_cli.models.meta_device import KeepWhole, forget_buffers
 from enjoyln_cli.text import did_you_mean, first_line
 
 MAX_MODULES = 500_000
@@ -30,7 +30,7 @@ def build(model_class: type, config: Any) -> nn.Module:
             f"{model_class.__name__} cannot be built from this config: "
             f"{type(error).__name__}: {first}"
         ) from error
-    forget_stored(model)
+    forget_buffers(model, keep_integers=True)
     apply_experts(model)
     return model
 

@@ -113,11 +113,7 @@ class Memory:
         keys = _storages(tensor).keys()
         if keys and keys <= self._storages.keys():
             return keys <= self._whole
-        return (
-            bool(keys)
-            and _known(tensor)
-            and not (tensor.is_floating_point() or tensor.is_complex())
-        )
+        return bool(keys) and _known(tensor) and not _is_real(tensor)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -153,7 +149,7 @@ class _KeepConstants(TorchFunctionMode):
 class KeepWhole(TorchFunctionMode):
     """While a model is built without weights, integer constants in its code keep their values.
 
-    An example is the stride of a convolution that is stored as a tensor. ``forget_stored`` then
+    An example is the stride of a convolution that is stored as a tensor. ``forget_buffers`` then
     removes the values of those that a checkpoint provides. Random values are not drawn for a tensor
     that has none: for that alone, torch takes half of the time of building a GPT-2.
     """
@@ -173,13 +169,18 @@ _DRAWS = {nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_}
 """Functions that pass on their arguments by name, and draw values in place."""
 
 
-def forget_stored(model: nn.Module) -> None:
-    """Move buffers that are stored in checkpoints to the meta device, each shared one once."""
+def forget_buffers(model: nn.Module, keep_integers: bool = False) -> None:
+    """Move buffers to the meta device, each shared one once.
+
+    With ``keep_integers``, integer and bool buffers that no checkpoint stores keep their values.
+    """
     moved = {buffer: buffer.to("meta") for buffer in model.buffers()}
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                setattr(module, name, moved[buffer])
+            is_stored = name not in module._non_persistent_buffers_set
+            if buffer is None or (keep_integers and not is_stored and not _is_real(buffer)):
+                continue
+            setattr(module, name, moved[buffer])
 
 
 class _KeepInputs(TorchDispatchMode):
@@ -220,6 +221,10 @@ class _KeepInputs(TorchDispatchMode):
 
 def _known(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type != "meta"
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _is_unknown_place(index: Any) -> bool:
@@ -292,34 +297,21 @@ def without_weights(model: nn.Module, copied: list[torch.Tensor] | None = None) 
     hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
     if not hooked and all(parameter.is_meta for parameter in model.parameters()):
         return model
-    return copy_without_weights(model, on_meta, copied)
+    return copy_without_weights(model, copied)
 
 
-def on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter on the meta device, which has shapes only."""
-    return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-
-
-def without_memory(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of the same shape, strides, dtype and device whose values take no memory.
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter on the meta device, which has shapes only.
 
     A parameter of another class, such as a quantised one, is copied with its values.
     """
     if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
         return copy.deepcopy(parameter)
-    shape, strides = parameter.shape, parameter.stride()
-    empty = torch.empty_strided(shape, strides, dtype=parameter.dtype, device=parameter.device)
-    if not parameter.is_meta:
-        empty.untyped_storage().resize_(0)
-    return nn.Parameter(empty, parameter.requires_grad)
+    return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
 
-def copy_without_weights(
-    model: nn.Module,
-    stand_in: Callable[[nn.Parameter], nn.Parameter] = without_memory,
-    copied: list[torch.Tensor] | None = None,
-) -> nn.Module:
-    """A copy of ``model`` in which each parameter is replaced by ``stand_in(parameter)``.
+def copy_without_weights(model: nn.Module, copied: list[torch.Tensor] | None = None) -> nn.Module:
+    """A copy of ``model`` whose parameters are on the meta device.
 
     The copy has no hooks of accelerate, which would load the weights. The originals of all other
     copied tensors are appended to ``copied``. Raises ``TraceFailed`` if the model cannot be copied,
@@ -327,7 +319,7 @@ def copy_without_weights(
     """
     kind = type(model).__name__
     hooked = [module for module in model.modules() if hasattr(module, "_hf_hook")]
-    memo: dict[int, Any] = {id(p): stand_in(p) for p in model.parameters()}
+    memo: dict[int, Any] = {id(p): _on_meta(p) for p in model.parameters()}
     replaced = {*map(id, memo.values())}
     memo |= {id(module._hf_hook): None for module in hooked}
     computed: list[torch.Tensor] = []

@@ -19,9 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo.comptime import comptime
-from torch.compiler import is_dynamo_compiling
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules import module as hooks_of_all
 
 from enjoyln_cli.plan.trusted_code import foreign_hooks
@@ -130,11 +127,6 @@ class NormRuns:
         self.unseen: dict[str, str] = {}
         """By path of the norm: why the traced graph does not show all of its runs."""
         self._called: list[str] = []
-        self._tracer: Any = None
-
-    def begin(self) -> None:
-        """Note that a call of the model begins, with the current tracer or none."""
-        self._tracer = _tracer()
 
     def called(self, path: str, call: Callable[[], Any]) -> Any:
         """Run ``call``, which calls the module at ``path``, and return its result."""
@@ -149,18 +141,8 @@ class NormRuns:
         """Note a run of the ``forward`` of the norm at ``path`` with these arguments."""
         if not self._called or self._called.pop() != path:
             self.unseen.setdefault(path, "its forward runs without a call of the module")
-        elif _tracer() is not self._tracer:
-            self.hidden(path)
         elif only_input(args, kwargs, name) is None:
             self.unseen.setdefault(path, "it is called with more than one tensor")
-
-    def hidden(self, path: str) -> None:
-        """Note that the norm at ``path`` runs where the graph does not show it."""
-        self.unseen.setdefault(path, "it is called inside an operator such as torch.cond")
-
-
-def _tracer() -> Any:
-    return getattr(get_proxy_mode(), "tracer", None)
 
 
 def watch_norms(model: nn.Module) -> NormRuns:
@@ -176,19 +158,11 @@ def _watching(base: Any, path: str, runs: NormRuns) -> type:
     """A subclass of ``base`` that computes the same and reports each run to ``runs``."""
     name = first_input(base.forward)
 
-    def hidden(_: Any) -> None:
-        runs.hidden(path)
-
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():
-            return super(cls, self).__call__(*args, **kwargs)
         return runs.called(path, lambda: super(cls, self).__call__(*args, **kwargs))
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():
-            comptime(hidden)
-        else:
-            runs.ran(path, args, kwargs, name)
+        runs.ran(path, args, kwargs, name)
         return base.forward(self, *args, **kwargs)
 
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]

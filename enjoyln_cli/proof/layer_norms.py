@@ -95,11 +95,6 @@ def norm_calls(
         for path, why in dict(inside).items():
             if path not in norms and path not in refused and not _is_foreign(path, flow):
                 refused[path] = why
-    for path in calls:
-        if any(path in trace.hidden for trace in flow.traces):
-            refused.setdefault(
-                path, "an operator such as torch.cond may call it without being seen"
-            )
     for path in {path for trace in flow.traces for path in trace.leaving_unreturned(norms)}:
         refused.setdefault(path, "a value computed inside it is used outside")
     for path, values in calls.items():

@@ -1,29 +1,27 @@
 """Turn a captured graph into a ``Trace``: name its parameters, inputs and outputs.
 
-Graphs come from a recording (``recorder``) or from ``torch.export`` (``export``). For both, this
-module adds the names of parameters, inputs and output fields, and what is known about shared
-memory, norms and insertion points.
+A recording (``recorder``) has nodes only. This module adds the names of parameters, inputs and
+output fields, and what is known about shared memory, norms and insertion points.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.calls.input_forms import accepted_by
 from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.graph.insertion_points import blocks, lost_places, places_of
-from enjoyln_cli.graph.subgraphs import has_closed, read_by_closed
-from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.outputs import is_fed_back
+from enjoyln_cli.trace.recorder import Recording
 from enjoyln_cli.trace.shared_storage import reason_outside
 from enjoyln_cli.trace.steps import Steps, Watchers
 from enjoyln_cli.trace.trace import Naming, Trace
@@ -58,21 +56,15 @@ class CallToTrace:
 
 def annotate(
     this: CallToTrace,
-    graph: Graph,
+    recording: Recording,
     *,
-    parameters: Mapping[Node, torch.Tensor],
-    inputs: Iterable[Node | None],
-    returned: dict[Node, tuple[str, ...]],
-    changed: Iterable[str],
-    outside: Iterable[Any],
+    changed: Iterable[str] = (),
     scaled: Iterable[str] = (),
 ) -> Trace:
-    """The trace of a captured graph.
+    """The trace of a recorded call.
 
-    ``inputs`` are the nodes of the flattened steps, in order. ``returned`` maps each value that the
-    call returns to its output fields. ``changed`` are parameters that the call changes, so that
-    they must not be edited; ``scaled`` are those that it only multiplies by numbers. ``outside``
-    are tensors that the graph reads and that are not parameters, buffers or inputs.
+    ``changed`` are parameters that the call changes, so that they must not be edited; ``scaled``
+    are those that it only multiplies by numbers.
     """
     model, naming = this.model, this.naming
     order = inspect.signature(model.forward).parameters
@@ -80,21 +72,17 @@ def annotate(
     names = [_input_name(path, order) for path, _ in steps]
     accepted = accepted_by(model)
     leaves = {naming(path) for path, module in model.named_modules() if not any(module.children())}
-    named = _named(this, parameters)
-    by_call = _locked_by_call(this, changed, outside)
-    lost, hidden = this.watchers.places.lost | lost_places(graph), set()
-    if has_closed(graph):
-        read = {naming(name) for name in by_call}.union(
-            *(names for node, names in named.items() if read_by_closed(node))
-        )
-        hidden = _may_call(model, naming, read)
-        lost |= {(path, at) for path in hidden for at in ("input", "output")}
-    locked = {**by_call, **this.weights.locked}
+    returned = _fields_of(recording.returned, recording.layout)
+    lost = this.watchers.places.lost | lost_places(recording.graph)
+    locked = {**_locked_by_call(this, changed, recording.constants.values()), **this.weights.locked}
     return Trace(
         label=this.call.label,
-        graph=graph,
-        parameters=named,
-        inputs={node: name for node, name in zip(inputs, names, strict=True) if node is not None},
+        graph=recording.graph,
+        parameters={
+            node: tuple(dict.fromkeys(map(naming, this.weights.ties[name])))
+            for node, name in recording.parameters.items()
+        },
+        inputs=dict(zip(recording.inputs, names, strict=True)),
         naming=naming,
         required=this.call.required,
         leaves=frozenset(leaves),
@@ -108,21 +96,11 @@ def annotate(
         unseen={naming(path): why for path, why in this.watchers.norms.unseen.items()},
         locked={naming(name): reason for name, reason in locked.items()},
         scaled=frozenset(map(naming, scaled)),
-        places={node: (naming(path), at) for node, (path, at) in places_of(graph).items()},
+        places={
+            node: (naming(path), at) for node, (path, at) in places_of(recording.graph).items()
+        },
         lost=frozenset((naming(path), at) for path, at in lost),
-        hidden=frozenset(map(naming, hidden)),
     )
-
-
-def _named(
-    this: CallToTrace, parameters: Mapping[Node, torch.Tensor]
-) -> dict[Node, tuple[str, ...]]:
-    """All names of the parameter that each node stands for."""
-    aliases: dict[int, dict[str, None]] = {}
-    for name, tensor in stored_weights(this.model).items():
-        tied = (this.naming(other) for other in this.weights.ties[name])
-        aliases.setdefault(id(tensor), {}).update(dict.fromkeys(tied))
-    return {node: tuple(aliases[id(tensor)]) for node, tensor in parameters.items()}
 
 
 def _locked_by_call(
@@ -142,21 +120,7 @@ def _locked_by_call(
     return reasons | reason_outside(this.model, tensors)
 
 
-def _may_call(model: nn.Module, naming: Naming, read: Container[str]) -> set[str]:
-    """The modules that a control flow operator may call inside its own graphs.
-
-    These are modules with a parameter in ``read`` (which such an operator reads), and modules
-    without parameters.
-    """
-    found = set()
-    for path, module in model.named_modules():
-        own = [naming(f"{path}.{name}" if path else name) for name in stored_weights(module)]
-        if not own or any(name in read for name in own):
-            found.add(path)
-    return found
-
-
-def fields_of(returned: list[Node], layout: pytree.TreeSpec) -> dict[Node, tuple[str, ...]]:
+def _fields_of(returned: list[Node], layout: pytree.TreeSpec) -> dict[Node, tuple[str, ...]]:
     """The output fields of each value that ``Steps`` returned, without escaped values.
 
     A value that only the submodule ``inner`` returned has no field. Values in the last entry of the

@@ -1,52 +1,52 @@
-"""Capture the graph of one call of a model, by the first of three methods that works.
+"""Capture the graph of one call of a model, by recording the ops of one run without weights.
 
-1. Record the ops of a run on the meta device (``recorder.record``). This is the fastest method, but
-   only for models without weights and calls without side effects.
-2. Capture the call with ``torch.export`` (``export``).
-3. If that fails, or if the input of a norm has no fixed shape since shapes depend on values: record
-   the ops of one run on example values (``recorder.record_example``). The graph then holds for
-   calls of this kind only.
+A run without any values is tried first (``recorder.record``): it is fast, and its graph holds for
+all values. If the code needs values of its inputs, or writes in place, the run is repeated with the
+values of the example inputs (``recorder.record_example``). If Python reads one of these, the graph
+holds for calls of this kind only.
 
-Each works on a copy of the model without weights that is made for this one graph.
+Each recording works on a copy of the model without weights that is made for this one graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import nn
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.errors import TraceFailed
-from enjoyln_cli.graph.in_place import mark_written, mutating_ops, replace_private_writes
+from enjoyln_cli.graph.in_place import (
+    mark_written,
+    mutating_ops,
+    replace_private_writes,
+    replace_scalings,
+)
 from enjoyln_cli.graph.insertion_points import settle
-from enjoyln_cli.graph.nodes import aten, packet, shape_of
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import (
     copy_without_weights,
+    forget_buffers,
     on_cpu,
-    on_meta,
     weightless,
-    without_memory,
 )
 from enjoyln_cli.models.norm_modules import first_names
 from enjoyln_cli.plan.trusted_code import is_stock
-from enjoyln_cli.trace.annotate import CallToTrace, Weights, annotate, fields_of
+from enjoyln_cli.trace.annotate import CallToTrace, Weights, annotate
 from enjoyln_cli.trace.failure_reasons import say_why
-from enjoyln_cli.trace.recorder import Recording, is_recordable, record, record_example
+from enjoyln_cli.trace.recorder import record, record_example
 from enjoyln_cli.trace.shared_storage import reason_of_sharing, reason_outside, ties
 from enjoyln_cli.trace.steps import Steps, quiet, watch
-from enjoyln_cli.trace.torch_export import export_call
 from enjoyln_cli.trace.trace import Naming, Trace
 
 
 class Captures:
-    """Captures the graphs of one model's calls, and keeps those that were recorded."""
+    """Captures the graphs of one model's calls, and keeps those that needed no values."""
 
     def __init__(self, model: nn.Module, naming: Naming = str, inner: str | None = None) -> None:
         """``naming`` converts a path in ``model`` to the name that the plan uses.
@@ -69,34 +69,22 @@ class Captures:
     def capture(self, call: Call) -> Trace:
         """The graph of one call in its mode, in which ``aten.linear`` etc. are single nodes.
 
-        Raises ``TraceFailed`` if the model can neither be exported nor run without its weights.
+        Raises ``TraceFailed`` if the model cannot run without its weights.
         """
         if recording := self._recording(call):
             return recording
-        exported, exporting = None, None
         try:
             with quiet(call.training):
-                exported = export_call(self.prepared(call))
-        except Exception as error:  # torch.export passes on exceptions of any class
-            exporting = error
-        if exported is not None and not _normalises_unknown_shapes(exported.graph):
-            return exported
-        try:
-            with quiet(call.training):
-                return record_example_call(self.prepared(call, on_meta))
-        except Exception as error:
-            if exported is not None:
-                return exported
+                return record_example_call(self.prepared(call))
+        except Exception as error:  # of the model's code, or of torch
             raise TraceFailed(
                 f"{type(self.model).__name__} could not be traced ({call.label}): {say_why(error)}"
-            ) from exporting
+            ) from error
 
-    def prepared(
-        self, call: Call, stand_in: Callable[[nn.Parameter], nn.Parameter] = without_memory
-    ) -> CallToTrace:
+    def prepared(self, call: Call) -> CallToTrace:
         """``call`` with a copy of the model that runs it (see ``copy_without_weights``)."""
         copied: list[torch.Tensor] = []
-        bare = copy_without_weights(self.model, stand_in, copied)
+        bare = copy_without_weights(self.model, copied)
         own = {*map(id, stored_weights(self.model).values())}
         others = [tensor for tensor in copied if id(tensor) not in own]
         locked = {**reason_outside(self.model, others), **self._weights.locked}
@@ -110,15 +98,14 @@ class Captures:
         )
 
     def _recording(self, call: Call) -> Trace | None:
-        """The recorded graph of a call; ``None`` if it cannot be recorded."""
+        """The graph of a call that was recorded without values; ``None`` if it needs some."""
         if id(call) not in self._recordings:
             self._recordings[id(call)] = call, self._record(call)
         return self._recordings[id(call)][1]
 
     def _record(self, call: Call) -> Trace | None:
-        if is_recordable(self.model):
-            with suppress(Exception), quiet(call.training):  # export reports any error
-                return record_call(self.prepared(call))
+        with suppress(Exception), quiet(call.training):  # the run with values reports any error
+            return record_call(self.prepared(call))
         return None
 
     @cached_property
@@ -136,7 +123,8 @@ class Captures:
 def accepts(model: nn.Module, call: Call) -> bool:
     """Whether the model accepts inputs of this form, found by a run without weights."""
     try:
-        bare = copy_without_weights(model, on_meta).train(call.training)
+        bare = copy_without_weights(model).train(call.training)
+        forget_buffers(bare, keep_integers=True)
         with quiet(call.training), weightless():
             Steps(bare, call.flags, None, cache=call.cache)(*on_cpu(call.steps))
     except Exception:  # with inputs of a wrong form, a model may raise any exception
@@ -144,50 +132,36 @@ def accepts(model: nn.Module, call: Call) -> bool:
     return True
 
 
-def _normalises_unknown_shapes(graph: Graph) -> bool:
-    """Whether a LayerNorm reads a tensor whose shape depends on values, so its axis is unknown."""
-    called = (node for node in graph.nodes if packet(node) is aten.layer_norm)
-    return any(shape_of(node) is None for node in called)
-
-
 def record_call(this: CallToTrace) -> Trace:
-    """The recorded graph of a call. Raises an exception if a recording cannot capture it."""
-    found = record(this.runner(), this.call.steps)
-    _settle(found)
-    if left := mutating_ops(found.graph):
+    """The graph of a call, recorded without values. Raises an exception if it needs some."""
+    forget_buffers(this.model)
+    recording = record(this.runner(), this.call.steps)
+    settle(recording.graph)
+    replace_private_writes(recording.graph)
+    if left := mutating_ops(recording.graph):
         raise TraceFailed(f"{left[0].target} writes to memory that other ops may read")
-    return _annotated(this, found)
+    return annotate(this, recording)
 
 
 def record_example_call(this: CallToTrace) -> Trace:
     """The graph of a call with its example inputs. Raises an exception if it cannot be recorded."""
+    forget_buffers(this.model, keep_integers=True)
     runner = this.runner()
-    found, computed = record_example(runner, this.call.steps)
-    _settle(found)
-    if any(map(computed.holds_real, found.constants.values())):
+    recording, computed = record_example(runner, this.call.steps)
+    settle(recording.graph)
+    replace_private_writes(recording.graph)
+    constants = recording.constants.values()
+    if any(map(computed.holds_real, constants)):
         raise TraceFailed("a value leaves the graph as a parameter or a tensor of another class")
-    mark_written(found.graph, _sharing(this, found.parameters))
-    trace = _annotated(this, found, runner.replaced | runner.written)
-    read = runner.read_values or any(map(_tells_python, found.graph.nodes))
-    read |= any(map(computed.holds, found.constants.values()))
-    return replace(trace, by_example=True, by_values=read)
-
-
-def _settle(found: Recording) -> None:
-    settle(found.graph)
-    replace_private_writes(found.graph)
-
-
-def _annotated(this: CallToTrace, found: Recording, changed: Iterable[str] = ()) -> Trace:
-    return annotate(
-        this,
-        found.graph,
-        parameters=found.parameters,
-        inputs=found.inputs,
-        returned=fields_of(found.returned, found.layout),
-        changed=changed,
-        outside=found.constants.values(),
-    )
+    names = recording.parameters
+    tied_or_locked = [node for node, name in names.items() if _is_shared(this.weights, name)]
+    scaled = replace_scalings(recording.graph, names.keys() - {*tied_or_locked})
+    scaled_names = {names[node] for node in scaled} - runner.replaced
+    mark_written(recording.graph, tied_or_locked)
+    changed = runner.replaced | (runner.written - scaled_names)
+    trace = annotate(this, recording, changed=changed, scaled=scaled_names)
+    read = runner.read_values or any(map(_tells_python, recording.graph.nodes))
+    return replace(trace, by_values=read or any(map(computed.holds, constants)))
 
 
 def _tells_python(node: Node) -> bool:
@@ -196,9 +170,6 @@ def _tells_python(node: Node) -> bool:
     return not told.isdisjoint(getattr(node.target, "tags", ()))
 
 
-def _sharing(this: CallToTrace, parameters: Mapping[Node, torch.Tensor]) -> list[Node]:
-    """The nodes of parameters that share memory with other tensors."""
-    locked, tied = this.weights.locked, this.weights.ties
-    named = {id(tensor): name for name, tensor in stored_weights(this.model).items()}
-    names = {node: named[id(tensor)] for node, tensor in parameters.items()}
-    return [node for node, name in names.items() if name in locked or len(tied[name]) > 1]
+def _is_shared(weights: Weights, name: str) -> bool:
+    """Whether a parameter shares memory with another tensor."""
+    return name in weights.locked or len(weights.ties[name]) > 1

@@ -1,21 +1,14 @@
-"""Find the values that leave a call of a model without being returned.
-
-A module may keep a tensor as an attribute, or in a container or an object that is one, and Python
-code may read the value of a tensor as a number. The graph shows neither.
-"""
+"""Find the values that Python code reads from tensors as numbers, which no graph shows."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
-from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from enjoyln_cli.errors import TraceFailed
-from enjoyln_cli.models.outputs import tensors_in
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 READS = {
@@ -24,8 +17,6 @@ READS = {
     "numpy", "storage", "tolist", "untyped_storage",
 }  # fmt: skip
 """Functions by which Python gets the values of a tensor, or access to them."""
-_COMPARED = (bool, int, str, type(None))
-"""Types of attributes that show whether the next call may take another path."""
 
 
 class WatchReads(TorchFunctionMode):
@@ -46,22 +37,10 @@ class WatchReads(TorchFunctionMode):
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise TraceFailed("forward assigns to the .data of a tensor, which no graph shows")
         result = func(*args, **(kwargs or {}))
-        if is_dynamo_compiling() or getattr(func, "__name__", "") not in READS:
+        if getattr(func, "__name__", "") not in READS:
             return result
         self.read_values = True
         if any(isinstance(leaf, _NUMBERS) for leaf in pytree.tree_leaves(result)):
             given = pytree.tree_leaves((args, kwargs))
             self.read += [value for value in given if isinstance(value, torch.Tensor)]
         return result
-
-
-def held_by_modules(model: nn.Module) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """The plain attributes of all modules by path, and every tensor that an attribute leads to."""
-    with torch._C.DisableTorchFunction():  # what is read here is not read by the model
-        plain = {
-            f"{path}.{name}" if path else name: value
-            for path, module in model.named_modules()
-            for name, value in vars(module).items()
-            if type(value) in _COMPARED
-        }
-        return plain, tensors_in(model)

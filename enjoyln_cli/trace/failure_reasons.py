@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
-import torch
 from torch import nn
 
 from enjoyln_cli.errors import EnjoyLNError, TraceFailed
@@ -46,8 +45,8 @@ _CAUSES = [
         "compute with the tensor itself, and not with its .data, storage or pointer",
     ),
     (
-        r"higherorderoperator|torch\.cond|while_loop",
-        "uses a control flow operator of torch that cannot be recorded with these inputs",
+        r"higherorderoperator|torch\.cond|while_loop|active mode .* not registered",
+        "uses a control flow operator of torch, which cannot be recorded",
         "choose with torch.where, or with an if on a plain Python number",
     ),
     (
@@ -97,12 +96,7 @@ def _steps(found: TracebackType | None) -> Iterator[tuple[FrameType, int, int]]:
 
 @contextmanager
 def foreign_code(model: nn.Module) -> Iterator[None]:
-    """Inside the block, any exception of the model's code, or of torch, becomes ``TraceFailed``.
-
-    If torch compiled a function meanwhile (as for ``torch.cond``), all compiled functions are
-    dropped, because torch allows only a few compiled forms of each; the next call compiles again.
-    """
-    compiled = _graphs_compiled()
+    """Inside the block, any exception of the model's code, or of torch, becomes ``TraceFailed``."""
     try:
         yield
     except EnjoyLNError:
@@ -111,12 +105,3 @@ def foreign_code(model: nn.Module) -> Iterator[None]:
         raise TraceFailed(
             f"{type(model).__name__} could not be analysed: {say_why(error)}"
         ) from error
-    finally:
-        if _graphs_compiled() != compiled:
-            torch.compiler.reset()
-
-
-def _graphs_compiled() -> int:
-    """How many graphs ``torch.compile`` has captured in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0

@@ -1,17 +1,18 @@
 """Record the operations of a model on the meta device while they run, without decomposing them.
 
-``record`` gives the same graph as ``torch.export`` in about a quarter of the time. It works for
-models without any values: weights, buffers and inputs have shapes only. So no value can choose a
-path, and one run stands for all runs with these shapes. Everything else is left to
-``torch.export``: a number that Python reads from a tensor, a write to memory that existed before
-the call, a tensor from elsewhere, any exception. Then ``NotRecorded`` is raised, even if the
-model's code catches the first exception. Writes to memory of the call itself are recorded as they
-are; ``graph.in_place`` then replaces those that no other op can see.
+``record`` is strict: weights, buffers and inputs have shapes only. So no value can choose a path,
+and one run stands for all runs with these shapes. Everything else is left to ``record_example``: a
+number that Python reads from a tensor, a write to memory that existed before the call, a tensor
+from elsewhere, any exception. Then ``NotRecorded`` is raised, even if the model's code catches the
+first exception. Writes to memory of the call itself are recorded as they are; ``graph.in_place``
+then replaces those that no other op can see.
 
-``record_example`` is lenient. Inputs, and everything computed from inputs alone, have values (see
-``models.meta_device``). What reads or writes values is recorded as any other operation, so the
-graph holds for calls with these values only. It is for models that ``torch.export`` cannot capture
-since shapes depend on values. Neither can record an operator with a subgraph.
+``record_example`` is lenient. Inputs and buffers, and everything computed from these alone, have
+values (see ``models.meta_device``). What reads or writes values is recorded as any other operation.
+If Python reads a value, the graph holds for calls with these values only.
+
+Neither can record an operator with a subgraph, such as ``torch.cond``. Both run the branches that a
+model takes while it is exported, since these need the fewest values.
 """
 
 from __future__ import annotations
@@ -25,8 +26,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
+from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,7 +41,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from enjoyln_cli.graph.nodes import packet
 from enjoyln_cli.models.load import stored_weights
-from enjoyln_cli.models.meta_device import Memory, beside, on_cpu, weightless
+from enjoyln_cli.models.meta_device import Memory, on_cpu, weightless
 from enjoyln_cli.trace import meta_results
 from enjoyln_cli.trace.escapes import READS
 from enjoyln_cli.trace.steps import Steps, as_exporting
@@ -56,7 +63,8 @@ class Recording:
     """The graph of one run."""
 
     graph: Graph
-    parameters: Mapping[Node, torch.Tensor]
+    parameters: Mapping[Node, str]
+    """The first name of the parameter or stored buffer that each of these nodes stands for."""
     inputs: list[Node]
     """The nodes of the flattened steps, in order."""
     constants: Mapping[Node, torch.Tensor]
@@ -66,30 +74,22 @@ class Recording:
     """The structure of the result of ``Steps``."""
 
 
-def is_recordable(model: nn.Module) -> bool:
-    """Whether all parameters and buffers are plain tensors on the meta device."""
-    parameters, buffers = list(model.parameters()), list(model.buffers())
-    plain = all(type(tensor) in _PLAIN and tensor.is_meta for tensor in (*parameters, *buffers))
-    return bool(parameters) and plain
-
-
 def record(runner: Steps, steps: Any) -> Recording:
-    """The graph of ``runner`` for ``steps`` without values; its model has to be recordable.
+    """The graph of ``runner`` for ``steps`` without values.
 
-    Raises ``NotRecorded``, or any exception of the model.
+    All weights and buffers of its model are on the meta device. Raises ``NotRecorded``, or any
+    exception of the model.
     """
-    leaves, layout = pytree.tree_flatten(beside(runner.model, steps))
+    if not all(type(tensor) in _PLAIN for tensor in (*runner.parameters(), *runner.buffers())):
+        raise NotRecorded("a parameter is not a plain tensor")
+    bare = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), steps)
+    leaves, layout = pytree.tree_flatten(bare)
     if any(isinstance(leaf, torch.Tensor) and type(leaf) is not torch.Tensor for leaf in leaves):
         raise NotRecorded("an input is not a plain tensor")
     recorder = _Recorder(_Tracer())
-    buffers = list(runner.buffers())
-    with as_exporting():
-        recording, result = _record(runner, recorder, leaves, layout)
-    *returned, (_, others) = result
+    recording, (*returned, (_, others)) = _record(runner, recorder, leaves, layout)
     repeated = len(returned) > len(steps) or bool(others)
-    now = list(runner.buffers())
-    moved = len(now) != len(buffers) or any(map(operator.is_not, now, buffers))
-    if not recorder.sure or repeated or moved or runner.replaced or runner.written:
+    if not recorder.sure or repeated or runner.replaced or runner.written:
         raise NotRecorded("a call reads a value, or leaves something behind")
     return recording
 
@@ -106,19 +106,46 @@ def record_example(runner: Steps, steps: Any) -> tuple[Recording, Memory]:
     return recording, computed
 
 
+def record_symbolic(runner: Steps, steps: Any, sizes: ShapeEnv) -> Graph:
+    """The graph of ``runner`` for ``steps`` in which every size but 1 is a symbol of ``sizes``.
+
+    Whenever Python reads a size, ``sizes`` gets a condition under which the path stays the same.
+    All tensors count as on the CPU, and none has values. Raises ``NotRecorded``, or any exception
+    of the model.
+    """
+    fake = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
+    with fake:
+        runner.to_empty(device="cpu")
+
+    def with_symbols(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = torch.empty_like(tensor, device="cpu")
+        free = [DimDynamic.STATIC if n == 1 else DimDynamic.DYNAMIC for n in tensor.shape]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=free)
+        return fake.from_tensor(tensor, symbolic_context=context)
+
+    leaves, layout = pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, with_symbols, steps))
+    with fake:
+        recording, _ = _record(runner, _Recorder(_Tracer(), lenient=True), leaves, layout)
+    return recording.graph
+
+
 def _record(
     runner: Steps, recorder: _Recorder, leaves: list[Any], layout: pytree.TreeSpec
 ) -> tuple[Recording, Any]:
     """What ``recorder`` records of ``runner``, and its result; ``leaves`` are its inputs."""
     tracer = recorder.tracer
-    weights = {id(tensor): tensor for tensor in stored_weights(runner.model).values()}
-    parameters = {tracer.placeholder(tensor): tensor for tensor in weights.values()}
+    parameters: dict[Node, str] = {}
+    known: set[int] = set()
+    for name, tensor in stored_weights(runner.model).items():
+        if id(tensor) not in known:
+            parameters[tracer.placeholder(tensor)] = name
+            known.add(id(tensor))
     for buffer in runner.buffers():
-        if id(buffer) not in weights:
+        if id(buffer) not in known:
             tracer.placeholder(buffer)
     inputs = [tracer.placeholder(leaf) for leaf in leaves]
     tracer.follow_module_calls(runner)
-    with _NoReads(recorder), enable_python_dispatcher(), recorder:
+    with as_exporting(), _NoReads(recorder), enable_python_dispatcher(), recorder:
         result = runner(*pytree.tree_unflatten(leaves, layout))
     results, results_layout = pytree.tree_flatten(result)
     nodes = [tracer.node_of(tensor, recorder.lenient) for tensor in results]
@@ -265,6 +292,9 @@ class _Recorder(ProxyTorchDispatchMode):
     ) -> Any:
         return self._recorded(func, args, kwargs or {})
 
+    def __sym_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)  # arithmetic of sizes is not recorded
+
     def alias(self, value: torch.Tensor) -> torch.Tensor:
         """``aten.alias(value)``, recorded without a way through torch's slower dispatcher."""
         with torch._C.DisableTorchFunction():
@@ -364,8 +394,6 @@ class _Recorder(ProxyTorchDispatchMode):
             return type(value)([self._with_nodes(item, devices) for item in value])
         if type(value) is dict:
             return {key: self._with_nodes(item, devices) for key, item in value.items()}
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise NotRecorded("a size is symbolic")
         return value
 
     def _number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,9 +1,9 @@
 """Find the input sizes for which a call takes the same path as the traced one.
 
-A second trace makes every size a symbol. Whenever Python reads a size (a comparison, ``range``,
-``len``, an index), torch records a condition under which the path stays the same. For all sizes
-that meet these conditions, the call runs the same operations. As a check, the operations of both
-traces are compared. A size of 1 stays 1, since torch broadcasts it.
+A second recording makes every size a symbol. Whenever Python reads a size (a comparison, ``range``,
+``len``, an index), torch adds a condition under which the path stays the same. For all sizes that
+meet these conditions, the call runs the same operations. As a check, the operations of both
+recordings are compared. A size of 1 stays 1, since torch broadcasts it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import config as dynamo
 from torch.fx import Graph, Node
 from torch.fx.experimental import _config as symbolic
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
 from enjoyln_cli.calls.calls import Call
-from enjoyln_cli.graph.in_place import mutating_ops, replace_private_writes
-from enjoyln_cli.graph.subgraphs import put_back_regions
-from enjoyln_cli.models.meta_device import beside, copy_without_weights
+from enjoyln_cli.graph.in_place import replace_private_writes
+from enjoyln_cli.models.meta_device import copy_without_weights
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument
 from enjoyln_cli.plan.call_text import condition_of, names_in
 from enjoyln_cli.plan.covered_calls import (
@@ -42,6 +41,7 @@ from enjoyln_cli.plan.covered_calls import (
     sizes_in,
     value_of,
 )
+from enjoyln_cli.trace.recorder import record_symbolic
 from enjoyln_cli.trace.steps import Steps, quiet, watch
 from enjoyln_cli.trace.trace import Trace
 
@@ -55,7 +55,7 @@ def traced_forms(model: nn.Module, trace: Trace) -> tuple[CallForm, ...]:
     call = trace.call
     if trace.by_values:
         return ()
-    if not trace.by_example and (general := _general_forms(model, call, trace)):
+    if general := _general_forms(model, call, trace):
         return general
     args, kwargs = call.steps[0]
     named = {**kwargs, **call.flags}
@@ -83,16 +83,13 @@ class _Before:
     """Records the form of each step, and how many conditions on sizes existed when it began."""
 
     model: nn.Module
+    sizes: ShapeEnv
     forms: list[CallForm | None] = field(default_factory=list)
     known: list[int] = field(default_factory=list)
-    environment: Any = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        form = call_form(self.model, args, kwargs)
-        found = (s.node.shape_env for s in _sizes(form) if isinstance(s, torch.SymInt))
-        self.environment = next(found, self.environment)
-        self.forms.append(form)
-        self.known.append(len(self.environment.guards) if self.environment else 0)
+        self.forms.append(call_form(self.model, args, kwargs))
+        self.known.append(len(self.sizes.guards))
 
 
 def in_one_row(call: Call, forms: Iterable[CallForm]) -> Iterator[Call]:
@@ -121,25 +118,20 @@ def _holds_for_one(form: CallForm) -> bool:
 
 def _general_forms(model: nn.Module, call: Call, trace: Trace) -> tuple[CallForm, ...]:
     """The forms with symbolic sizes; empty if it is unknown for which sizes they hold."""
+    sizes = ShapeEnv()
     try:
         bare = copy_without_weights(model)
         watch(bare, call.training)
-        placed = beside(bare, call.steps)
-        free = pytree.tree_map(_free_sizes, placed)
-        before = _Before(bare)
+        before = _Before(bare, sizes)
         oblivious = symbolic.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-        uncached = dynamo.patch(fake_tensor_cache_enabled=False)  # with symbols, it slows tracing
-        steps = Steps(bare, call.flags, None, cache=call.cache, before=before)
-        with quiet(call.training), oblivious, uncached, _read_as_text():
-            program = torch.export.export(steps, placed, dynamic_shapes=(free,), strict=False)
-            put_back_regions(program.graph_module)
-            replace_private_writes(program.graph)
-            if mutating_ops(program.graph):
-                program = program.run_decompositions({})
-        if _operations(program.graph) != _operations(trace.graph):
+        runner = Steps(bare, call.flags, None, cache=call.cache, before=before)
+        with quiet(call.training), oblivious, _read_as_text():
+            graph = record_symbolic(runner, call.steps, sizes)
+            replace_private_writes(graph)
+        if _operations(graph) != _operations(trace.graph):
             return ()
         return tuple(_forms_with_conditions(before, len(call.steps)))
-    except Exception:  # torch.export passes on exceptions of any class
+    except Exception:  # of the model's code, or of torch
         return ()
 
 
@@ -161,16 +153,10 @@ def _read_as_text() -> Iterator[None]:
         torch.SymInt.__repr__ = plain  # type: ignore[method-assign]
 
 
-def _free_sizes(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return None
-    return {dim: torch.export.Dim.AUTO for dim, size in enumerate(value.shape) if size != 1}
-
-
 def _operations(graph: Graph) -> list[Any]:
     """The operations on tensors in order, without reads of sizes and marks of places.
 
-    ``detach_`` is left out too: ``torch.tensor`` runs it, but a recording does not contain it.
+    ``detach_`` is left out too: ``torch.tensor`` runs it, and a strict recording leaves it out.
     """
     aten = torch.ops.aten
     others = (aten.sym_size, aten.sym_numel, aten.sym_stride, aten.alias, aten.detach_)
@@ -192,21 +178,18 @@ def _is_whole(node: Node) -> bool:
 
 
 def _forms_with_conditions(before: _Before, steps: int) -> Iterator[CallForm]:
-    """The forms of the steps with conditions from the guards of ``torch.export``.
+    """The forms of the steps, with conditions from the guards on sizes.
 
     Raises ``ValueError`` for a condition that cannot be expressed.
     """
-    environment = before.environment
-    guards = [] if environment is None else list(environment.guards)
-    if environment is not None and any(environment.deferred_runtime_asserts.values()):
+    if any(before.sizes.deferred_runtime_asserts.values()):
         return
-    ends = [*before.known[1:], len(guards)]
-    for place, form in enumerate(before.forms[:steps]):
+    guards = before.sizes.guards
+    ends = [*before.known[1:steps], len(guards)]
+    for form, begin, end in zip(before.forms[:steps], before.known, ends, strict=False):
         if form is not None:
-            begin = before.known[place]
-            end = len(guards) if place == steps - 1 else ends[place]
-            own = [environment.simplify(guard.expr) for guard in guards[:end]]
-            yield _with_names(form, own[:begin], own[begin:])
+            conditions = [before.sizes.simplify(guard.expr) for guard in guards[:end]]
+            yield _with_names(form, conditions[:begin], conditions[begin:])
 
 
 def _with_names(form: CallForm, earlier: list[Any], own: list[Any]) -> CallForm:

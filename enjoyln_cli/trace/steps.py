@@ -5,9 +5,10 @@ that copy: its norms are observed, and its insertion points marked. The copy is 
 the trace, so the model itself stays as it is. ``quiet`` is all that a trace changes in the process
 meanwhile.
 
-A call passes values on by returning them, in caches, by writing into buffers and inputs, and as
-attributes of modules. If it leaves something behind, the next call may use it, so a second call is
-traced in the same graph.
+A call passes values on by returning them, in caches, by replacing buffers, and by writing into
+parameters, buffers and inputs. If it leaves something behind, the next call may use it, so a second
+call is traced in the same graph. Other state, such as attributes of modules, is not looked at: a
+``forward`` is a function of its arguments, parameters and buffers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from enjoyln_cli.models.norm_modules import NormRuns, watch_norms
 from enjoyln_cli.models.outputs import by_field, tensors_in
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument, returned_cache
 from enjoyln_cli.plan.trusted_code import foreign_hooks
-from enjoyln_cli.trace.escapes import WatchReads, held_by_modules
+from enjoyln_cli.trace.escapes import WatchReads
 
 _LATER = (Iterator, FunctionType, MethodType, BuiltinMethodType, partial, ReferenceType)
 """Types of results whose tensors come to light after the call."""
@@ -70,7 +71,7 @@ class Steps(nn.Module):
         returned.
 
         The first step gets a copy of ``cache``. ``before`` is called with the arguments of each
-        step. ``watchers`` are told when recording begins.
+        step. ``watchers`` hold what hooks see.
         """
         super().__init__()
         self.model = model
@@ -90,35 +91,19 @@ class Steps(nn.Module):
         """Run the steps; returns for each the output by field, and what ``inner`` returned.
 
         The last entry of the result holds the values that leave the calls without being returned:
-        those that modules keep as attributes, buffers and inputs that were written, those that
-        hooks see, and those that Python read. Parameters are not among them: ``written`` names
-        those that a call writes. If a call leaves values behind, writes parameters or changes
-        attributes of modules, the same steps run once more.
-
-        Raises ``TraceFailed`` if every call changes attributes again.
+        buffers that were replaced, buffers and inputs that were written, values that hooks see, and
+        those that Python read. Parameters are not among them: ``written`` names those that a call
+        writes. If a call writes something or replaces a buffer, the same steps run once more.
         """
-        if self.watchers:
-            self.watchers.norms.begin()
-            self.watchers.hooked.clear()
         weights = dict(self.model.named_parameters(remove_duplicate=False))
         given = [*weights.values(), *self.model.buffers(), *tensors_in(steps)]
         with torch._C.DisableTorchFunction():  # the model does not read them
             versions = [version(tensor) for tensor in given]
-        state, held = held_by_modules(self.model)
-        known = {*map(id, (*given, *held))}
         with WatchReads() as watch:
             returned = self._run(steps)
-            after, kept = held_by_modules(self.model)
-            written = [t for t, v in zip(given, versions, strict=True) if version(t) != v]
-            if written or not known.issuperset(map(id, kept)) or state != after:
+            if self._changed(given, versions) or self._replaced(given):
                 returned = returned + self._run(steps)
-                again, kept = held_by_modules(self.model)
-                if moving := {*after.items()} ^ {*again.items()}:
-                    where = min(name for name, _ in moving)
-                    raise TraceFailed(
-                        f"each call changes {where}, so the next call may compute something else"
-                    )
-        written = [t for t, v in zip(given, versions, strict=True) if version(t) != v]
+        written = self._changed(given, versions)
         self.read_values |= watch.read_values
         now = dict(self.model.named_parameters(remove_duplicate=False))
         if added := now.keys() - weights.keys():
@@ -126,12 +111,21 @@ class Steps(nn.Module):
         self.replaced |= {name for name, tensor in weights.items() if now.get(name) is not tensor}
         changed = {*map(id, written)}
         self.written |= {name for name, tensor in weights.items() if id(tensor) in changed}
-        kept = [tensor for tensor in kept if id(tensor) not in known]
         hooked = tensors_in(self.watchers.hooked) if self.watchers else []
-        others = {id(tensor): tensor for tensor in (*written, *kept, *hooked, *watch.read)}
+        left = (*written, *self._replaced(given), *hooked, *watch.read)
+        others = {id(tensor): tensor for tensor in left}
         for tensor in (*weights.values(), *tensors_in([fields for fields, _ in returned])):
             others.pop(id(tensor), None)
         return [*returned, ({}, [*others.values()])]
+
+    def _changed(self, given: list[torch.Tensor], versions: list[int]) -> list[torch.Tensor]:
+        """The tensors that were written in place since they had these ``versions``."""
+        return [t for t, v in zip(given, versions, strict=True) if version(t) != v]
+
+    def _replaced(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The buffers that are not among those ``given`` before the call."""
+        known = {*map(id, given)}
+        return [buffer for buffer in self.model.buffers() if id(buffer) not in known]
 
     def _run(self, steps: Any) -> list[tuple[dict[str, list[torch.Tensor]], Any]]:
         returned: list[tuple[dict[str, list[torch.Tensor]], Any]] = []

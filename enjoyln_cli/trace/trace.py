@@ -55,10 +55,6 @@ class Trace:
     """The values that an inserted operation can act on, with the place of the operation."""
     lost: frozenset[Spot] = frozenset()
     """Places that cannot be used, since an operation there would act on other values too."""
-    hidden: frozenset[str] = frozenset()
-    """Modules that a control flow operator may call inside its own graphs."""
-    by_example: bool = False
-    """Whether the graph was recorded with example values, and holds for calls of that kind only."""
     by_values: bool = False
     """Whether Python read an example value, so that other values may lead to another graph."""
 

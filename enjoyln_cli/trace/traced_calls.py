@@ -107,7 +107,7 @@ def with_forms(traced: TracedModel) -> TracedModel:
     for trace in traced.traces:
         found = traced_forms(traced.model, trace)
         forms += found
-        if not (trace.by_example or traced.captures.is_stock):
+        if not (trace.by_values or traced.captures.is_stock):
             alone = in_one_row(trace.call, found)
             more = trace_calls(traced.captures, alone).traces
             traces += more

@@ -239,7 +239,7 @@ def error(folded: nn.Module, model: nn.Module, *given: Any, **named: Any) -> flo
 def test_a_model_that_reads_sizes_folds_for_every_size() -> None:
     model = random(Images())
     found = analyze_module(model, *example(3, 4))
-    assert found.problem.flow.traces[0].by_example
+    assert found.problem.flow.traces[0].by_values
     assert [verdict.norm for verdict in found.plan.folded] == ["norm", "last"]
     folded = converted(model, found.plan, guarded=False)
     for sizes in ((3, 4), (1, 1, 5), (9,)):
@@ -247,10 +247,9 @@ def test_a_model_that_reads_sizes_folds_for_every_size() -> None:
 
 
 def test_rows_that_values_select_are_traced_for_the_example() -> None:
-    """Such a model can be exported, but its shapes depend on values, so that no rule applies."""
     model, (x, _) = random(Unpadded()), example(8)
     found = analyze_module(model, x, torch.arange(8) % 3 > 0)
-    assert found.problem.flow.traces[0].by_example
+    assert found.problem.flow.traces[0].by_values
     assert [verdict.norm for verdict in found.plan.folded] == ["norm"]
     folded = converted(model, found.plan, guarded=False)
     for kept in (2, 5, 8):
@@ -265,7 +264,7 @@ def test_a_model_that_reads_an_activation_is_refused() -> None:
 def test_all_experts_are_traced_if_an_activation_selects_them() -> None:
     model, x = random(Experts()), torch.randn(7, 5, dtype=torch.float64)
     found = analyze_module(model, x)
-    assert found.problem.flow.traces[0].by_example
+    assert found.problem.flow.traces[0].by_values
     assert [verdict.norm for verdict in found.plan.folded] == ["norm", "last"]
     folded = converted(model, found.plan, guarded=False)
     for rows in (1, 2, 30):  # of one row, two experts are not run
@@ -333,7 +332,7 @@ def test_a_value_written_in_place_keeps_its_norm_and_no_other() -> None:
 def test_rows_that_are_written_in_place_are_traced() -> None:
     model = random(Replaced())
     found = analyze_module(model, *example(3, 4))
-    assert found.problem.flow.traces[0].by_example
+    assert found.problem.flow.traces[0].by_values
     assert {verdict.norm for verdict in found.plan.folded} == {"norm", "last"}
     folded = converted(model, found.plan, guarded=False)
     for sizes in ((3, 4), (2, 5), (1, 1)):
@@ -410,7 +409,7 @@ def test_a_tower_that_takes_rows_of_patches_folds_for_other_grids() -> None:
         return {"hidden_states": patches, "grid_thw": rows}
 
     found = analyze_module(tower, **grid((4, 4), (2, 4)))
-    assert found.problem.flow.traces[0].by_example and not found.plan.kept
+    assert found.problem.flow.traces[0].by_values and not found.plan.kept
     folded = converted(tower, found.plan, guarded=False)
     for sides in ([(4, 4), (2, 4)], [(6, 2)]):
         assert error(folded, tower, **grid(*sides)) <= 1e-12
@@ -529,9 +528,9 @@ def test_a_copy_has_no_weights_and_tensors_that_were_computed_from_them() -> Non
     originals: list[torch.Tensor] = []
     bare: Any = copy_without_weights(plain, copied=originals)
     assert any(one is plain.weight for one in originals)
-    shapes = {name: (p.shape, p.device) for name, p in plain.named_parameters()}
-    assert {name: (p.shape, p.device) for name, p in bare.named_parameters()} == shapes
-    assert not any(p.untyped_storage().nbytes() for p in bare.parameters())
+    shapes = {name: p.shape for name, p in plain.named_parameters()}
+    assert {name: p.shape for name, p in bare.named_parameters()} == shapes
+    assert all(p.is_meta for p in bare.parameters())
     assert bare.weight is not plain.weight and torch.equal(bare.weight, plain.weight)
 
 

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from folding_live import randomised
 from tiny_models import converted
 from torch import nn
+from torch._higher_order_ops.map import map as map_rows
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2Model
 
 from enjoyln_cli.analysis.analyze import analyze_module
-from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
@@ -416,32 +417,30 @@ def test_a_norm_under_a_name_that_is_not_to_be_folded_is_not_installed() -> None
     assert type(model.first) is nn.LayerNorm
 
 
-# Runs of a norm that the graph does not show.
-
-
 class Branches(nn.Module):
-    """Calls its norm, and calls it again in a branch that depends on values."""
+    """Calls a control flow operator of torch."""
 
-    def __init__(self, inside: bool) -> None:
+    def __init__(self, operator: str) -> None:
         super().__init__()
-        self.write, self.norm, self.inside = nn.Linear(D, D), nn.LayerNorm(D), inside
+        self.write, self.norm, self.operator = nn.Linear(D, D), nn.LayerNorm(D), operator
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def one(y: torch.Tensor) -> torch.Tensor:
-            return self.norm(y.exp()) if self.inside else y.exp()
-
-        def two(y: torch.Tensor) -> torch.Tensor:
-            return y.sin()
-
         y = self.write(x)
-        return self.norm(y) + torch.cond(x.sum() > 0, one, two, (x,))
+        match self.operator:
+            case "cond":
+                z = torch.cond(x.sum() > 0, lambda y: self.norm(y.exp()), lambda y: y.sin(), (x,))
+            case "while_loop":
+                begin = torch.zeros((), dtype=torch.int64), x
+                z = torch.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 1.5), begin)[1]
+            case _:
+                z = map_rows(lambda x: x.tanh(), x)
+        return self.norm(y) + z
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_norm_in_a_branch_that_values_choose_stays(inside: bool) -> None:
-    found = verdicts(randomised(Branches(inside)))["norm"]
-    assert found == ("it is called inside an operator such as torch.cond" if inside else "")
+@pytest.mark.parametrize("operator", ["cond", "while_loop", "map"])
+def test_a_model_with_an_operator_that_calls_functions_is_refused(operator: str) -> None:
+    with pytest.raises(TraceFailed, match="Branches.forward, line .* control flow operator"):
+        verdicts(randomised(Branches(operator)))
 
 
 class Checkpointed(nn.Module):
