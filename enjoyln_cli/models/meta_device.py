@@ -370,17 +370,6 @@ def _with_copied_closure(function: Any, memo: dict[int, Any]) -> Any:
     return found
 
 
-def beside(model: nn.Module, value: Any) -> Any:
-    """Nested inputs, moved to the device of ``model``; tensors without values become zeros."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-
-    def placed(tensor: torch.Tensor) -> torch.Tensor:
-        lost = tensor.is_meta and device.type != "meta"
-        return torch.zeros_like(tensor, device=device) if lost else tensor.to(device)
-
-    return pytree.tree_map_only(torch.Tensor, placed, value)
-
-
 def on_cpu(value: Any) -> Any:
     """Nested inputs, moved to the CPU; tensors without values stay on the meta device."""
     return pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.cpu(), value)
