@@ -33,7 +33,7 @@ def mutating_ops(graph: Graph) -> list[Node]:
 _FRESH = {
     aten.add, aten.addmm, aten.baddbmm, aten.bmm, aten.cat, aten.conv1d, aten.conv2d, aten.div,
     aten.embedding, aten.gelu, aten.layer_norm, aten.linear, aten.log_softmax, aten.matmul,
-    aten.mm, aten.mul, aten.scaled_dot_product_attention, aten.softmax, aten.sub,
+    aten.mm, aten.mul, aten.pad, aten.scaled_dot_product_attention, aten.softmax, aten.sub,
 }  # fmt: skip
 """Ops whose result never shares memory with an operand."""
 

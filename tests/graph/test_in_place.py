@@ -112,6 +112,25 @@ def test_writes_without_effect_on_the_norm_do_not_matter(how: str) -> None:
     assert found.folded == {"norm"} and found.error < 1e-12
 
 
+class Shifting(nn.Module):
+    """Shifts what its norm returns by one token, and writes into the first (as RWKV does)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.norm = nn.Embedding(VOCAB, D), nn.LayerNorm(D)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(self.emb(tokens))
+        shifted = F.pad(normed, (0, 0, 1, -1))
+        shifted[:, 0] = 0.5
+        return normed * shifted
+
+
+def test_padding_makes_a_tensor_of_its_own() -> None:
+    found = fold_in_place(randomised(Shifting()), ids())
+    assert found.folded == {"norm"} and found.error < 1e-12
+
+
 @pytest.mark.parametrize("how", WRITING)
 def test_a_written_value_is_not_used_in_a_proof(how: str) -> None:
     model = randomised(Recorded(how))
