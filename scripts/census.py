@@ -184,8 +184,8 @@ def outputs_of(run: Run, model: Any, dtype: Any) -> list[Any]:
     """Every tensor that ``model`` returns in this run; exact if ``dtype`` is float64."""
     import torch
 
-    from enjoyln_cli.comparison.run import Float64
     from enjoyln_cli.kernels import literally
+    from enjoyln_cli.models.arithmetic import Float64
     from enjoyln_cli.models.outputs import tensors_in
 
     torch.manual_seed(0)

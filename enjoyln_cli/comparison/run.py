@@ -7,17 +7,17 @@ float64, and operations for which a class asks for float32 run in float64 too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.kernels import literally
+from enjoyln_cli.models.arithmetic import Float64
 from enjoyln_cli.models.classes import dtype_of
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.models.offload import on_disk
@@ -25,22 +25,6 @@ from enjoyln_cli.models.outputs import by_field, is_in_cache, match_names
 
 Outputs = list[dict[str, torch.Tensor]]
 """One dict per batch, from output name to its tensor, on the CPU or memory-mapped from disk."""
-
-
-class Float64(TorchFunctionMode):
-    """Replaces float32 by float64 in explicit conversions (in softmax, rotary angles, norms)."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        wide = {name: _widen(value) for name, value in (kwargs or {}).items()}
-        return func(*map(_widen, args), **wide)
-
-
-def _widen(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
 
 
 def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) -> Outputs:

@@ -24,7 +24,6 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ANALYTIC = {
@@ -72,7 +71,7 @@ def decision(module: nn.Module, size: tuple[int, ...], fixed: set[int]) -> str |
     )
     ops, choices = _Ops(), _Choices(sizes)
     try:
-        with torch.no_grad(), fake, ops, choices, InFloat64():
+        with torch.no_grad(), fake, ops, choices, Float64():
             copied(x)
         choices.look()
     except (DataDependentOutputException, GuardOnDataDependentSymNode):
@@ -105,7 +104,7 @@ def _observed(module: nn.Module, x: torch.Tensor) -> tuple[_Ops, set[Callable[..
     """The ops that ``module`` computes of a copy of ``x``, and the functions that it calls."""
     ops, functions = _Ops(), _Functions()
     given = x.clone()
-    with torch.no_grad(), ops, functions, InFloat64():
+    with torch.no_grad(), ops, functions, Float64():
         module(given)
     return ops, functions.called
 
@@ -147,20 +146,20 @@ class _Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class InFloat64(TorchDispatchMode):
-    """Inside the block, casts to float32 become casts to float64.
+class Float64(TorchFunctionMode):
+    """Replaces float32 by float64 in explicit conversions (in softmax, rotary angles, norms)."""
 
-    So a module that casts its input to float32, and not its weights, runs in float64, too.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        def wide(dtype: torch.dtype) -> torch.dtype:
-            return torch.float64 if dtype == torch.float32 else dtype
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        wide = {name: _widen(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_widen, args), **wide)
 
-        args, kwargs = pytree.tree_map_only(torch.dtype, wide, (args, dict(kwargs or {})))
-        return func(*args, **kwargs)
+
+def _widen(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 class _Functions(TorchFunctionMode):

@@ -33,7 +33,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from enjoyln_cli.models.arithmetic import InFloat64, decision, layer_norm_eps, other_op
+from enjoyln_cli.models.arithmetic import Float64, decision, layer_norm_eps, other_op
 
 Gain = Literal["weight", "1 + weight", "1"]
 
@@ -125,7 +125,7 @@ class _Probe:
         yield from (rank for rank in RANKS if rank > (2 if dim == 1 else len(self.shape)))
 
     def run(self, x: torch.Tensor) -> torch.Tensor | None:
-        wide = InFloat64() if x.dtype == torch.float64 else nullcontext()
+        wide = Float64() if x.dtype == torch.float64 else nullcontext()
         try:
             with torch.no_grad(), wide:
                 y = self.module(x.clone())
@@ -185,7 +185,7 @@ def group_norm_form(module: nn.Module) -> LayerNormForm | None:
     return LayerNormForm(-1, gain, biased, module.eps, (2,), groups=module.num_groups)
 
 
-Known = dict[Any, LayerNormForm | str]
+Known = dict[Any, LayerNormForm | str | None]
 """Results for each kind of module; valid as long as no code changes."""
 
 
@@ -200,24 +200,15 @@ def examine(module: nn.Module, known: Known) -> LayerNormForm | str | None:
     if not roles:
         return None
     kind = _kind(module)
-    if kind is not None and kind in _others:
-        return None
-    found = known.get(kind)
-    if found is None:
-        try:
-            found = _examined(module, roles)
-        except Exception:  # copying a custom module may raise any exception
-            found = None
-    if found is not None and kind is not None:
-        known[kind] = found
-    elif kind is not None:
-        _others.add(kind)
-    return found
-
-
-_others: set[Any] = set()
-"""Kinds of modules that are not LayerNorm. Kept to save time; if their code changes later, such a
-module is not converted, which is safe."""
+    if kind is not None and kind in known:
+        return known[kind]
+    try:
+        form = _examined(module, roles)
+    except Exception:  # copying a custom module may raise any exception
+        form = None
+    if kind is not None:
+        known[kind] = form
+    return form
 
 
 _INTERNAL = vars(nn.Module()).keys()

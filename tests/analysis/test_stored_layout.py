@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 from enjoyln_cli import fold, verify
 from enjoyln_cli.analysis.stored_layout import Conversion, conversion
 from enjoyln_cli.analysis.stored_names import candidate, saved_shapes
-from enjoyln_cli.comparison.run import Float64
+from enjoyln_cli.models.arithmetic import Float64
 from enjoyln_cli.models.classes import apply_experts, build, classes_for
 from enjoyln_cli.plan.axis import Axis, centre
 from enjoyln_cli.proof.pullback import Opaque

@@ -26,8 +26,8 @@ from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.checkpoint.reader import open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
-from enjoyln_cli.comparison.run import Float64
 from enjoyln_cli.errors import BadCheckpoint, NotCentred, RecipeError, VerificationFailed
+from enjoyln_cli.models.arithmetic import Float64
 from enjoyln_cli.models.outputs import tensors_in
 from enjoyln_cli.plan.mean_units import UNITS
 from enjoyln_cli.recipe.from_plan import recipe_of
