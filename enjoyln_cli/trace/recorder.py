@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -124,8 +125,9 @@ def record_symbolic(runner: Steps, steps: Any, sizes: ShapeEnv) -> Graph:
         return fake.from_tensor(tensor, symbolic_context=context)
 
     leaves, layout = pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, with_symbols, steps))
-    with fake:
-        recording, _ = _record(runner, _Recorder(_Tracer(), lenient=True), leaves, layout)
+    recorder = _Recorder(_Tracer(), lenient=True, symbolic=True)
+    with fake, torch.backends.nnpack.flags(enabled=False):  # which is chosen by the number of rows
+        recording, _ = _record(runner, recorder, leaves, layout)
     return recording.graph
 
 
@@ -274,7 +276,7 @@ class _Recorder(ProxyTorchDispatchMode):
     It is registered in place of torch's own proxy mode, so that ``get_proxy_mode`` finds it.
     """
 
-    def __init__(self, tracer: _Tracer, lenient: bool = False) -> None:
+    def __init__(self, tracer: _Tracer, lenient: bool = False, symbolic: bool = False) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
         self._mode_key = torch._C._TorchDispatchModeKey.PROXY
         self.enter_stack: list[Any] = []
@@ -282,6 +284,8 @@ class _Recorder(ProxyTorchDispatchMode):
         self.tracer: Any = tracer
         self.lenient = lenient
         """Whether operations may read and write values."""
+        self.symbolic = symbolic
+        """Whether sizes are symbols, which only torch's operations in Python leave free."""
         self.sure = True
         """Whether everything could be recorded so far."""
         self.writing = False
@@ -355,7 +359,9 @@ class _Recorder(ProxyTorchDispatchMode):
                 raise NotRecorded(f"{func} writes in place inside a transform")
             return func(*args, **kwargs)
         nodes, named = self._with_nodes(args, {}), self._with_nodes(kwargs, {})
-        return self._called(func, args, nodes, named, func(*args, **kwargs))
+        with enable_python_dispatcher() if self.symbolic else nullcontext():
+            value = func(*args, **kwargs)
+        return self._called(func, args, nodes, named, value)
 
     def _called(self, func: Any, args: tuple[Any, ...], nodes: Any, named: Any, value: Any) -> Any:
         """Add the call to the graph; returns its result ``value``, which gets nodes."""
@@ -394,6 +400,8 @@ class _Recorder(ProxyTorchDispatchMode):
             return type(value)([self._with_nodes(item, devices) for item in value])
         if type(value) is dict:
             return {key: self._with_nodes(item, devices) for key, item in value.items()}
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return None  # a node would read its number
         return value
 
     def _number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
