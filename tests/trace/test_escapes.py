@@ -45,17 +45,11 @@ class Leaving(nn.Module):
                 return y, h.sum().item()
         return y
 
-    def forget(self) -> None:
-        """There is no other state."""
-
     def seen(self) -> list[Any]:
         return [self.memory]
 
 
-WAYS = [
-    "dataclass with slots", "buffer", "written buffer",
-    "returned number",
-]  # fmt: skip
+WAYS = ["dataclass with slots", "buffer", "written buffer", "returned number"]
 
 
 @pytest.mark.parametrize("how", WAYS)
