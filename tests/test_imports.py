@@ -45,6 +45,7 @@ FOLDERS = (
     "train",
     "onnx_export",
     "benchmark",
+    "quantisation",
     "cli",
 )
 """Each imports itself and those before it, for type checking too."""
@@ -65,7 +66,7 @@ OWNERS = {
     "huggingface_hub": {"checkpoint.download", "publish.push", "publish.repository"},
     "matplotlib": {"benchmark.plot"},
     "networkx": {"proof.min_cut"},
-    "onnxruntime": {"onnx_export.runtimes"},
+    "onnxruntime": {"onnx_export.runtimes", "quantisation.exported"},
     "onnxscript": {"onnx_export.onnx_program"},
     "openvino": {"onnx_export.runtimes"},
     "pydantic": {"plan.schema"},

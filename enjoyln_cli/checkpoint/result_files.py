@@ -8,6 +8,7 @@ from enjoyln_cli.checkpoint.source import Source
 RECIPE_FILE = "enjoyln_recipe.yaml"
 PLAN_FILE = "enjoyln_plan.json"
 VERIFY_FILE = "enjoyln_verify.json"
+QUANTISATION_FILE = "enjoyln_quantisation.json"
 BENCH_FILE = "enjoyln_bench.json"
 CARD_FILE = "README.md"
 FOLDER = "enjoyln"

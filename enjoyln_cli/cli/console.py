@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.onnx_export.export import Exported
     from enjoyln_cli.proof.explain import Tree
     from enjoyln_cli.publish.push import Upload
+    from enjoyln_cli.quantisation.quantize import Quantised
     from enjoyln_cli.verification.verify import Verification
 
 NARROW = 12
@@ -216,6 +217,39 @@ def write_export(found: Exported) -> None:
         say(f"verified in {check.runtime}: {check.summary}")
     if not found.checks:
         say("not verified (--no-verify)")
+
+
+def write_quantised(found: Quantised) -> None:
+    """Print the candidates, what was chosen, and how far the result is from the original."""
+    table = Table("candidate", "KL divergence", "top-1 agreement", "error", "size")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for one in found.candidates:
+        style = "green" if one.name == found.chosen else ""
+        measured = (one.differences.kl, one.differences.top1, one.differences.error)
+        table.add_row(one.name, *map(number, measured), size(one.size), style=style)
+    _show(table)
+    as_original = "; no other form is clearly better" if found.chosen == "original" else ""
+    say(f"wrote {found.scheme} as {found.format} to {found.out}: {found.chosen}{as_original}")
+    say(f"on the other half of the data ({counted(found.inputs, 'input')}):")
+    table = Table("", "quantised", "without rotating", "float32")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, label in (
+        ("error", "error of the outputs"),
+        ("kl", "KL divergence"),
+        ("top1", "top-1 agreement"),
+        ("perplexity", "perplexity"),
+    ):
+        values = [getattr(found.held_out, name), getattr(found.plain, name)]
+        exact = number(found.perplexity) if name == "perplexity" else ""
+        if None not in values:
+            table.add_row(label, *map(number, values), exact)
+    table.add_row("size", size(found.size), size(found.candidates[0].size), size(found.float_size))
+    call, before = (f"{ms:.3g} ms" for ms in (found.milliseconds, found.float_milliseconds))
+    table.add_row(f"a call, {counted(found.threads, 'thread')}", call, "", before)
+    _show(table)
+    say(f"error {number(found.held_out.error)} (limit {found.max_error:g})", "green")
 
 
 def _show_checks(found: Mapping[str, Any], rows: Sequence[Texts]) -> None:

@@ -41,6 +41,9 @@ GROUPS = {
         "samples",
         "seconds",
         "full",
+        "inputs",
+        "rotations",
+        "max_error",
         "run_dtype",
         "device",
     ),
@@ -64,6 +67,10 @@ EXAMPLES = {
     "rotate": (
         "enjoyln rotate facebook/opt-125m -o opt-rotated --untie",
         "enjoyln rotate gpt2 -o gpt2-rotated --untie --dtype float32",
+    ),
+    "quantize": (
+        "enjoyln quantize gpt2 -o gpt2-int8 --text book.txt",
+        "enjoyln quantize facebook/opt-125m -o opt-int4 --scheme w4a8 --text book.txt",
     ),
     "unfold": ("enjoyln unfold gpt2-rms -o gpt2-again",),
     "verify": (

@@ -11,7 +11,7 @@ from enjoyln_cli.cli import help
 from enjoyln_cli.cli.convert_commands import export, fold, rotate, unfold
 from enjoyln_cli.cli.early_checks import require_folded
 from enjoyln_cli.cli.group import Commands
-from enjoyln_cli.cli.measure_commands import bench, verify
+from enjoyln_cli.cli.measure_commands import bench, quantize, verify
 from enjoyln_cli.cli.options import json_option
 from enjoyln_cli.cli.push_command import push
 from enjoyln_cli.cli.report_command import report
@@ -31,6 +31,7 @@ for command in (
     report,
     fold,
     rotate,
+    quantize,
     unfold,
     verify,
     bench,

@@ -1,4 +1,4 @@
-"""``enjoyln verify`` and ``enjoyln bench``: whether a result is right, and how fast it is."""
+"""``enjoyln verify``, ``bench`` and ``quantize``: what is measured on the user's own inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from enjoyln_cli.checkpoint.access import access_keywords
 from enjoyln_cli.cli import help
-from enjoyln_cli.cli.early_checks import require_folded, require_models
+from enjoyln_cli.cli.early_checks import require_folded, require_models, require_new_folder
 from enjoyln_cli.cli.group import complain
 from enjoyln_cli.cli.options import (
     COMPUTE_DTYPES,
@@ -17,14 +17,18 @@ from enjoyln_cli.cli.options import (
     FILE,
     FOLDER,
     NEW_FILE,
+    OLD_FOLDER,
+    Names,
     Options,
     bench_options,
     checking_options,
     hub_options,
     json_option,
+    parse_names,
     placing_options,
     quiet_option,
 )
+from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
 
 
 @help.command()
@@ -146,3 +150,107 @@ def bench(
         write_bench(found)
     if picture:
         plot.save(found.to_json(), picture)
+
+
+@help.command()
+@click.argument("model", shell_complete=help.folders)
+@click.option("-o", "--out", type=FOLDER, required=True, help="New directory for the result.")
+@click.option(
+    "--scheme",
+    type=click.Choice(list(SCHEMES)),
+    default="w8a8",
+    show_default=True,
+    help="Bits of weights and of the inputs of linear layers.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(list(FORMATS)),
+    default="onnx",
+    show_default=True,
+    help="What the result is stored as.",
+)
+@click.option("--text", type=FILE, help="Text: running, or a text on each line for an encoder.")
+@click.option("--image", type=OLD_FOLDER, metavar="DIR", help="Directory of images.")
+@click.option("--audio", type=OLD_FOLDER, metavar="DIR", help="Directory of recordings.")
+@click.option("--tokens", type=FILE, help="Token ids: a JSON list of them on each line.")
+@click.option(
+    "--inputs",
+    type=click.IntRange(min=4),
+    metavar="N",
+    default=16,
+    show_default=True,
+    help="Use at most N inputs to choose by, and N others to measure on.",
+)
+@click.option(
+    "--rotations",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=3,
+    show_default=True,
+    help="Number of rotations to try.",
+)
+@click.option(
+    "--keep",
+    callback=parse_names,
+    metavar="NAMES",
+    help="Layers to keep in float32 (in 8 bits if weights have 4), such as *.fc2.",
+)
+@click.option(
+    "--max-error",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="R",
+    help="Fail above this relative error of the outputs (default: that of the scheme).",
+)
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@quiet_option
+@json_option
+@hub_options
+def quantize(
+    model: str,
+    out: Path,
+    scheme: str,
+    form: str,
+    text: Path | None,
+    image: Path | None,
+    audio: Path | None,
+    tokens: Path | None,
+    rotations: int,
+    keep: Names,
+    quiet: bool,
+    as_json: bool,
+    opening: Options,
+    **options: Any,
+) -> None:
+    """Quantise MODEL, rotated if that is better on your data, and measure the result.
+
+    One half of the data decides between the original and rotations, as the target program runs
+    them; the result is measured on the other half. Exits with 1 if it costs too much.
+    """
+    from enjoyln_cli.cli.progress import watch_job
+
+    require_models(model)
+    require_new_folder(out, model, force=options["force"])
+    require_scheme(scheme, form)
+    with watch_job(quiet or as_json, f"opening {model}") as watch:
+        from enjoyln_cli.cli.console import write_json, write_quantised
+        from enjoyln_cli.comparison.user_data import data_from
+        from enjoyln_cli.conversion.inspect import Opening
+        from enjoyln_cli.quantisation.quantize import quantize as run  # takes seconds
+
+        result = run(
+            model,
+            out,
+            data_from(text, image, audio, tokens),
+            scheme=scheme,
+            form=form,
+            seeds=range(rotations),
+            keep=keep,
+            opening=Opening(**opening),
+            on_event=watch.event,
+            **options,
+        )
+    if as_json:
+        write_json(result.to_json())
+    elif not quiet:
+        write_quantised(result)

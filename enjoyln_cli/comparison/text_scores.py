@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from enjoyln_cli.comparison.batches import Batch, mask_tokens
-from enjoyln_cli.comparison.run import Outputs, run
+from enjoyln_cli.comparison.run import run
 from enjoyln_cli.errors import UnsupportedModel
 
+Named = Mapping[str, torch.Tensor]
+"""The outputs of one batch, by name."""
 
-def divergence(got: Outputs, own: Outputs) -> tuple[float | None, float | None]:
+
+def divergence(got: Iterable[Named], own: Iterable[Named]) -> tuple[float | None, float | None]:
     """Mean KL divergence of the folded model's logits from the original's, and top-1 agreement.
 
     Over the last dimension of the output ``logits``. The divergence is in nats, the agreement a
@@ -58,19 +61,46 @@ def perplexity(
     Causal heads predict each next token. Masked heads predict the 15 % of tokens that are masked.
     """
     kind, loss, count = head_kind(model), 0.0, 0
-    if kind == "masked" and mask_token is None:
-        raise UnsupportedModel("the tokenizer has no mask token, so --text gives no perplexity")
     for index, batch in enumerate(batches):
-        ids = batch["input_ids"]
-        chosen = torch.ones_like(ids[:, 1:], dtype=torch.bool)
-        if kind == "masked":
-            batch, chosen = mask_tokens(batch, int(mask_token or 0), seed + index)
-        (output,) = run(model, [batch])
-        for row, (logits, target, use) in enumerate(
-            zip(output["logits"], ids if kind == "masked" else ids[:, 1:], chosen, strict=True)
-        ):
-            del row
-            wanted = logits[: len(target)][use].double().log_softmax(-1)
-            loss -= float(wanted.gather(1, target[use][:, None]).sum())
-            count += int(use.sum())
-    return math.exp(min(loss / max(count, 1), 700.0)), count
+        shown, predicted = with_predicted_tokens(kind, batch, mask_token, seed + index)
+        (output,) = run(model, [shown])
+        more, tokens = text_loss(output["logits"], predicted)
+        loss, count = loss + more, count + tokens
+    return perplexity_of(loss, count), count
+
+
+def perplexity_of(loss: float, count: int) -> float:
+    """The perplexity for a loss in nats, summed over ``count`` tokens."""
+    return math.exp(min(loss / max(count, 1), 700.0))
+
+
+NOT_PREDICTED = -100
+"""Marks tokens that are not scored, as in torch's ``cross_entropy``."""
+
+
+def with_predicted_tokens(
+    kind: str, batch: Batch, mask_token: int | None, seed: int
+) -> tuple[Batch, torch.Tensor]:
+    """The batch as a head of this ``kind`` sees it, and the token that each logit predicts.
+
+    The tokens are int64, shaped as ``input_ids``; ``NOT_PREDICTED`` marks those without a score.
+    """
+    ids = batch["input_ids"]
+    if kind == "causal":
+        after_the_last = torch.full_like(ids[:, :1], NOT_PREDICTED)
+        return batch, torch.cat([ids[:, 1:], after_the_last], 1)
+    if mask_token is None:
+        raise UnsupportedModel("the tokenizer has no mask token, so --text gives no perplexity")
+    masked, chosen = mask_tokens(batch, mask_token, seed)
+    return masked, torch.where(chosen, ids, NOT_PREDICTED)
+
+
+def text_loss(logits: torch.Tensor, predicted: torch.Tensor) -> tuple[float, int]:
+    """The loss in nats summed over the ``predicted`` tokens, in float64, and their number."""
+    loss, count = 0.0, 0
+    for row, tokens in zip(logits, predicted, strict=True):  # one row in float64 at a time
+        chosen = tokens != NOT_PREDICTED
+        likelihoods = row[: len(tokens)][chosen].double().log_softmax(-1)
+        loss -= float(likelihoods.gather(1, tokens[chosen][:, None]).sum())
+        count += int(chosen.sum())
+    return loss, count

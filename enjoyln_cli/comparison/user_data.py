@@ -1,12 +1,14 @@
-"""The user's data for comparing two models: a running text, a file of texts, or images.
+"""The user's data for comparing two models: a text, a file of texts, images, recordings, or ids.
 
 A running text (``--text``) is cut into windows. For a language model, its perplexity is computed. A
 file of texts (``--samples FILE``) has one text on each line. The tokenizer turns each text into one
-input, with special tokens. Other inputs that a model needs are generated (``complete_batch``).
+input, with special tokens. ``--tokens FILE`` has a JSON list of token ids on each line, for a model
+without a tokenizer. Other inputs that a model needs are generated (``complete_batch``).
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,12 +42,16 @@ class UserData:
     """Texts that become one input each."""
     images: tuple[str | Path, ...] = ()
     """Image files."""
+    audio: tuple[str | Path, ...] = ()
+    """Audio files."""
+    tokens: tuple[tuple[int, ...], ...] = ()
+    """Token ids, one tuple for each text."""
     number: int | None = None
     """Number of inputs; by default as many as a ratio of two rounding errors needs."""
 
     @property
     def is_given(self) -> bool:
-        return self.text is not None or bool(self.texts or self.images)
+        return self.text is not None or any((self.texts, self.images, self.audio, self.tokens))
 
 
 def read_user_data(
@@ -76,6 +82,67 @@ def read_user_data(
     if not texts:
         raise UnsupportedModel(f"{samples} contains no text; write one text on each line")
     return UserData(texts=texts, number=len(texts))
+
+
+def data_from(
+    text: str | Path | None = None,
+    image: str | Path | None = None,
+    audio: str | Path | None = None,
+    tokens: str | Path | None = None,
+) -> UserData:
+    """The data of exactly one source: a file of text or token ids, or a directory of the others.
+
+    Raises ``UnsupportedModel`` if there is no source or more than one, and if it holds nothing.
+    """
+    sources = {"--text": text, "--image": image, "--audio": audio, "--tokens": tokens}
+    names = [name for name, source in sources.items() if source is not None]
+    if not names:
+        raise UnsupportedModel(f"no data: pass one of {', '.join(sources)}")
+    if len(names) > 1:
+        raise UnsupportedModel(f"{names[0]} and {names[1]} cannot be combined: choose one of them")
+    if text is not None:
+        words = text_of(text)
+        if not words.strip():
+            raise UnsupportedModel(f"{text} contains no text")
+        return UserData(text=words)
+    if image is not None:
+        return UserData(images=files_of(Path(image), "images"))
+    if audio is not None:
+        return UserData(audio=files_of(Path(audio), "recordings"))
+    return UserData(tokens=token_lists(tokens or ""))
+
+
+def files_of(folder: Path, what: str) -> tuple[Path, ...]:
+    """The files in a directory that are no hidden files, sorted by name.
+
+    Raises ``UnsupportedModel`` if there are none; ``what`` is the word for them.
+    """
+    files = (path for path in folder.iterdir() if path.is_file() and path.suffix != ".json")
+    found = tuple(sorted(path for path in files if not path.name.startswith(".")))
+    if not found:
+        raise UnsupportedModel(f"{folder} contains no {what}")
+    return found
+
+
+def token_lists(file: str | Path) -> tuple[tuple[int, ...], ...]:
+    """The token ids in a file that has a JSON list of them on each line.
+
+    Raises ``UnsupportedModel`` for a line that is something else, and for a file without ids.
+    """
+    lists = []
+    for number, line in enumerate(text_of(file).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            ids = json.loads(line)
+        except (ValueError, RecursionError):
+            ids = None
+        if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
+            raise UnsupportedModel(f"{file}, line {number}: not a JSON list of token ids")
+        lists.append(tuple(ids))
+    if not any(lists):
+        raise UnsupportedModel(f"{file} contains no token ids; write a JSON list on each line")
+    return tuple(lists)
 
 
 def seconds_of(seconds: float | None) -> float:
@@ -181,6 +248,55 @@ def from_images(
         first = first_line(error)
         raise UnsupportedModel(f"cannot prepare the images: {first}") from error
     return [{"pixel_values": part} for part in pixels.split(ROWS_AT_ONCE)]
+
+
+def from_audio(
+    model: nn.Module, files: Sequence[str | Path], folder: Path, dtype: torch.dtype
+) -> list[Batch]:
+    """Each recording as one input in ``dtype``, prepared by the checkpoint's feature extractor.
+
+    Raises ``UnsupportedModel`` if the directory has no feature extractor, the model does not take
+    what it makes, a file is no recording, or the libraries that read recordings are missing.
+    """
+    from transformers import AutoFeatureExtractor
+    from transformers.audio_utils import load_audio
+
+    accepted, batches = accepted_by(model), []
+    try:
+        extractor = AutoFeatureExtractor.from_pretrained(folder)
+        rate = extractor.sampling_rate
+        for file in files:
+            wave = load_audio(str(file), rate)
+            features = extractor(wave, sampling_rate=rate, return_tensors="pt")
+            batches.append(
+                {
+                    name: value.to(dtype) if value.is_floating_point() else value
+                    for name, value in features.items()
+                    if name in accepted
+                }
+            )
+    except ImportError as error:
+        raise UnsupportedModel("reading audio needs: pip install soundfile soxr") from error
+    except (OSError, ValueError, RuntimeError, AttributeError) as error:
+        raise UnsupportedModel(f"cannot prepare the recordings: {first_line(error)}") from error
+    if not batches[0]:
+        main = getattr(model, "main_input_name", "input_ids")
+        raise UnsupportedModel(f"{type(model).__name__} takes {main}, so it cannot run on audio")
+    return batches
+
+
+def from_tokens(model: Any, lists: Sequence[Sequence[int]]) -> list[Batch]:
+    """The token ids cut into windows of at most 256, one window in each batch.
+
+    Raises ``UnsupportedModel`` for an id that the model has no embedding for.
+    """
+    length = min(WINDOW, positions(model.config.get_text_config()))
+    vocabulary = len(model.get_input_embeddings().weight)
+    largest = max(map(max, filter(None, lists)))
+    if largest >= vocabulary:
+        raise UnsupportedModel(f"token id {largest}: the model has ids up to {vocabulary - 1}")
+    windows = (ids[at : at + length] for ids in lists for at in range(0, len(ids), length))
+    return [{"input_ids": torch.tensor([window])} for window in windows if len(window) > 1]
 
 
 def runnable(

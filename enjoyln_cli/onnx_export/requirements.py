@@ -24,10 +24,10 @@ def require_export(file: Path, *, force: bool, verify: bool) -> None:
     check_new_file(file, (weights_file(file),), force=force)
 
 
-def require_packages(names: Iterable[str]) -> None:
-    """Raise ``UnsupportedModel`` for libraries that are not installed."""
+def require_packages(names: Iterable[str], what: str = "exporting to ONNX") -> None:
+    """Raise ``UnsupportedModel`` for libraries that are not installed; ``what`` needs them."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise UnsupportedModel(
-            f"exporting to ONNX needs {', '.join(missing)}: pip install {' '.join(missing)}"
+            f"{what} needs {', '.join(missing)}: pip install {' '.join(missing)}"
         )

@@ -1,7 +1,8 @@
 """How well a model can be quantised, before and after its rotation.
 
 Measures what the linear layers that read a turned basis get as inputs, and the output error of the
-model with simulated quantisation (see ``comparison.quantisation``), relative to the exact function.
+model with simulated quantisation (``comparison.simulated_rounding``), relative to the exact
+function.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from enjoyln_cli.comparison.metrics import Distance, largest, pool_distances, relative
 from enjoyln_cli.comparison.pace import Pace
-from enjoyln_cli.comparison.quantisation import (
+from enjoyln_cli.comparison.simulated_rounding import (
     SCHEMES,
     InputSpread,
     input_dimension,

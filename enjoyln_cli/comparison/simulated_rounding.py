@@ -23,6 +23,8 @@ class Scheme:
 
     weight_bits: int
     input_bits: int | None
+    per_token: bool = True
+    """Whether each token has a scale of its own; otherwise all tokens of a call share one."""
 
 
 SCHEMES: Mapping[str, Scheme] = {
@@ -80,21 +82,23 @@ def linear_layers(model: Any) -> dict[str, nn.Module]:
     }
 
 
-def round_to(x: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+def round_to(x: torch.Tensor, bits: int, dim: int | None) -> torch.Tensor:
     """``x`` rounded to symmetric integers of ``bits`` bits, with one scale for each slice of
-    ``dim``, and multiplied by the scale again."""
+    ``dim`` (for all of ``x`` if it is ``None``), and multiplied by the scale again."""
     top = 2 ** (bits - 1) - 1
     wide = x.float()
-    scale = wide.abs().amax(dim, keepdim=True) / top
+    largest = wide.abs().amax() if dim is None else wide.abs().amax(dim, keepdim=True)
+    scale = largest / top
     scale = torch.where(scale == 0, 1.0, scale)
     return wide.div(scale).round_().clamp_(-top, top).mul_(scale).to(x.dtype)
 
 
 @contextmanager
-def simulated(model: Any, scheme: Scheme) -> Iterator[None]:
+def simulated(model: Any, scheme: Scheme, only: str | None = None) -> Iterator[None]:
     """Within the block, the linear layers of ``model`` compute with rounded weights and inputs.
 
-    A weight is rounded in each call of its layer, and is back afterwards.
+    ``only`` is the path of a single layer to round. A weight is rounded in each call of its layer,
+    and is back afterwards.
     """
 
     def begin(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -105,14 +109,17 @@ def simulated(model: Any, scheme: Scheme) -> Iterator[None]:
         module.weight = nn.Parameter(rounded, requires_grad=False)
         if scheme.input_bits is None or not args:
             return args
-        return (round_to(args[0], scheme.input_bits, -1), *args[1:])
+        dim = -1 if scheme.per_token else None
+        return (round_to(args[0], scheme.input_bits, dim), *args[1:])
 
     def end(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         module.weight = originals.pop(module)
 
     originals: dict[nn.Module, Any] = {}
     with ExitStack() as stack, torch.no_grad():
-        for module in linear_layers(model).values():
+        for name, module in linear_layers(model).items():
+            if only not in (None, name):
+                continue
             stack.callback(module.register_forward_pre_hook(begin).remove)
             stack.callback(module.register_forward_hook(end).remove)
         try:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from enjoyln_cli.comparison.quantisation import (
+from enjoyln_cli.comparison.simulated_rounding import (
     SCHEMES,
     InputSpread,
     Scheme,

@@ -1,0 +1,1 @@
+"""Quantises a model in the form that suits the target best, and measures what was written."""

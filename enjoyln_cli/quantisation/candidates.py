@@ -1,0 +1,76 @@
+"""The forms of a model that may quantise best: as it is, with turned values, or rotated.
+
+Each is a proven plan (see ``analysis``), which is carried out on the model in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from enjoyln_cli.analysis.analyze import analyze_config
+from enjoyln_cli.checkpoint.reader import Checkpoint
+from enjoyln_cli.errors import TraceFailed, UnsupportedModel
+from enjoyln_cli.events import Event
+from enjoyln_cli.models.classes import apply_experts
+from enjoyln_cli.models.load import load
+from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.rewrite.in_memory import centre_parameters
+
+ORIGINAL = "original"
+
+
+@dataclass(frozen=True)
+class TurnedForm:
+    """One form of the model."""
+
+    name: str
+    """``original``, ``values only``, or ``rotated, seed 3``."""
+    plan: Plan | None
+    """The edits; ``None`` for the original."""
+
+
+def candidates(plan: Plan | None, seeds: Sequence[int]) -> list[TurnedForm]:
+    """The original, and what can be made of it by the ``plan`` that turns all that can turn."""
+    forms = [TurnedForm(ORIGINAL, None)]
+    if plan is None or not plan.turned:
+        return forms
+    values = tuple(basis for basis in plan.turned if basis.kind == "values")
+    if values:
+        inside = {norm for basis in values for norm in basis.norms}
+        merged = tuple(merge for merge in plan.merged if merge.norm in inside)
+        alone = replace(plan, bases=values, merged=merged, untied=(), settings=())
+        forms.append(TurnedForm("values only", alone))
+    if len(values) < len(plan.turned):
+        forms += [TurnedForm(f"rotated, seed {seed}", replace(plan, seed=seed)) for seed in seeds]
+    return forms
+
+
+def rotation_plan(config: Any, checkpoint: Checkpoint, event: Event) -> Plan | None:
+    """The plan that turns everything that can turn; ``None`` if the model cannot be analysed."""
+    reason = ""
+    for untie in (True, False):
+        options = Options(fold=False, rotate=True, untie=untie)
+        try:
+            return analyze_config(config, checkpoint=checkpoint, options=options).plan
+        except (UnsupportedModel, TraceFailed) as error:
+            reason = reason or str(error)
+    event("warning", f"only the original is quantised: nothing could be turned: {reason}")
+    return None
+
+
+def load_candidate(
+    candidate: TurnedForm, checkpoint: Checkpoint, name: str, config: Any, trust_remote_code: bool
+) -> Any:
+    """The candidate as the class ``name`` in float32, in a form that exporters take."""
+    model = load(checkpoint.source.path, name, config, torch.float32, trust_remote_code)
+    if candidate.plan is not None:
+        centre_parameters(model, candidate.plan)
+    for part in (model.config, model.config.get_text_config()):
+        if getattr(part, "use_cache", None):
+            part.use_cache = False
+    apply_experts(model, "batched_mm")
+    return model

@@ -1,0 +1,147 @@
+"""The user's data as inputs of one row each: the first half to choose by, the second to measure on.
+
+A language model reads windows of a running text; any other model reads each line as one text. The
+inputs of a decoder are what the original itself generates for the inputs of its encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from enjoyln_cli.calls.input_forms import accepted_by
+from enjoyln_cli.comparison import user_data
+from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.run import run
+from enjoyln_cli.comparison.text_scores import head_kind, with_predicted_tokens
+from enjoyln_cli.comparison.user_data import UserData
+from enjoyln_cli.errors import UnsupportedModel
+
+FEWEST = 4
+"""Fewest inputs in each half."""
+MOST_GENERATED = 48
+"""Most tokens that the original generates for its decoder."""
+TRACED_TOKENS = 12
+"""Tokens in the call that is traced."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One input of one row."""
+
+    batch: Batch
+    predicted: torch.Tensor | None = None
+    """For a language model, the token that each logit predicts (see ``with_predicted_tokens``)."""
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The user's inputs."""
+
+    choosing: list[Example]
+    """The quantiser is calibrated on these, and the candidates are compared on them."""
+    held_out: list[Example]
+
+
+def split(
+    model: Any, folder: Path, data: UserData, most: int, trust_remote_code: bool, seed: int = 0
+) -> Halves:
+    """Turn ``data`` into inputs for ``model``, at most ``most`` for each half.
+
+    ``folder`` has the tokenizer or processor. Raises ``UnsupportedModel`` if there are fewer than
+    ``FEWEST`` inputs for a half, or if the model cannot run on them.
+    """
+    kind = _head_kind(model)
+    batches, mask_token = _batches(model, folder, data, 2 * most, kind, trust_remote_code)
+    rows = [row for batch in batches for row in _rows(batch)][: 2 * most]
+    if len(rows) < 2 * FEWEST:
+        longest = max((row["input_ids"].shape[1] for row in rows if "input_ids" in row), default=0)
+        unit = f"inputs (windows of up to {longest} tokens)" if data.text else "inputs"
+        raise UnsupportedModel(
+            f"too little data: {len(rows)} {unit}, but {2 * FEWEST} are needed: one half to choose "
+            "by, the other to measure on"
+        )
+    rows = [_with_decoder_inputs(model, _with_masks(model, row)) for row in rows]
+    rows = user_data.runnable(model, rows, torch.float32, lambda batch: run(model, [batch]))
+    examples = [Example(row) for row in rows]
+    if kind and "input_ids" in rows[0] and "decoder_input_ids" not in rows[0]:
+        examples = [
+            Example(*with_predicted_tokens(kind, row, mask_token, seed + at))
+            for at, row in enumerate(rows)
+        ]
+    middle = len(examples) // 2
+    return Halves(examples[:middle], examples[middle:])
+
+
+def traced_batch(example: Example) -> Batch:
+    """Two short rows like ``example``, with which a model can be traced."""
+    return {
+        name: torch.cat([value, value])[:, : _traced_tokens(name)]
+        if value.ndim == 2 and not value.is_floating_point()
+        else torch.cat([value, value])
+        for name, value in example.batch.items()
+    }
+
+
+def _traced_tokens(name: str) -> int:
+    """A decoder gets fewer tokens, so that their number is not taken for the encoder's."""
+    return TRACED_TOKENS - 3 if name.startswith("decoder_") else TRACED_TOKENS
+
+
+def _head_kind(model: Any) -> str | None:
+    try:
+        return head_kind(model)
+    except UnsupportedModel:
+        return None
+
+
+def _batches(
+    model: Any, folder: Path, data: UserData, most: int, kind: str | None, trust_remote_code: bool
+) -> tuple[list[Batch], int | None]:
+    """The data as batches, and the mask token of the tokenizer."""
+    if data.images:
+        return user_data.from_images(model, data.images[:most], folder, torch.float32), None
+    if data.audio:
+        return user_data.from_audio(model, data.audio[:most], folder, torch.float32), None
+    if data.tokens:
+        return user_data.from_tokens(model, data.tokens), None
+    tokenizer = user_data.tokenizer_of(folder, trust_remote_code)
+    if kind:
+        windows = user_data.from_text(model, tokenizer, data.text or "", most)
+        return windows, tokenizer.mask_token_id
+    texts = [line.strip() for line in (data.text or "").splitlines() if line.strip()][:most]
+    return [one for text in texts for one in user_data.from_texts(model, tokenizer, [text])], None
+
+
+def _rows(batch: Batch) -> Iterator[Batch]:
+    for at in range(len(next(iter(batch.values())))):
+        yield {name: value[at : at + 1] for name, value in batch.items()}
+
+
+def _with_masks(model: Any, row: Batch) -> Batch:
+    """The row with the mask and the token types that stand for one whole text."""
+    if "input_ids" not in row:
+        return row
+    accepted, added = accepted_by(model), {}
+    if "attention_mask" in accepted:
+        added["attention_mask"] = torch.ones_like(row["input_ids"])
+    if "token_type_ids" in accepted and getattr(model.config, "type_vocab_size", 0) > 1:
+        added["token_type_ids"] = torch.zeros_like(row["input_ids"])
+    return {**added, **row}
+
+
+def _with_decoder_inputs(model: Any, row: Batch) -> Batch:
+    """The row with what the model generates for it, if it has a decoder of its own."""
+    if not model.config.is_encoder_decoder or not model.can_generate():
+        return row
+    from transformers import GenerationMixin
+
+    with torch.no_grad():
+        ids = GenerationMixin.generate(
+            model, **row, do_sample=False, num_beams=1, max_new_tokens=MOST_GENERATED
+        )
+    return {**row, "decoder_input_ids": ids}

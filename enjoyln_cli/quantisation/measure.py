@@ -1,0 +1,73 @@
+"""How far the outputs of a quantised model are from those of the original in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+
+import torch
+
+from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.metrics import distances_of, largest, pool_distances, relative
+from enjoyln_cli.comparison.text_scores import divergence, perplexity_of, text_loss
+from enjoyln_cli.quantisation.examples import Example
+
+Outputs = dict[str, torch.Tensor]
+Compute = Callable[[Batch], Outputs]
+"""Runs a model on one batch; returns its outputs by name."""
+LOGITS = "logits"
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Over all inputs. What a model does not have is ``None``."""
+
+    error: float
+    """``||a - b|| / ||b||`` of the logits, or of the worst output of a model without logits."""
+    kl: float | None
+    """Mean KL divergence of the logits from the original's, in nats."""
+    top1: float | None
+    """The fraction of positions in which the largest logit is the original's."""
+    perplexity: float | None
+    """Of the quantised model on a text."""
+
+    @property
+    def cost(self) -> float:
+        """What candidates are compared by: the KL divergence, or the error without one."""
+        if not isfinite(self.error):
+            return inf
+        return self.error if self.kl is None else self.kl
+
+
+def compared_outputs(outputs: Outputs, used: Sequence[str]) -> tuple[str, ...]:
+    """The outputs to compare: the logits, or all that the class is ``used`` for."""
+    if LOGITS in outputs:
+        return (LOGITS,)
+    return tuple(name for name in outputs if not used or name in used)
+
+
+def differences(
+    compute: Compute, examples: Sequence[Example], exact: Iterable[Outputs], names: Sequence[str]
+) -> Differences:
+    """Run ``compute`` on the examples and compare the outputs ``names`` with the ``exact`` ones."""
+    distances, loss, tokens = [], 0.0, 0
+    kl = top1 = positions = 0.0
+    for example, expected in zip(examples, exact, strict=True):
+        got = compute(example.batch)
+        distances.append(
+            distances_of({n: got[n] for n in names if n in got}, {n: expected[n] for n in names})
+        )
+        apart, agreed = divergence([got], [expected])
+        if apart is not None and agreed is not None:
+            size = expected[LOGITS][..., 0].numel()
+            kl, top1, positions = kl + size * apart, top1 + size * agreed, positions + size
+        if example.predicted is not None:
+            more, count = text_loss(got[LOGITS], example.predicted)
+            loss, tokens = loss + more, tokens + count
+    return Differences(
+        error=largest(relative(pool_distances(distances))),
+        kl=kl / positions if positions else None,
+        top1=top1 / positions if positions else None,
+        perplexity=perplexity_of(loss, tokens) if tokens else None,
+    )

@@ -1,0 +1,78 @@
+"""The formats and schemes of ``enjoyln quantize``, and how much error each may cost.
+
+Imports nothing slow, so that a command can refuse wrong names at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.onnx_export.requirements import require_packages
+
+EXPORTERS = (5, 24)
+"""The first transformers whose exporters take a quantiser."""
+
+
+@dataclass(frozen=True)
+class QuantisationScheme:
+    """How many bits weights and inputs of linear layers get, and how inputs are scaled."""
+
+    weight_bits: int
+    input_bits: int | None
+    """``None`` if the inputs stay floating-point numbers."""
+    is_static: bool
+    """Whether the scales of inputs are fixed, from the ranges that the user's data show."""
+    max_error: float
+    """Default for the largest relative error of the outputs that the result may have."""
+
+
+SCHEMES: Mapping[str, QuantisationScheme] = {
+    "w8a8": QuantisationScheme(8, 8, False, 0.1),
+    "w8a8-static": QuantisationScheme(8, 8, True, 0.1),
+    "w8a16": QuantisationScheme(8, None, False, 0.05),
+    "w4a8": QuantisationScheme(4, 8, False, 0.3),
+    "w4a16": QuantisationScheme(4, None, False, 0.3),
+}
+
+
+@dataclass(frozen=True)
+class TargetFormat:
+    """A kind of result."""
+
+    program: str
+    """The program that runs it."""
+    packages: tuple[str, ...]
+    """What has to be installed, besides what enjoyln needs itself."""
+    schemes: tuple[str, ...]
+
+
+FORMATS: Mapping[str, TargetFormat] = {
+    "onnx": TargetFormat(
+        "onnxruntime",
+        ("onnx", "onnxscript", "onnxruntime"),
+        ("w8a8", "w8a8-static", "w8a16", "w4a8", "w4a16"),
+    ),
+}
+
+
+def require_scheme(scheme: str, form: str) -> QuantisationScheme:
+    """The scheme of this name.
+
+    Raises ``UnsupportedModel`` if the format does not have it, or if a library is missing.
+    """
+    if form not in FORMATS:
+        raise UnsupportedModel(f"unknown format {form}; choose {', '.join(FORMATS)}")
+    if scheme not in FORMATS[form].schemes:
+        can = ", ".join(FORMATS[form].schemes)
+        raise UnsupportedModel(f"{form} cannot store {scheme}; choose one of {can}")
+    require_packages(FORMATS[form].packages, f"quantising to {form}")
+    installed = version("transformers")
+    if tuple(map(int, installed.split(".")[:2])) < EXPORTERS:
+        needed = ".".join(map(str, EXPORTERS))
+        raise UnsupportedModel(
+            f"quantising needs transformers {needed} or newer, and {installed} is installed"
+        )
+    return SCHEMES[scheme]

@@ -1,0 +1,138 @@
+"""Which form of a model is written, and what the numbers behind the choice mean."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from math import inf, nan
+
+import pytest
+import torch
+from live_models import CHECKPOINTS
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from enjoyln_cli.checkpoint.reader import open_checkpoint
+from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.comparison.text_scores import perplexity, with_predicted_tokens
+from enjoyln_cli.quantisation.candidates import candidates, load_candidate, rotation_plan
+from enjoyln_cli.quantisation.examples import Example
+from enjoyln_cli.quantisation.layer_costs import costly_layers
+from enjoyln_cli.quantisation.measure import Differences, differences
+from enjoyln_cli.quantisation.quantize import Compared, best
+from enjoyln_cli.quantisation.schemes import SCHEMES
+
+
+def compared(name: str, kl: float | None, error: float = 0.1) -> Compared:
+    return Compared(name, Differences(error, kl, None, None), 0)
+
+
+@pytest.mark.parametrize(
+    ("costs", "chosen"),
+    [
+        ({"original": 1.0, "rotated": 0.5, "other": 0.4}, "other"),
+        ({"original": 1.0, "rotated": 0.95}, "original"),
+        ({"original": 1.0, "rotated": 2.0}, "original"),
+        ({"original": 0.0, "rotated": 0.0}, "original"),
+    ],
+)
+def test_another_form_has_to_be_clearly_better(costs: dict[str, float], chosen: str) -> None:
+    assert best([compared(name, cost) for name, cost in costs.items()]) == chosen
+
+
+def test_a_result_with_nan_is_never_chosen() -> None:
+    assert best([compared("original", 1.0), compared("rotated", 0.0, inf)]) == "original"
+    assert best([compared("original", 1.0), compared("rotated", 0.0, nan)]) == "original"
+    assert best([compared("original", 0.0, nan), compared("rotated", 1.0)]) == "rotated"
+
+
+def test_models_without_logits_are_compared_by_their_error() -> None:
+    assert best([compared("original", None, 0.2), compared("rotated", None, 0.1)]) == "rotated"
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> torch.nn.Module:
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2").eval()
+    return model
+
+
+def examples_for(model: torch.nn.Module, rows: int = 3) -> list[Example]:
+    ids = torch.randint(3, 500, (rows, 40), generator=torch.Generator().manual_seed(1))
+    return [
+        Example(*with_predicted_tokens("causal", {"input_ids": row[None]}, None, 0)) for row in ids
+    ]
+
+
+def test_the_differences_of_a_model_whose_logits_move(gpt2: torch.nn.Module) -> None:
+    examples = examples_for(gpt2)
+
+    def exact(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            return {"logits": gpt2(**batch).logits}
+
+    outputs = [exact(example.batch) for example in examples]
+    same = differences(exact, examples, outputs, ["logits"])
+    assert (same.error, same.top1) == (0.0, 1.0) and same.kl == pytest.approx(0.0, abs=1e-12)
+    own, count = perplexity(gpt2, [example.batch for example in examples], None, 0)
+    assert count == 3 * 39 and same.perplexity == pytest.approx(own)
+
+    def scaled(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"logits": exact(batch)["logits"] * 1.25}
+
+    moved = differences(scaled, examples, outputs, ["logits"])
+    assert moved.error == pytest.approx(0.25) and moved.top1 == 1.0
+    p = torch.cat([one["logits"][0] for one in outputs]).double().log_softmax(-1)
+    q = (1.25 * torch.cat([one["logits"][0] for one in outputs])).double().log_softmax(-1)
+    assert moved.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()))
+
+    def broken(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"logits": exact(batch)["logits"].fill_(nan)}
+
+    assert differences(broken, examples, outputs, ["logits"]).cost == inf
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit"])
+def test_every_candidate_computes_the_function(name: str) -> None:
+    source = open_source(str(CHECKPOINTS / name), weights=True)
+    config = AutoConfig.from_pretrained(source.path)
+    checkpoint = open_checkpoint(source)
+    plan = rotation_plan(config, checkpoint, lambda *_: None)
+    assert plan is not None
+    forms = candidates(plan, (0, 5))
+    names = [form.name for form in forms]
+    turned = [] if name == "bert" else ["rotated, seed 0", "rotated, seed 5"]
+    assert names == ["original", "values only", *turned]
+    inputs = {"input_ids": torch.arange(3, 43)[None]}
+    if name == "vit":
+        inputs = {"pixel_values": torch.randn(2, 3, config.image_size, config.image_size)}
+    outputs, weights = [], []
+    for form in forms:
+        model = load_candidate(form, checkpoint, plan.model_class, copy.deepcopy(config), False)
+        with torch.no_grad():
+            outputs.append(model(**inputs)[0])
+        weights.append({name: value.clone() for name, value in model.state_dict().items()})
+    for output in outputs[1:]:
+        error = float((output - outputs[0]).norm() / outputs[0].norm())
+        assert error < 1e-5  # some roundings of float32
+    for other in weights[1:]:
+        assert any(not torch.equal(value, other[name]) for name, value in weights[0].items())
+    if turned:
+        stream = plan.turned[0].tensors[0].parameter
+        assert torch.equal(weights[0][stream], weights[1][stream])  # values only
+        assert not torch.equal(weights[2][stream], weights[3][stream])  # two seeds
+
+
+def test_a_model_without_anything_to_turn_is_its_only_candidate() -> None:
+    assert [form.name for form in candidates(None, (0, 1))] == ["original"]
+
+
+def test_the_layer_that_rounding_hurts_most_is_named_first(gpt2: torch.nn.Module) -> None:
+    model, costly = copy.deepcopy(gpt2), "transformer.h.1.mlp.c_proj"
+    layer = model.get_submodule(costly)
+    with torch.no_grad():  # one large weight, on a feature that is mostly small, sets the scale
+        layer.weight[0] *= 200.0
+    examples = examples_for(model)
+    with torch.no_grad():
+        outputs = [{"logits": model(**example.batch).logits} for example in examples]
+    scheme = replace(SCHEMES["w4a16"], weight_bits=3)
+    worst = costly_layers(model, scheme, examples, outputs, ["logits"])
+    assert len(worst) == 12 and worst[0] == costly

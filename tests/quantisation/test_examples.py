@@ -1,0 +1,149 @@
+"""The user's data as inputs: two halves that share nothing, in the form that the model expects."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import wave
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live_models import CHECKPOINTS, ROOT
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+)
+
+from enjoyln_cli.comparison.text_scores import NOT_PREDICTED
+from enjoyln_cli.comparison.user_data import UserData, data_from, token_lists
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.quantisation.examples import split, traced_batch
+
+LICENCE = (ROOT / "LICENSE").read_text()
+
+
+def test_a_text_is_read_in_windows_and_halves_share_nothing() -> None:
+    folder = CHECKPOINTS / "gpt2"
+    halves = split(
+        AutoModelForCausalLM.from_pretrained(folder), folder, UserData(LICENCE), 5, False
+    )
+    assert len(halves.choosing) == len(halves.held_out) == 5
+    windows = [one.batch["input_ids"] for one in (*halves.choosing, *halves.held_out)]
+    assert len({tuple(window[0].tolist()) for window in windows}) == 10
+    for example in halves.held_out:
+        ids, predicted = example.batch["input_ids"], example.predicted
+        assert predicted is not None and torch.equal(predicted[:, :-1], ids[:, 1:])
+        assert int(predicted[0, -1]) == NOT_PREDICTED
+
+
+def test_a_masked_model_sees_masks_and_is_scored_on_what_they_hide() -> None:
+    folder = CHECKPOINTS / "bert"
+    model = AutoModelForMaskedLM.from_pretrained(folder)
+    (example, *_) = split(model, folder, UserData(LICENCE), 4, False).choosing
+    predicted, ids = example.predicted, example.batch["input_ids"]
+    assert predicted is not None
+    hidden = predicted != NOT_PREDICTED
+    assert 0 < int(hidden.sum()) < ids.numel() / 3
+    assert len(ids[hidden].unique()) == 1 and not (predicted[hidden] == ids[hidden]).any()
+    assert not example.batch["token_type_ids"].any()
+
+
+def test_an_encoder_reads_each_line_as_one_text() -> None:
+    folder = CHECKPOINTS / "bert"
+    lines = [f"Licence number {at} is {'very ' * at}short." for at in range(8)]
+    text = "\n\n".join(lines)
+    halves = split(AutoModel.from_pretrained(folder), folder, UserData(text), 4, False)
+    found = [one.batch["input_ids"] for one in (*halves.choosing, *halves.held_out)]
+    assert [len(ids) for ids in found] == [1] * 8
+    lengths = [ids.shape[1] for ids in found]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
+    assert halves.choosing[0].predicted is None
+
+
+@pytest.fixture
+def t5() -> Any:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    config = T5Config(vocab_size=61, decoder_start_token_id=0, **sizes)
+    return T5ForConditionalGeneration(config).eval()
+
+
+def test_a_decoder_gets_what_the_original_generates(t5: Any, tmp_path: Path) -> None:
+    ids = tuple(tuple(range(at + 3, at + 15)) for at in range(8))
+    halves = split(t5, tmp_path, UserData(tokens=ids), 4, False)
+    batch = halves.choosing[0].batch
+    assert batch["input_ids"].tolist() == [list(ids[0])]
+    generated = t5.generate(batch["input_ids"], do_sample=False, max_new_tokens=48)
+    assert torch.equal(batch["decoder_input_ids"], generated)
+    traced = traced_batch(halves.choosing[0])
+    assert traced["input_ids"].shape == (2, 12) and len(traced["decoder_input_ids"]) == 2
+    assert traced["decoder_input_ids"].shape[1] != 12
+
+
+def test_token_ids_have_to_be_in_the_vocabulary(t5: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="token id 61: the model has ids up to 60"):
+        split(t5, tmp_path, UserData(tokens=((1, 61),) * 8), 4, False)
+
+
+@pytest.mark.parametrize("line", ["{}", "[1.5]", "[true]", "[-1]", "[1", '["a"]', "3"])
+def test_a_line_that_is_no_list_of_ids_is_refused(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "ids.jsonl"
+    file.write_text(f"[1, 2]\n\n{line}\n")
+    with pytest.raises(UnsupportedModel, match="line 3: not a JSON list of token ids"):
+        token_lists(file)
+
+
+def test_token_lists_are_read_line_by_line(tmp_path: Path) -> None:
+    file = tmp_path / "ids.jsonl"
+    file.write_text("".join(json.dumps(ids) + "\n" for ids in ([7, 8], [9, 10, 11])))
+    assert data_from(tokens=file) == UserData(tokens=((7, 8), (9, 10, 11)))
+    file.write_text("[]\n")
+    with pytest.raises(UnsupportedModel, match="contains no token ids"):
+        token_lists(file)
+
+
+def test_recordings_are_prepared_by_the_feature_extractor(tmp_path: Path) -> None:
+    pytest.importorskip("soundfile")
+    torch.manual_seed(0)
+    config = WhisperConfig(
+        vocab_size=71,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        max_source_positions=100,
+        decoder_start_token_id=1,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    model = WhisperForConditionalGeneration(config).eval()
+    WhisperFeatureExtractor(chunk_length=2).save_pretrained(tmp_path)
+    audio = tmp_path / "audio"
+    audio.mkdir()
+    for at in range(8):
+        with wave.open(str(audio / f"{at}.wav"), "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(16000)
+            tone = (int(9000 * math.sin(0.02 * (at + 1) * t)) for t in range(8000))
+            file.writeframes(struct.pack("<8000h", *tone))
+    halves = split(model, tmp_path, data_from(audio=audio), 4, False)
+    batch = halves.choosing[0].batch
+    assert batch["input_features"].shape == (1, 80, 200)
+    assert batch["decoder_input_ids"][0, 0] == 1
+    assert not torch.equal(batch["input_features"], halves.held_out[0].batch["input_features"])

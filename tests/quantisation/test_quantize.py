@@ -1,0 +1,152 @@
+"""``enjoyln quantize`` from end to end, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from commands import GPT2, good, refused
+from live_models import CHECKPOINTS, ROOT
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
+
+LICENCE = ROOT / "LICENSE"
+SOME = ("--rotations", 1, "--inputs", 4)
+
+
+def with_outliers(folder: Path) -> Path:
+    """The small GPT-2 with three large features in each norm: the same function, rounded worse."""
+    shutil.copytree(GPT2, folder)
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(3):
+        for norm, reader in (("ln_1", "attn.c_attn"), ("ln_2", "mlp.c_fc")):
+            at = f"transformer.h.{layer}"
+            for name in ("weight", "bias"):
+                weights[f"{at}.{norm}.{name}"][[5, 31, 77]] *= 20.0
+            weights[f"{at}.{reader}.weight"][[5, 31, 77]] /= 20.0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def logits_of(out: Path, ids: torch.Tensor) -> np.ndarray[Any, Any]:
+    """What onnxruntime computes, with nothing of this package or of transformers."""
+    session = onnxruntime.InferenceSession(out / "model.onnx")
+    feed = {"input_ids": ids.numpy(), "attention_mask": torch.ones_like(ids).numpy()}
+    wanted = {one.name for one in session.get_inputs()}
+    (logits,) = session.run(["logits"], {n: v for n, v in feed.items() if n in wanted})
+    return np.asarray(logits)
+
+
+@pytest.mark.slow
+def test_a_model_with_outliers_is_rotated_and_rounds_better(tmp_path: Path) -> None:
+    model, out = with_outliers(tmp_path / "model"), tmp_path / "out"
+    shown = good("quantize", model, "-o", out, "--text", LICENCE, *SOME)
+    assert "wrote w8a8 as onnx" in shown and "rotated, seed 0" in shown
+    found = json.loads((out / QUANTISATION_FILE).read_text())
+    assert found["chosen"] == "rotated, seed 0"
+    assert found["held_out"]["kl"] < 0.5 * found["plain"]["kl"]
+    assert found["held_out"]["error"] < 0.7 * found["plain"]["error"]
+    assert found["size"] < 0.4 * found["float_size"]
+    assert found["perplexity"] == pytest.approx(found["held_out"]["perplexity"], rel=0.02)
+
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    ids = tokenizer(LICENCE.read_text()[:4000], return_tensors="pt").input_ids[:, :120].view(2, 60)
+    with torch.no_grad():
+        exact = AutoModelForCausalLM.from_pretrained(model)(ids).logits.numpy()
+    error = np.linalg.norm(logits_of(out, ids) - exact) / np.linalg.norm(exact)
+    assert 0 < error < 2 * found["held_out"]["error"]  # another text
+    nodes = Counter(node.op_type for node in onnx.load(out / "model.onnx").graph.node)
+    assert nodes["MatMulInteger"] == 4 * 3 + 1  # the untied head, too
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "scheme", "operator", "least"),
+    [
+        ("opt", "w8a8-static", "QuantizeLinear", 24),
+        ("phi", "w4a8", "MatMulNBits", 25),
+        ("gpt2", "w4a16", "MatMulNBits", 12),
+        ("bloom", "w8a16", "MatMulNBits", 12),
+    ],
+)
+def test_every_scheme_is_what_onnxruntime_runs(
+    name: str, scheme: str, operator: str, least: int, tmp_path: Path
+) -> None:
+    options = ("--scheme", scheme, "--rotations", 0, "--inputs", 4)
+    shown = good(
+        "quantize", CHECKPOINTS / name, "-o", tmp_path / "out", "--text", LICENCE, *options
+    )
+    assert f"wrote {scheme} as onnx" in shown
+    nodes = Counter(n.op_type for n in onnx.load(tmp_path / "out" / "model.onnx").graph.node)
+    assert nodes[operator] >= least
+    found = json.loads((tmp_path / "out" / QUANTISATION_FILE).read_text())
+    assert 0 < found["held_out"]["error"] < found["max_error"]
+    assert found["size"] < 0.6 * found["float_size"]
+
+
+@pytest.mark.slow
+def test_layers_that_are_kept_cost_nothing(tmp_path: Path) -> None:
+    data = ("--text", LICENCE, "--rotations", 0, "--inputs", 4)
+    good("quantize", GPT2, "-o", tmp_path / "some", "--keep", "*.attn.*,*.mlp.c_proj", *data)
+    nodes = Counter(n.op_type for n in onnx.load(tmp_path / "some" / "model.onnx").graph.node)
+    assert nodes["MatMulInteger"] == 3
+
+
+@pytest.mark.slow
+def test_too_large_an_error_names_the_layers_and_writes_nothing(tmp_path: Path) -> None:
+    options = ("--text", LICENCE, "--rotations", 0, "--inputs", 4, "--max-error", 0.001)
+    line = refused("quantize", GPT2, "-o", tmp_path / "out", *options).splitlines()[-1]
+    assert "w8a8 costs too much: error 0.00" in line and "(limit 0.001)" in line
+    assert "transformer.h.0" in line and "--keep" in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_images_are_compared_by_their_logits(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    generator = np.random.default_rng(0)
+    (tmp_path / "images").mkdir()
+    for at in range(8):
+        pixels = generator.integers(0, 255, (40, 50, 3), dtype=np.uint8)
+        image.fromarray(pixels).save(tmp_path / "images" / f"{at}.png")
+    if not (CHECKPOINTS / "vit" / "preprocessor_config.json").is_file():
+        pytest.skip("the checkpoint has no image processor")
+    good("quantize", CHECKPOINTS / "vit", "-o", tmp_path / "out", "--image", tmp_path / "images")
+
+
+def test_what_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    text.write_text("A licence is short.")
+    assert "no data: pass one of --text, --image" in refused("quantize", GPT2, "-o", out)
+    tokens = tmp_path / "ids.jsonl"
+    tokens.write_text("[1, 2, 3]\n[4, 'a']\n")
+    both = refused("quantize", GPT2, "-o", out, "--text", text, "--tokens", tokens)
+    assert "--text and --tokens cannot be combined" in both
+    line = refused("quantize", GPT2, "-o", out, "--tokens", tokens)
+    assert "ids.jsonl, line 2: not a JSON list of token ids" in line
+    (tmp_path / "none").mkdir()
+    assert "contains no images" in refused(
+        "quantize", GPT2, "-o", out, "--image", tmp_path / "none"
+    )
+    (tmp_path / QUANTISATION_FILE).write_text("{}")
+    line = refused("quantize", tmp_path, "-o", tmp_path.parent / "other", "--text", text)
+    assert "is quantised already" in line
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_too_little_data_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(LICENCE.read_text()[:800])
+    line = refused("quantize", GPT2, "-o", tmp_path / "out", "--text", text)
+    assert "too little data" in line and "8 are needed" in line
