@@ -66,7 +66,7 @@ OWNERS = {
     "huggingface_hub": {"checkpoint.download", "publish.push", "publish.repository"},
     "matplotlib": {"benchmark.plot"},
     "networkx": {"proof.min_cut"},
-    "onnxruntime": {"onnx_export.runtimes", "quantisation.exported"},
+    "onnxruntime": {"onnx_export.runtimes", "quantisation.onnxruntime_quantiser"},
     "onnxscript": {"onnx_export.onnx_program"},
     "openvino": {"onnx_export.runtimes"},
     "pydantic": {"plan.schema"},

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.proof.explain import Tree
     from enjoyln_cli.publish.push import Upload
     from enjoyln_cli.quantisation.quantize import Quantised
+    from enjoyln_cli.quantisation.written_result import QuantisedCheck
     from enjoyln_cli.verification.verify import Verification
 
 NARROW = 12
@@ -219,6 +220,15 @@ def write_export(found: Exported) -> None:
         say("not verified (--no-verify)")
 
 
+MEASURED = {
+    "error": "error of the outputs",
+    "kl": "KL divergence",
+    "top1": "top-1 agreement",
+    "perplexity": "perplexity",
+}
+"""What is measured on a quantised model: fields of ``quantisation.measure.Differences``."""
+
+
 def write_quantised(found: Quantised) -> None:
     """Print the candidates, what was chosen, and how far the result is from the original."""
     table = Table("candidate", "KL divergence", "top-1 agreement", "error", "size")
@@ -235,12 +245,7 @@ def write_quantised(found: Quantised) -> None:
     table = Table("", "quantised", "without rotating", "float32")
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, label in (
-        ("error", "error of the outputs"),
-        ("kl", "KL divergence"),
-        ("top1", "top-1 agreement"),
-        ("perplexity", "perplexity"),
-    ):
+    for name, label in MEASURED.items():
         values = [getattr(found.held_out, name), getattr(found.plain, name)]
         exact = number(found.perplexity) if name == "perplexity" else ""
         if None not in values:
@@ -250,6 +255,21 @@ def write_quantised(found: Quantised) -> None:
     table.add_row(f"a call, {counted(found.threads, 'thread')}", call, "", before)
     _show(table)
     say(f"error {number(found.held_out.error)} (limit {found.max_error:g})", "green")
+
+
+def write_quantised_check(found: QuantisedCheck) -> None:
+    """Print how far a quantised result is from the original on the user's data."""
+    table = Table("", "quantised", "float32")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, label in MEASURED.items():
+        value = getattr(found.differences, name)
+        exact = number(found.perplexity) if name == "perplexity" else ""
+        if value is not None:
+            table.add_row(label, number(value), exact)
+    _show(table)
+    say(f"{counted(found.inputs, 'input')}, the second half of your data", "dim")
+    say(found.summary, "green" if found.passed else "red")
 
 
 def _show_checks(found: Mapping[str, Any], rows: Sequence[Texts]) -> None:

@@ -21,6 +21,7 @@ from enjoyln_cli.cli.options import (
     WRITING,
     Options,
     checking_options,
+    data_options,
     hub_options,
     json_option,
     make_opening,
@@ -139,6 +140,7 @@ def fold(**options: Any) -> None:
     metavar="RESULT",
     help="MODEL is a LoRA adapter or a prompt: edit it as its base model was for RESULT.",
 )
+@data_options
 @conversion_options
 def rotate(opening: Options, like: Path | None, **options: Any) -> None:
     """Turn the features of MODEL by an orthogonal matrix, so that it quantises better.
@@ -203,8 +205,12 @@ def _convert(
     chatty = not (quiet or as_json or helps)
     if chatty:
         show_transfers()
-    if not options["verify"] and (options["samples"] or options["seconds"]):
-        what = "--samples" if options["samples"] else "--seconds"
+    data = {name: value for name, value in options.pop("data", {}).items() if value}
+    if data and isinstance(options["samples"], Path):
+        raise click.UsageError("--samples with a file cannot be combined with other inputs.")
+    if not options["verify"] and (options["samples"] or options["seconds"] or data):
+        what = "--seconds" if options["seconds"] else "--samples"
+        what = f"--{next(iter(data)).removesuffix('s')}" if data else what
         raise click.UsageError(f"{what} needs the check; drop --no-verify and --stream.")
     if options["seconds"] is None:
         del options["seconds"]
@@ -230,7 +236,7 @@ def _convert(
         options["adapter"] = adapter_for(ready, options["adapter"])
         listeners: Options = {"on_event": watch.event, "on_progress": watch.progress}
         listeners |= {"on_check": watch.seconds, "team": us}
-        result = write(ready, out, writing, **listeners, **options) if out else None
+        result = write(ready, out, writing, data=data, **listeners, **options) if out else None
     if helps:
         return
     from enjoyln_cli.cli.console import write_fold, write_json

@@ -8,20 +8,20 @@ from typing import Any
 import click
 
 from enjoyln_cli.checkpoint.access import access_keywords
+from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import require_folded, require_models, require_new_folder
 from enjoyln_cli.cli.group import complain
 from enjoyln_cli.cli.options import (
     COMPUTE_DTYPES,
     DTYPES,
-    FILE,
     FOLDER,
     NEW_FILE,
-    OLD_FOLDER,
     Names,
     Options,
     bench_options,
     checking_options,
+    data_options,
     hub_options,
     json_option,
     parse_names,
@@ -36,12 +36,7 @@ from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
 @click.option(
     "--against", metavar="MODEL", help="The original, if it has moved since OUT was made."
 )
-@click.option(
-    "--text", type=FILE, help="Running text to run on; adds the perplexity of a language model."
-)
-@click.option(
-    "--image", "images", type=FILE, multiple=True, help="Run on this image; may be repeated."
-)
+@data_options
 @click.option(
     "--compute-dtype",
     "dtype",
@@ -62,33 +57,59 @@ from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
 @quiet_option
 @json_option
 @hub_options
-def verify(out: Path, quiet: bool, as_json: bool, opening: Options, **options: Any) -> None:
-    """Check that OUT gives the original's outputs: exit status 0 if so, 1 if not."""
-    own = {"--text": options["text"], "--image": options["images"]}
-    own["--samples with a file"] = isinstance(options["samples"], Path)
-    given = [name for name, value in own.items() if value]
-    if len(given) > 1:
-        raise click.UsageError(f"{given[0]} and {given[1]} cannot be combined.")
+def verify(
+    out: Path, data: Options, quiet: bool, as_json: bool, opening: Options, **options: Any
+) -> None:
+    """Check that OUT gives the original's outputs: exit status 0 if so, 1 if not.
+
+    For a result of `enjoyln quantize`: that its error on your data is within the limit that it was
+    written with.
+    """
+    require_one_source(data, options["samples"])
     from enjoyln_cli.cli.progress import watch_job
 
     require_models(out, options["against"])
-    require_folded(out)
+    is_quantised = (out / QUANTISATION_FILE).is_file()
+    if not is_quantised:
+        require_folded(out)
     with watch_job(quiet or as_json, f"verifying {out}") as watch:
-        from enjoyln_cli import verify as check  # takes seconds
+        if is_quantised:
+            found: Any = _verify_quantised(out, data, opening, options["against"])
+        else:
+            from enjoyln_cli import verify as check  # takes seconds
 
-        listeners: Options = {"on_event": watch.event, "on_progress": watch.seconds}
-        hub = access_keywords(opening.pop("access"))
-        found = check(out, **listeners, **options, **opening, **hub)
-    from enjoyln_cli.cli.console import write_json, write_verification
+            listeners: Options = {"on_event": watch.event, "on_progress": watch.seconds}
+            hub = access_keywords(opening.pop("access"))
+            found = check(out, **data, **listeners, **options, **opening, **hub)
+    from enjoyln_cli.cli.console import write_json, write_quantised_check, write_verification
 
     if as_json:
         write_json(found.to_json())
     elif not quiet:
-        write_verification(found)
+        (write_quantised_check if is_quantised else write_verification)(found)
     elif not found.passed:
         complain(found.summary)
     if not found.passed:
         raise click.exceptions.Exit(1)
+
+
+def require_one_source(data: Options, samples: Any = None) -> None:
+    """Refuse inputs from two sources."""
+    sources = {"--text": data["text"], "--image": data["images"], "--audio": data["audio"]}
+    sources |= {"--tokens": data["tokens"], "--samples with a file": isinstance(samples, Path)}
+    given = [name for name, value in sources.items() if value]
+    if len(given) > 1:
+        raise click.UsageError(f"{given[0]} and {given[1]} cannot be combined.")
+
+
+def _verify_quantised(out: Path, data: Options, opening: Options, against: str | None) -> Any:
+    from enjoyln_cli.comparison.user_data import read_user_data, require_data
+    from enjoyln_cli.conversion.inspect import Opening
+    from enjoyln_cli.quantisation.written_result import verify_quantised
+
+    own = require_data(read_user_data(**data))
+    chosen = Opening(**opening) if against or opening["revision"] else None
+    return verify_quantised(out, own, against=against, opening=chosen)
 
 
 @help.command()
@@ -170,10 +191,7 @@ def bench(
     show_default=True,
     help="What the result is stored as.",
 )
-@click.option("--text", type=FILE, help="Text: running, or a text on each line for an encoder.")
-@click.option("--image", type=OLD_FOLDER, metavar="DIR", help="Directory of images.")
-@click.option("--audio", type=OLD_FOLDER, metavar="DIR", help="Directory of recordings.")
-@click.option("--tokens", type=FILE, help="Token ids: a JSON list of them on each line.")
+@data_options
 @click.option(
     "--inputs",
     type=click.IntRange(min=4),
@@ -211,10 +229,7 @@ def quantize(
     out: Path,
     scheme: str,
     form: str,
-    text: Path | None,
-    image: Path | None,
-    audio: Path | None,
-    tokens: Path | None,
+    data: Options,
     rotations: int,
     keep: Names,
     quiet: bool,
@@ -229,19 +244,20 @@ def quantize(
     """
     from enjoyln_cli.cli.progress import watch_job
 
+    require_one_source(data)
     require_models(model)
     require_new_folder(out, model, force=options["force"])
     require_scheme(scheme, form)
     with watch_job(quiet or as_json, f"opening {model}") as watch:
         from enjoyln_cli.cli.console import write_json, write_quantised
-        from enjoyln_cli.comparison.user_data import data_from
+        from enjoyln_cli.comparison.user_data import read_user_data, require_data
         from enjoyln_cli.conversion.inspect import Opening
         from enjoyln_cli.quantisation.quantize import quantize as run  # takes seconds
 
         result = run(
             model,
             out,
-            data_from(text, image, audio, tokens),
+            require_data(read_user_data(**data)),
             scheme=scheme,
             form=form,
             seeds=range(rotations),

@@ -339,6 +339,32 @@ def checking_options(seconds: float | None) -> Callable[..., Any]:
     return options
 
 
+def data_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options for the user's own inputs, gathered as ``data``; at most one is given."""
+
+    @functools.wraps(command)
+    def gathered(**options: Any) -> Any:
+        data = {name: options.pop(name) for name in ("text", "images", "audio", "tokens")}
+        return command(data=data, **options)
+
+    wrapped: Callable[..., Any] = gathered
+    for option in (
+        click.option("--tokens", type=FILE, help="Token ids: a JSON list of them on each line."),
+        click.option("--audio", type=OLD_FOLDER, metavar="DIR", help="Directory of recordings."),
+        click.option(
+            "--image",
+            "images",
+            type=click.Path(exists=True, path_type=Path),
+            multiple=True,
+            metavar="FILE|DIR",
+            help="Image, or directory of images; may be repeated.",
+        ),
+        click.option("--text", type=FILE, help="Running text; a language model is scored on it."),
+    ):
+        wrapped = option(wrapped)
+    return wrapped
+
+
 def placing_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options for where weights are while a model runs, named as in ``from_pretrained``."""
     for option in (

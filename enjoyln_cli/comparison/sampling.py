@@ -110,6 +110,11 @@ def _user_batches(runner: Runner, data: UserData) -> tuple[list[Batch], int | No
     model, is_scored, mask_token = runner.model, False, None
     if data.images:
         found = user_data.from_images(model, data.images, runner.folder, runner.dtype)
+    elif data.audio:
+        found = user_data.from_audio(model, data.audio, runner.folder, runner.dtype)
+    elif data.tokens:
+        found = user_data.from_tokens(model, data.tokens)
+        is_scored = _has_score(model, mask_token)
     else:
         tokenizer = user_data.tokenizer_of(runner.folder, runner.trust_remote_code)
         mask_token = tokenizer.mask_token_id

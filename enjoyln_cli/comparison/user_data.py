@@ -58,24 +58,41 @@ def read_user_data(
     text: str | Path | None = None,
     images: Sequence[str | Path] = (),
     samples: int | str | Path | None = None,
+    audio: str | Path | None = None,
+    tokens: str | Path | None = None,
 ) -> UserData:
-    """Read the user's data. ``samples`` is a number, or a file with one text on each line.
+    """Read the user's data.
+
+    ``images`` are files, or directories of them; ``audio`` is a directory, ``tokens`` a file.
+    ``samples`` is a number, or a file with one text on each line.
 
     Raises ``UnsupportedModel`` if ``samples`` is neither, or if more than one source is given.
     """
     own = {"--text": text is not None, "--image": bool(images)}
+    own |= {"--audio": audio is not None, "--tokens": tokens is not None}
     own["--samples with a file"] = isinstance(samples, str | Path)
     given = [name for name, is_given in own.items() if is_given]
     if len(given) > 1:
         raise UnsupportedModel(f"{given[0]} and {given[1]} cannot be combined: choose one of them")
     words = None if text is None else text_of(text)
+    files = [
+        file
+        for place in images
+        for file in (files_of(Path(place), "images") if Path(place).is_dir() else [place])
+    ]
     if not isinstance(samples, str | Path):
         is_number = isinstance(samples, int) and not isinstance(samples, bool) and samples > 0
         if samples is not None and not is_number:
             raise UnsupportedModel(
                 f"samples={samples!r} is neither a positive number of inputs nor a file of texts"
             )
-        return UserData(words, images=tuple(images), number=samples)
+        return UserData(
+            words,
+            images=tuple(files),
+            audio=() if audio is None else files_of(Path(audio), "recordings"),
+            tokens=() if tokens is None else token_lists(tokens),
+            number=samples,
+        )
     if not Path(samples).is_file():
         raise UnsupportedModel(f"samples={str(samples)!r} is not a file of texts, one on each line")
     texts = tuple(line.strip() for line in text_of(samples).splitlines() if line.strip())
@@ -84,32 +101,11 @@ def read_user_data(
     return UserData(texts=texts, number=len(texts))
 
 
-def data_from(
-    text: str | Path | None = None,
-    image: str | Path | None = None,
-    audio: str | Path | None = None,
-    tokens: str | Path | None = None,
-) -> UserData:
-    """The data of exactly one source: a file of text or token ids, or a directory of the others.
-
-    Raises ``UnsupportedModel`` if there is no source or more than one, and if it holds nothing.
-    """
-    sources = {"--text": text, "--image": image, "--audio": audio, "--tokens": tokens}
-    names = [name for name, source in sources.items() if source is not None]
-    if not names:
-        raise UnsupportedModel(f"no data: pass one of {', '.join(sources)}")
-    if len(names) > 1:
-        raise UnsupportedModel(f"{names[0]} and {names[1]} cannot be combined: choose one of them")
-    if text is not None:
-        words = text_of(text)
-        if not words.strip():
-            raise UnsupportedModel(f"{text} contains no text")
-        return UserData(text=words)
-    if image is not None:
-        return UserData(images=files_of(Path(image), "images"))
-    if audio is not None:
-        return UserData(audio=files_of(Path(audio), "recordings"))
-    return UserData(tokens=token_lists(tokens or ""))
+def require_data(data: UserData) -> UserData:
+    """``data``. Raises ``UnsupportedModel`` if there is none."""
+    if not data.is_given:
+        raise UnsupportedModel("no data: pass one of --text, --image, --audio, --tokens")
+    return data
 
 
 def files_of(folder: Path, what: str) -> tuple[Path, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -189,6 +189,7 @@ def write(
     *,
     verify: bool = True,
     samples: int | str | Path | None = None,
+    data: Mapping[str, Any] | None = None,
     seconds: float | None = CHECK_SECONDS,
     on_event: Event | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -198,13 +199,15 @@ def write(
 ) -> FoldResult:
     """Carry out the plan of ``prepare`` (see ``convert``). All processes of ``team`` call this.
 
-    ``adapter`` is what ``adapter_for`` returned for it.
+    ``adapter`` is what ``adapter_for`` returned for it. ``data`` are inputs to check it on:
+    ``text``, ``images``, ``audio`` or ``tokens`` of ``verify``.
     """
     from enjoyln_cli.comparison.user_data import read_user_data, seconds_of
 
     event = on_event or default_listener
     verify = verify and not ready.opening.stream
-    read_user_data(samples=samples)  # before anything is written
+    data = data or {}
+    read_user_data(samples=samples, **data)  # before anything is written
     seconds_of(seconds)
 
     final = Path(out).expanduser().absolute()
@@ -223,6 +226,7 @@ def write(
             folded,
             plan=ready.plan,
             samples=samples,
+            **data,
             seconds=seconds,
             trust_remote_code=ready.opening.trust_remote_code,
             on_event=event,

@@ -32,6 +32,11 @@ class TurnedForm:
     plan: Plan | None
     """The edits; ``None`` for the original."""
 
+    @property
+    def is_rotated(self) -> bool:
+        """Whether more than the values of attentions is turned."""
+        return self.plan is not None and any(b.kind != "values" for b in self.plan.turned)
+
 
 def candidates(plan: Plan | None, seeds: Sequence[int]) -> list[TurnedForm]:
     """The original, and what can be made of it by the ``plan`` that turns all that can turn."""

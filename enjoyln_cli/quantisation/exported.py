@@ -1,16 +1,14 @@
 """Models that ``transformers.exporters`` writes, quantised by the library that owns the format.
 
-A model is exported once in float32. The quantiser takes that program, so nothing is traced again
-for another scheme, and the float32 program is there to be timed beside the quantised one.
+A model is exported once in float32. The quantiser takes that program, so that the same program in
+float32 can be timed beside it.
 """
 
 from __future__ import annotations
 
 import io
-import platform
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,197 +18,91 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import tensors
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.load import silent
+from enjoyln_cli.quantisation import nncf_quantiser, onnxruntime_quantiser
 from enjoyln_cli.quantisation.measure import Compute
-from enjoyln_cli.quantisation.schemes import QuantisationScheme
+from enjoyln_cli.quantisation.schemes import ONNX, QuantisationScheme
 from enjoyln_cli.text import first_line
 
-PRODUCTS = ("MatMul", "Gemm")
-TABLES = ("Gather",)
-"""Embeddings are rounded to 8 bits as well: they are most of a small model's bytes."""
-GROUP = 32
-"""Weights of 4 bits share a scale in groups of this many."""
-ROUNDED = ("MatMulInteger", "MatMulNBits", "QuantizeLinear")
-"""Operators of quantised products."""
-SCOPES = "pkg.torch.onnx.name_scopes"
 
-
-def exported(model: Any, batch: Batch) -> Any:
+def exported(model: Any, batch: Batch, form: str) -> Any:
     """The ``transformers.exporters.ExportedModel`` of one call, in float32, with dynamic axes.
 
     Raises ``UnsupportedModel`` if the model cannot be exported.
     """
-    from transformers.exporters import OnnxConfig, OnnxExporter
+    from transformers.exporters import (
+        OnnxConfig,
+        OnnxExporter,
+        OpenVINOConfig,
+        OpenVINOExporter,
+    )
 
-    exporter: Any = OnnxExporter()
+    exporter: Any = OnnxExporter() if form == ONNX else OpenVINOExporter()
+    config = OnnxConfig(dynamic=True) if form == ONNX else OpenVINOConfig(dynamic=True)
     try:
         with torch.no_grad(), silent(), redirect_stdout(io.StringIO()):
-            made = exporter.export(model, batch, OnnxConfig(dynamic=True))
+            made = exporter.export(model, batch, config)
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # the exporter and a model's code may raise anything
         name = type(model).__name__
         raise UnsupportedModel(f"{name} cannot be exported: {first_line(error)}") from error
-    _fold_transposed_weights(made.program)
+    if form == ONNX:
+        onnxruntime_quantiser.fold_transposed_weights(made.program)
     return made
 
 
 def quantised(
     made: Any,
+    form: str,
     scheme: QuantisationScheme,
     batch: Batch,
     calibration: Sequence[Batch],
     keep: Sequence[str],
+    is_rotated: bool,
 ) -> Any:
-    """The exported model, quantised by onnxruntime.
+    """The exported model, quantised; ``is_rotated`` says whether its streams are turned.
 
     ``keep`` are paths of layers, or patterns, that stay in float32 (in 8 bits if ``scheme`` has
     4). ``calibration`` are inputs for a static scheme. Raises ``UnsupportedModel`` if the model has
     no layer that would be quantised.
     """
-    from transformers.exporters import (
-        ExportFormat,
-        OnnxRuntimeDynamicConfig,
-        OnnxRuntimeQuantizer,
-        OnnxRuntimeStaticConfig,
-    )
+    from transformers.exporters import ExportedComponent, ExportedModel
 
-    kept = _nodes_in(made.program, keep)
-    settings: dict[str, Any] = {
-        "per_channel": True,
-        "reduce_range": sums_saturate(),
-        "nodes_to_exclude": kept,
-        "extra_options": {"MatMulConstBOnly": True},
-    }
-    in_groups = scheme.weight_bits == 4 or scheme.input_bits is None
-    products = [] if in_groups or scheme.is_static else PRODUCTS
-    with silent():
-        config = OnnxRuntimeDynamicConfig(op_types_to_quantize=[*TABLES, *products], **settings)
-        program = OnnxRuntimeQuantizer(config).quantize(made.program, batch, ExportFormat.ONNX)
-        if in_groups:
-            program = _in_groups(program, scheme, kept)
-        if scheme.is_static:
-            fixed = OnnxRuntimeStaticConfig(op_types_to_quantize=[*PRODUCTS], **settings)
-            program = OnnxRuntimeQuantizer(fixed, list(calibration)).quantize(
-                program, batch, ExportFormat.ONNX
+    with silent(), redirect_stdout(io.StringIO()):
+        if form == ONNX:
+            program = onnxruntime_quantiser.quantised(
+                made.program, scheme, batch, calibration, keep
             )
-    if not any(node.op_type in ROUNDED for node in program.graph):
-        raise UnsupportedModel("the model has no linear layer that this scheme quantises")
-    return _with_program(made, program)
+        else:
+            program = nncf_quantiser.quantised(made.program, scheme, batch, calibration, is_rotated)
+    ((name, component),) = made.components.items()
+    parts = {name: ExportedComponent(program, component.metadata)}
+    return ExportedModel(parts, made.export_format)
 
 
-def save(made: Any, folder: Path, config: Any) -> None:
+def save(made: Any, folder: Path, form: str, config: Any) -> None:
     """Write the program, and what ``ExportedModel.from_pretrained`` reads, to ``folder``."""
-    for node in made.program.graph:
-        node.metadata_props.clear()  # it quotes the source code that was traced, with its paths
+    if form == ONNX:
+        for node in made.program.graph:
+            node.metadata_props.clear()  # it quotes the source code that was traced, with paths
     made.config = config
     made.save_pretrained(folder)
 
 
-def load(folder: Path) -> Compute:
-    """What was written to ``folder``, as a function that onnxruntime computes."""
-    import onnxruntime
+def load(folder: Path, form: str) -> Compute:
+    """What was written to ``folder``, as a function that the format's program computes."""
     from transformers.exporters import ExportedModel
 
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = torch.get_num_threads()
+    threads = torch.get_num_threads()
+    if form == ONNX:
+        settings = {"session_options": onnxruntime_quantiser.session_options(threads)}
+    else:  # by default, some processors compute in bfloat16
+        exact = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
+        settings = {"config": exact}
     with silent():
-        made: Any = ExportedModel.from_pretrained(folder, device="cpu", session_options=options)
+        made: Any = ExportedModel.from_pretrained(folder, device="cpu", **settings)
 
     def compute(batch: Batch) -> dict[str, torch.Tensor]:
         return dict(tensors(made(**batch)))
 
     return compute
-
-
-def sums_saturate() -> bool:
-    """Whether this processor adds products of 8-bit numbers in 16 bits, so that sums may saturate.
-
-    x86 without VNNI does. Weights of 7 bits then lose less.
-    """
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
-    return is_x86 and not torch.cpu._is_vnni_supported()
-
-
-def _with_program(made: Any, program: Any) -> Any:
-    from transformers.exporters import ExportedComponent, ExportedModel
-
-    ((name, component),) = made.components.items()
-    parts = {name: ExportedComponent(program, component.metadata)}
-    return ExportedModel(parts, made.export_format, config=made.config)
-
-
-def _module_of(node: Any) -> str:
-    """The path of the module that a node was traced in."""
-    import ast
-
-    scopes = ast.literal_eval(node.metadata_props.get(SCOPES, "['']"))
-    return str(scopes[-2]) if len(scopes) > 1 else ""
-
-
-def _nodes_in(program: Any, patterns: Sequence[str]) -> list[str]:
-    """The names of the products in the modules that match one of the patterns.
-
-    Each ``Gemm`` becomes a ``MatMul`` in onnxruntime's quantisers, which gets a longer name.
-    """
-    products = (node for node in program.graph if node.op_type in PRODUCTS)
-    return [
-        name
-        for node in products
-        if any(fnmatchcase(_module_of(node), pattern) for pattern in patterns)
-        for name in (str(node.name), f"{node.name}_MatMul")
-    ]
-
-
-def _in_groups(program: Any, scheme: QuantisationScheme, kept: list[str]) -> Any:
-    """The program with weights in groups with one scale each; ``kept`` products have 8 bits."""
-    import onnx_ir
-    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
-
-    proto = onnx_ir.to_proto(program)
-    level = 4 if scheme.input_bits else 0  # int8 products, or those of the inputs' own dtype
-    for bits, chosen in ((8, kept), (scheme.weight_bits, None)):
-        if chosen == []:
-            continue
-        quantizer = MatMulNBitsQuantizer(
-            proto,
-            bits=bits,
-            block_size=GROUP,
-            is_symmetric=True,
-            accuracy_level=level,
-            nodes_to_include=chosen,
-            op_types_to_quantize=("MatMul",),
-        )
-        quantizer.model.replace_gemm_with_matmul()
-        quantizer.process()
-        proto = quantizer.model.model
-    return onnx_ir.from_proto(proto)
-
-
-def _fold_transposed_weights(program: Any) -> None:
-    """Store the weights of linear layers transposed, as quantisers expect them.
-
-    The exporter leaves a large one to be transposed in each call. A weight that something else
-    reads as well, as a tied embedding, stays.
-    """
-    import numpy as np
-    import onnx_ir
-
-    for node in list(program.graph):
-        if node.op_type != "Transpose":
-            continue
-        weight, result = node.inputs[0], node.outputs[0]
-        if not weight.is_initializer() or len(weight.uses()) > 1:
-            continue
-        order = node.attributes["perm"].as_ints() if "perm" in node.attributes else None
-        values = np.ascontiguousarray(np.transpose(weight.const_value.numpy(), order))
-        stored = onnx_ir.Value(
-            name=result.name,
-            shape=onnx_ir.Shape(values.shape),
-            type=result.type,
-            const_value=onnx_ir.tensor(values, name=result.name),
-        )
-        onnx_ir.convenience.replace_all_uses_with(result, stored)
-        program.graph.remove(node, safe=True)
-        program.graph.register_initializer(stored)
-        del program.graph.initializers[weight.name]

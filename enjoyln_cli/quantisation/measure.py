@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.metrics import distances_of, largest, pool_distances, relative
+from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.comparison.text_scores import divergence, perplexity_of, text_loss
 from enjoyln_cli.quantisation.examples import Example
 
@@ -71,3 +74,23 @@ def differences(
         top1=top1 / positions if positions else None,
         perplexity=perplexity_of(loss, tokens) if tokens else None,
     )
+
+
+def exact_outputs(
+    model: Any, examples: Sequence[Example], names: Sequence[str], folder: Path
+) -> list[Outputs]:
+    """The outputs ``names`` of the original for each example, stored in files in ``folder``."""
+    found = run(model, [example.batch for example in examples], folder)
+    return choose_outputs(found, names)
+
+
+def perplexity_in(outputs: Sequence[Outputs], examples: Sequence[Example]) -> float | None:
+    """The perplexity that logits have on a text; ``None`` if the examples are not scored."""
+    scores = [
+        text_loss(output[LOGITS], example.predicted)
+        for output, example in zip(outputs, examples, strict=True)
+        if example.predicted is not None
+    ]
+    if not scores:
+        return None
+    return perplexity_of(sum(loss for loss, _ in scores), sum(count for _, count in scores))

@@ -24,7 +24,7 @@ from enjoyln_cli.checkpoint.config import load_config, require_unfolded
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint, other_files
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, is_own
-from enjoyln_cli.comparison.run import choose_outputs, run
+from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.conversion.inspect import Opening, open_named
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
@@ -40,8 +40,15 @@ from enjoyln_cli.quantisation.candidates import (
 )
 from enjoyln_cli.quantisation.examples import Example, Halves, split, traced_batch
 from enjoyln_cli.quantisation.layer_costs import costly_layers
-from enjoyln_cli.quantisation.measure import Compute, Differences, compared_outputs, differences
-from enjoyln_cli.quantisation.schemes import QuantisationScheme, require_scheme
+from enjoyln_cli.quantisation.measure import (
+    Compute,
+    Differences,
+    compared_outputs,
+    differences,
+    exact_outputs,
+    perplexity_in,
+)
+from enjoyln_cli.quantisation.schemes import ONNX, QuantisationScheme, require_scheme
 from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.runtime.loading import saved_class
 from enjoyln_cli.text import listed_briefly, number
@@ -70,7 +77,11 @@ class Quantised:
 
     out: str
     source: str
+    revision: str | None
+    """The commit of a ``source`` on the Hub."""
     model_class: str
+    outputs: tuple[str, ...]
+    """The outputs that were compared."""
     format: str
     scheme: str
     chosen: str
@@ -134,6 +145,8 @@ def quantize(
     begin, event = time.perf_counter(), on_event or default_listener
     settings, opening = require_scheme(scheme, form), opening or Opening()
     limit = settings.max_error if max_error is None else max_error
+    if keep and form != ONNX:
+        raise UnsupportedModel(f"--keep works for onnx, not for {form}")
     require_float(str(model))
     source = open_named(str(model), opening, weights=True)
     config = load_config(source, opening.trust_remote_code)
@@ -150,29 +163,30 @@ def quantize(
 
     with staged_output(Path(out), source=source.root, force=force) as staged:
         with TemporaryDirectory(dir=staged.parent) as scratch:
-            work = Workshop(Path(scratch), settings, tuple(keep))
+            work = Workshop(Path(scratch), form, settings, tuple(keep))
             original = load_as(TurnedForm(ORIGINAL, None))
             event("stage", "running the original on the data")
             folder = source.path
             halves = split(original, folder, data, inputs, opening.trust_remote_code)
-            names = _compared_names(original, halves.choosing[0], plan.outputs if plan else ())
-            exact = Exact(original, names, work.folder)
-            choosing, held_out = exact.outputs(halves.choosing), exact.outputs(halves.held_out)
-            truth = differences(exact.compute, halves.held_out, held_out, names)
-            del original, exact
+            first = run(original, [halves.choosing[0].batch])[0]
+            names = compared_outputs(first, plan.outputs if plan else ())
+            choosing = exact_outputs(original, halves.choosing, names, work.folder)
+            held_out = exact_outputs(original, halves.held_out, names, work.folder)
+            perplexity = perplexity_in(held_out, halves.held_out)
+            del original
             compared: dict[str, Compared] = {}
             tried = candidates(plan, seeds)
             for candidate in tried:
                 event("stage", f"quantising: {candidate.name}")
                 work.write(candidate, load_as(candidate), halves)
-                compute = exported.load(work.place(candidate.name))
+                compute = work.load(candidate.name)
                 found = differences(compute, halves.choosing, choosing, names)
                 size = size_of(work.place(candidate.name))
                 compared[candidate.name] = Compared(candidate.name, found, size)
                 del compute
             chosen = best(list(compared.values()))
             event("stage", f"measuring on the other half: {chosen}")
-            computes = {key: exported.load(work.place(key)) for key in (FLOAT, ORIGINAL, chosen)}
+            computes = {key: work.load(key) for key in (FLOAT, ORIGINAL, chosen)}
             measured = {
                 key: differences(computes[key], halves.held_out, held_out, names)
                 for key in dict.fromkeys((ORIGINAL, chosen))
@@ -191,8 +205,10 @@ def quantize(
             times = _time(computes, chosen, halves.held_out[0])
             result = Quantised(
                 out=str(out),
-                source=source.model,
+                source=str(source.root.resolve()) if source.revision is None else source.model,
+                revision=source.revision,
                 model_class=name,
+                outputs=names,
                 format=form,
                 scheme=scheme,
                 chosen=chosen,
@@ -200,7 +216,7 @@ def quantize(
                 held_out=measured[chosen],
                 plain=measured[ORIGINAL],
                 inputs=len(halves.held_out),
-                perplexity=truth.perplexity,
+                perplexity=perplexity,
                 size=compared[chosen].size,
                 float_size=size_of(work.place(FLOAT)),
                 milliseconds=times[chosen] * 1000,
@@ -229,6 +245,7 @@ class Workshop:
     """Writes candidates into a scratch directory, one folder each."""
 
     folder: Path
+    form: str
     scheme: QuantisationScheme
     keep: tuple[str, ...]
 
@@ -239,31 +256,19 @@ class Workshop:
     def write(self, candidate: TurnedForm, model: Any, halves: Halves) -> None:
         """Write a candidate, quantised; of the original also the float32 program."""
         batch = traced_batch(halves.choosing[0])
-        made = exported.exported(model, batch)
+        made = exported.exported(model, batch, self.form)
         calibration = [example.batch for example in halves.choosing]
         keep = (*self.keep, *head_of(model)) if self.scheme.weight_bits == 4 else self.keep
-        small = exported.quantised(made, self.scheme, batch, calibration, keep)
-        exported.save(small, self.place(candidate.name), model.config)
+        small = exported.quantised(
+            made, self.form, self.scheme, batch, calibration, keep, candidate.is_rotated
+        )
+        exported.save(small, self.place(candidate.name), self.form, model.config)
         if candidate.plan is None:
-            exported.save(made, self.place(FLOAT), model.config)
+            exported.save(made, self.place(FLOAT), self.form, model.config)
 
-
-@dataclass(frozen=True)
-class Exact:
-    """The original in float32; its outputs are kept in files."""
-
-    model: Any
-    names: tuple[str, ...]
-    folder: Path
-
-    def compute(self, batch: Any) -> dict[str, torch.Tensor]:
-        """The outputs of one batch."""
-        return run(self.model, [batch])[0]
-
-    def outputs(self, examples: Sequence[Example]) -> list[dict[str, torch.Tensor]]:
-        """The outputs to compare with, for each example."""
-        found = run(self.model, [example.batch for example in examples], self.folder)
-        return choose_outputs(found, self.names)
+    def load(self, name: str) -> Compute:
+        """A candidate, or ``FLOAT``, in the program that runs it."""
+        return exported.load(self.place(name), self.form)
 
 
 def head_of(model: Any) -> list[str]:
@@ -302,10 +307,6 @@ def _class_name(checkpoint: Checkpoint, config: Any, opening: Opening) -> str:
     trusted = opening.trust_remote_code
     folder = str(checkpoint.source.path)
     return str(saved_class(folder, config=config, trust_remote_code=trusted).__name__)
-
-
-def _compared_names(model: Any, example: Example, used: Sequence[str]) -> tuple[str, ...]:
-    return compared_outputs(run(model, [example.batch])[0], used)
 
 
 def _time(computes: dict[str, Compute], chosen: str, example: Example) -> dict[str, float]:

@@ -49,12 +49,14 @@ class TargetFormat:
     schemes: tuple[str, ...]
 
 
+ONNX = "onnx"
 FORMATS: Mapping[str, TargetFormat] = {
-    "onnx": TargetFormat(
+    ONNX: TargetFormat(
         "onnxruntime",
         ("onnx", "onnxscript", "onnxruntime"),
         ("w8a8", "w8a8-static", "w8a16", "w4a8", "w4a16"),
     ),
+    "openvino": TargetFormat("OpenVINO", ("nncf", "openvino"), ("w8a8-static", "w8a16", "w4a16")),
 }
 
 

@@ -135,6 +135,8 @@ def verify(
     plan: Plan | None = None,
     text: str | Path | None = None,
     images: Sequence[str | Path] = (),
+    audio: str | Path | None = None,
+    tokens: str | Path | None = None,
     dtype: str | torch.dtype | None = None,
     seed: int = 0,
     samples: int | str | Path | None = None,
@@ -157,8 +159,9 @@ def verify(
 
     * ``against``: the original; by default the one that the marker of ``out`` names.
     * ``plan``: the plan that ``out`` was made by; by default the stored one.
-    * ``text``: a UTF-8 file of running text. ``images``: image files. Seeded inputs are added if a
-      stable ratio needs more.
+    * ``text``: a UTF-8 file of running text. ``images``: image files. ``audio``: a directory of
+      recordings. ``tokens``: a file with a JSON list of token ids on each line. Seeded inputs are
+      added if a stable ratio needs more.
     * ``samples``: another number of inputs, or a UTF-8 file with one text on each line.
     * ``seconds``: the time that the check may take. The number of inputs is chosen after timing the
       first; at least one is run. Every stored tensor is compared, and the identity error is
@@ -184,7 +187,7 @@ def verify(
     ``ModelNotFound`` if the original cannot be found; ``UnsupportedModel`` if the model cannot be
     run on the inputs.
     """
-    data = read_user_data(text, images, samples)
+    data = read_user_data(text, images, samples, audio, tokens)
     pace = Pace(Clock(time.perf_counter, seconds_of(seconds), on_progress))
     event = on_event or default_listener
     access = HubAccess(token=token, cache_dir=cache_dir)

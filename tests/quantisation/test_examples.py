@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from enjoyln_cli.comparison.text_scores import NOT_PREDICTED
-from enjoyln_cli.comparison.user_data import UserData, data_from, token_lists
+from enjoyln_cli.comparison.user_data import UserData, read_user_data, token_lists
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.quantisation.examples import split, traced_batch
 
@@ -105,7 +105,7 @@ def test_a_line_that_is_no_list_of_ids_is_refused(line: str, tmp_path: Path) -> 
 def test_token_lists_are_read_line_by_line(tmp_path: Path) -> None:
     file = tmp_path / "ids.jsonl"
     file.write_text("".join(json.dumps(ids) + "\n" for ids in ([7, 8], [9, 10, 11])))
-    assert data_from(tokens=file) == UserData(tokens=((7, 8), (9, 10, 11)))
+    assert read_user_data(tokens=file) == UserData(tokens=((7, 8), (9, 10, 11)))
     file.write_text("[]\n")
     with pytest.raises(UnsupportedModel, match="contains no token ids"):
         token_lists(file)
@@ -142,7 +142,7 @@ def test_recordings_are_prepared_by_the_feature_extractor(tmp_path: Path) -> Non
             file.setframerate(16000)
             tone = (int(9000 * math.sin(0.02 * (at + 1) * t)) for t in range(8000))
             file.writeframes(struct.pack("<8000h", *tone))
-    halves = split(model, tmp_path, data_from(audio=audio), 4, False)
+    halves = split(model, tmp_path, read_user_data(audio=audio), 4, False)
     batch = halves.choosing[0].batch
     assert batch["input_features"].shape == (1, 80, 200)
     assert batch["decoder_input_ids"][0, 0] == 1

@@ -53,6 +53,15 @@ def test_a_model_with_outliers_is_rotated_and_rounds_better(tmp_path: Path) -> N
     shown = good("quantize", model, "-o", out, "--text", LICENCE, *SOME)
     assert "wrote w8a8 as onnx" in shown and "rotated, seed 0" in shown
     found = json.loads((out / QUANTISATION_FILE).read_text())
+    again = json.loads(good("verify", out, "--text", LICENCE, "--json"))
+    assert again["passed"] and again["differences"]["kl"] == pytest.approx(
+        found["held_out"]["kl"],
+        rel=0.5,  # more inputs than were measured
+    )
+    (out / QUANTISATION_FILE).write_text(json.dumps({**found, "max_error": 0.001}))
+    shown = refused("verify", out, "--text", LICENCE, "-q")
+    assert "too far from the original: error 0.0" in shown and "(limit 0.001)" in shown
+    assert "no data" in refused("verify", out)
     assert found["chosen"] == "rotated, seed 0"
     assert found["held_out"]["kl"] < 0.5 * found["plain"]["kl"]
     assert found["held_out"]["error"] < 0.7 * found["plain"]["error"]
@@ -95,6 +104,24 @@ def test_every_scheme_is_what_onnxruntime_runs(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["w8a8-static", "w4a16"])
+def test_openvino_runs_what_nncf_quantised(scheme: str, tmp_path: Path) -> None:
+    pytest.importorskip("nncf")
+    openvino = pytest.importorskip("openvino")
+    out, form = tmp_path / "out", ("--format", "openvino", "--scheme", scheme)
+    good("quantize", with_outliers(tmp_path / "model"), "-o", out, "--text", LICENCE, *form, *SOME)
+    found = json.loads((out / QUANTISATION_FILE).read_text())
+    assert 0 < found["held_out"]["error"] < 0.2
+    assert found["size"] < 0.6 * found["float_size"]
+    ids = torch.arange(3, 43)[None]
+    model = openvino.Core().compile_model(out / "openvino_model.xml", "CPU")
+    outputs = model({"input_ids": ids.numpy(), "attention_mask": np.ones((1, 40), np.int64)})
+    with torch.no_grad():
+        exact = AutoModelForCausalLM.from_pretrained(tmp_path / "model")(ids).logits.numpy()
+    assert 0 < np.linalg.norm(outputs[0] - exact) < 0.3 * np.linalg.norm(exact)
+
+
+@pytest.mark.slow
 def test_layers_that_are_kept_cost_nothing(tmp_path: Path) -> None:
     data = ("--text", LICENCE, "--rotations", 0, "--inputs", 4)
     good("quantize", GPT2, "-o", tmp_path / "some", "--keep", "*.attn.*,*.mlp.c_proj", *data)
@@ -130,7 +157,7 @@ def test_what_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     assert "no data: pass one of --text, --image" in refused("quantize", GPT2, "-o", out)
     tokens = tmp_path / "ids.jsonl"
     tokens.write_text("[1, 2, 3]\n[4, 'a']\n")
-    both = refused("quantize", GPT2, "-o", out, "--text", text, "--tokens", tokens)
+    both = refused("quantize", GPT2, "-o", out, "--text", text, "--tokens", tokens, status=2)
     assert "--text and --tokens cannot be combined" in both
     line = refused("quantize", GPT2, "-o", out, "--tokens", tokens)
     assert "ids.jsonl, line 2: not a JSON list of token ids" in line

@@ -1,0 +1,159 @@
+"""ONNX programs, quantised by onnxruntime's own quantisers: dynamic, static, or in groups."""
+
+from __future__ import annotations
+
+import ast
+import platform
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.quantisation.schemes import QuantisationScheme
+
+PRODUCTS = ("MatMul", "Gemm")
+TABLES = ("Gather",)
+"""Embeddings are rounded to 8 bits as well: they are most of a small model's bytes."""
+GROUP = 32
+"""Weights of 4 bits share a scale in groups of this many."""
+ROUNDED = ("MatMulInteger", "MatMulNBits", "QuantizeLinear")
+"""Operators of quantised products."""
+SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+def quantised(
+    program: Any,
+    scheme: QuantisationScheme,
+    batch: Batch,
+    calibration: Sequence[Batch],
+    keep: Sequence[str],
+) -> Any:
+    """The ``onnx_ir.Model`` of a model in float32, quantised.
+
+    ``keep`` are paths of layers, or patterns, that stay in float32 (in 8 bits if ``scheme`` has
+    4). ``calibration`` are inputs for a static scheme. Raises ``UnsupportedModel`` if the model has
+    no layer that would be quantised.
+    """
+    from transformers.exporters import (
+        ExportFormat,
+        OnnxRuntimeDynamicConfig,
+        OnnxRuntimeQuantizer,
+        OnnxRuntimeStaticConfig,
+    )
+
+    kept = _nodes_in(program, keep)
+    settings: dict[str, Any] = {
+        "per_channel": True,
+        "reduce_range": sums_saturate(),
+        "nodes_to_exclude": kept,
+        "extra_options": {"MatMulConstBOnly": True},
+    }
+    in_groups = scheme.weight_bits == 4 or scheme.input_bits is None
+    products = [] if in_groups or scheme.is_static else PRODUCTS
+    config = OnnxRuntimeDynamicConfig(op_types_to_quantize=[*TABLES, *products], **settings)
+    program = OnnxRuntimeQuantizer(config).quantize(program, batch, ExportFormat.ONNX)
+    if in_groups:
+        program = _in_groups(program, scheme, kept)
+    if scheme.is_static:
+        fixed = OnnxRuntimeStaticConfig(op_types_to_quantize=[*PRODUCTS], **settings)
+        quantizer = OnnxRuntimeQuantizer(fixed, list(calibration))
+        program = quantizer.quantize(program, batch, ExportFormat.ONNX)
+    if not any(node.op_type in ROUNDED for node in program.graph):
+        raise UnsupportedModel("the model has no linear layer that this scheme quantises")
+    return program
+
+
+def session_options(threads: int) -> Any:
+    """The options of an ``onnxruntime.InferenceSession`` that logs nothing."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = threads
+    return options
+
+
+def sums_saturate() -> bool:
+    """Whether this processor adds products of 8-bit numbers in 16 bits, so that sums may saturate.
+
+    x86 without VNNI does. Weights of 7 bits then lose less.
+    """
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
+    return is_x86 and not torch.cpu._is_vnni_supported()
+
+
+def _module_of(node: Any) -> str:
+    """The path of the module that a node was traced in."""
+    scopes = ast.literal_eval(node.metadata_props.get(SCOPES, "['']"))
+    return str(scopes[-2]) if len(scopes) > 1 else ""
+
+
+def _nodes_in(program: Any, patterns: Sequence[str]) -> list[str]:
+    """The names of the products in the modules that match one of the patterns.
+
+    Each ``Gemm`` becomes a ``MatMul`` in onnxruntime's quantisers, which gets a longer name.
+    """
+    products = (node for node in program.graph if node.op_type in PRODUCTS)
+    return [
+        name
+        for node in products
+        if any(fnmatchcase(_module_of(node), pattern) for pattern in patterns)
+        for name in (str(node.name), f"{node.name}_MatMul")
+    ]
+
+
+def _in_groups(program: Any, scheme: QuantisationScheme, kept: list[str]) -> Any:
+    """The program with weights in groups with one scale each; ``kept`` products have 8 bits."""
+    import onnx_ir
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    proto = onnx_ir.to_proto(program)
+    level = 4 if scheme.input_bits else 0  # int8 products, or those of the inputs' own dtype
+    for bits, chosen in ((8, kept), (scheme.weight_bits, None)):
+        if chosen == []:
+            continue
+        quantizer = MatMulNBitsQuantizer(
+            proto,
+            bits=bits,
+            block_size=GROUP,
+            is_symmetric=True,
+            accuracy_level=level,
+            nodes_to_include=chosen,
+            op_types_to_quantize=("MatMul",),
+        )
+        quantizer.model.replace_gemm_with_matmul()
+        quantizer.process()
+        proto = quantizer.model.model
+    return onnx_ir.from_proto(proto)
+
+
+def fold_transposed_weights(program: Any) -> None:
+    """Store the weights of linear layers transposed, as quantisers expect them.
+
+    The exporter leaves a large one to be transposed in each call. A weight that something else
+    reads as well, as a tied embedding, stays.
+    """
+    import numpy as np
+    import onnx_ir
+
+    for node in list(program.graph):
+        if node.op_type != "Transpose":
+            continue
+        weight, result = node.inputs[0], node.outputs[0]
+        if not weight.is_initializer() or len(weight.uses()) > 1:
+            continue
+        order = node.attributes["perm"].as_ints() if "perm" in node.attributes else None
+        values = np.ascontiguousarray(np.transpose(weight.const_value.numpy(), order))
+        stored = onnx_ir.Value(
+            name=result.name,
+            shape=onnx_ir.Shape(values.shape),
+            type=result.type,
+            const_value=onnx_ir.tensor(values, name=result.name),
+        )
+        onnx_ir.convenience.replace_all_uses_with(result, stored)
+        program.graph.remove(node, safe=True)
+        program.graph.register_initializer(stored)
+        del program.graph.initializers[weight.name]
