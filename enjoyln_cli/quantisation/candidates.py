@@ -1,4 +1,7 @@
-"""The forms of a model that may quantise best: as it is, with turned values, or rotated.
+"""The forms of a model that may quantise best: as it is, untied, with turned values, or rotated.
+
+A rotation unties the head, which then has its own scales. So the model that is only untied is tried
+as well: what it gains is no merit of the rotation.
 
 Each is a proven plan (see ``analysis``), which is carried out on the model in memory.
 """
@@ -43,6 +46,8 @@ def candidates(plan: Plan | None, seeds: Sequence[int]) -> list[TurnedForm]:
     forms = [TurnedForm(ORIGINAL, None)]
     if plan is None or not plan.turned:
         return forms
+    if plan.untied:
+        forms.append(TurnedForm("untied", replace(plan, bases=(), merged=())))
     values = tuple(basis for basis in plan.turned if basis.kind == "values")
     if values:
         inside = {norm for basis in values for norm in basis.norms}

@@ -506,3 +506,17 @@ def test_a_file_without_matrices_is_refused(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "R.bin")
     with pytest.raises(BadCheckpoint, match="not a dictionary"):
         give_matrices(plan, tmp_path / "R.bin")
+
+
+@pytest.mark.slow
+def test_token_ids_of_the_user_are_what_the_result_is_checked_on(tmp_path: Path) -> None:
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text("".join(f"{[*range(at + 3, at + 20 + at)]}\n" for at in range(5)))
+    found = json.loads(
+        good("rotate", CHECKPOINTS / "gpt2", "-o", tmp_path / "out", "--tokens", ids, "--json")
+    )
+    assert found["verification"]["passed"] and found["verification"]["own_rows"] == 5
+    line = refused(
+        "rotate", CHECKPOINTS / "gpt2", "-o", tmp_path / "no", "--tokens", ids, "--text", ids
+    )
+    assert "--text and --tokens cannot be combined" in line

@@ -90,7 +90,7 @@ def test_the_differences_of_a_model_whose_logits_move(gpt2: torch.nn.Module) -> 
     assert differences(broken, examples, outputs, ["logits"]).cost == inf
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "bloom"])
 def test_every_candidate_computes_the_function(name: str) -> None:
     source = open_source(str(CHECKPOINTS / name), weights=True)
     config = AutoConfig.from_pretrained(source.path)
@@ -100,7 +100,9 @@ def test_every_candidate_computes_the_function(name: str) -> None:
     forms = candidates(plan, (0, 5))
     names = [form.name for form in forms]
     turned = [] if name == "bert" else ["rotated, seed 0", "rotated, seed 5"]
-    assert names == ["original", "values only", *turned]
+    untied = [] if plan.untied == () else ["untied"]
+    assert untied == (["untied"] if name in ("gpt2", "bloom") else [])
+    assert names == ["original", *untied, "values only", *turned]
     inputs = {"input_ids": torch.arange(3, 43)[None]}
     if name == "vit":
         inputs = {"pixel_values": torch.randn(2, 3, config.image_size, config.image_size)}
@@ -113,12 +115,15 @@ def test_every_candidate_computes_the_function(name: str) -> None:
     for output in outputs[1:]:
         error = float((output - outputs[0]).norm() / outputs[0].norm())
         assert error < 1e-5  # some roundings of float32
-    for other in weights[1:]:
-        assert any(not torch.equal(value, other[name]) for name, value in weights[0].items())
+    for form, other in zip(forms[1:], weights[1:], strict=True):
+        assert form.name == "untied" or any(
+            not torch.equal(value, other[name]) for name, value in weights[0].items()
+        )
     if turned:
         stream = plan.turned[0].tensors[0].parameter
-        assert torch.equal(weights[0][stream], weights[1][stream])  # values only
-        assert not torch.equal(weights[2][stream], weights[3][stream])  # two seeds
+        *same, first, second = weights  # all but the rotations, which have two seeds
+        assert all(torch.equal(other[stream], same[0][stream]) for other in same)
+        assert not torch.equal(first[stream], second[stream])
 
 
 def test_a_model_without_anything_to_turn_is_its_only_candidate() -> None:
