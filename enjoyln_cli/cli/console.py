@@ -242,7 +242,7 @@ def write_quantised(found: Quantised) -> None:
     as_original = "; no other form is clearly better" if found.chosen == "original" else ""
     say(f"wrote {found.scheme} as {found.format} to {found.out}: {found.chosen}{as_original}")
     say(f"on the other half of the data ({counted(found.inputs, 'input')}):")
-    table = Table("", "quantised", "without rotating", "float32")
+    table = Table("", "quantised", "original, quantised", "float32")
     for column in table.columns[1:]:
         column.justify = "right"
     for name, label in MEASURED.items():
