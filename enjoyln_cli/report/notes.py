@@ -122,7 +122,7 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
     lines += [_gain_line(gain, plan) for gain in report.gains]
     if plan.by_example:
         called = ", ".join(plan.by_example)
-        lines.append(f"  proven on example inputs, since shapes depend on input values: {called}")
+        lines.append(f"  proven on example inputs, whose values the code may read: {called}")
     only_rotated = plan.turned and not plan.folded
     if report.calls is not None:
         other = "may give wrong outputs" if only_rotated else "is refused"
