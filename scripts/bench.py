@@ -38,11 +38,11 @@ from typing import Any
 import torch
 from bench_cases import MODELS, benchmarked, keep_pages
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, OPTConfig
 
 import enjoyln_cli
 from enjoyln_cli import kernels
 
-SCRIPTS = Path(__file__).parent
 ENJOYLN = (sys.executable, "-m", "enjoyln_cli")
 Row = dict[str, Any]
 Task = Callable[[], float]
@@ -211,10 +211,19 @@ def fold(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
 
 
 def generated(gigabytes: float, work: Path) -> Path:
-    """A random OPT in bfloat16, in 8 files."""
-    out = work / f"opt-{gigabytes:g}GB"
-    script = [sys.executable, SCRIPTS / "make_checkpoint.py", "opt", "--dtype", "bfloat16"]
-    run([*script, "--params", f"{gigabytes * 500:g}M", "--shards", "8", "-o", out])
+    """A random OPT of width 2048 in bfloat16, in 8 files."""
+    out, a_layer, others = work / f"opt-{gigabytes:g}GB", 5.04e7, 1.07e8
+    layers = max(1, round((gigabytes * 5e8 - others) / a_layer))
+    config = OPTConfig(
+        hidden_size=2048,
+        word_embed_proj_dim=2048,
+        ffn_dim=8192,
+        num_attention_heads=32,
+        num_hidden_layers=layers,
+        dtype="bfloat16",
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(out, max_shard_size=f"{gigabytes * 130:.0f}MB")
     return out
 
 
