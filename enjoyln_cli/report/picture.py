@@ -86,12 +86,12 @@ def check(file: Path) -> None:
         raise OutputError(
             f"unsupported picture format {file.suffix or file.name!r}; use {', '.join(SUFFIXES)}"
         )
+    check_file(file)
     if suffix != ".dot" and shutil.which("dot") is None:
         raise OutputError(
             f"a {suffix} picture needs Graphviz (https://graphviz.org/download); install it, or "
             "save the picture as .dot and draw it elsewhere"
         )
-    check_file(file)
 
 
 def save(picture: Picture, file: Path) -> None:

@@ -53,6 +53,7 @@ STARTS = {
     "fold": ([GPT2, "-o", "new"], f"opening {GPT2}"),
     "rotate": ([GPT2, "-o", "new"], f"opening {GPT2}"),
     "unfold": (["folded", "-o", "new"], "restoring the original of folded"),
+    "quantize": ([GPT2, "-o", "new", "--text", "folded/config.json"], f"opening {GPT2}"),
     "verify": (["folded"], "verifying folded"),
     "bench": (["folded"], "opening folded"),
     "export": (["folded", "-o", "new.onnx"], "opening folded"),
