@@ -156,10 +156,11 @@ def _read_as_text() -> Iterator[None]:
 def _operations(graph: Graph) -> list[Any]:
     """The operations on tensors in order, without reads of sizes and marks of places.
 
-    ``detach_`` is left out too: ``torch.tensor`` runs it, and a strict recording leaves it out.
+    What ``torch.tensor`` runs is left out too, as a strict recording does.
     """
     aten = torch.ops.aten
-    others = (aten.sym_size, aten.sym_numel, aten.sym_stride, aten.alias, aten.detach_)
+    of_sizes = (aten.sym_size, aten.sym_numel, aten.sym_stride)
+    others = (*of_sizes, aten.alias, aten.detach_, aten.lift_fresh, aten.lift_fresh_copy)
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     targets = [node.target for node in nodes if not _is_whole(node)]
     return [

@@ -112,7 +112,7 @@ def test_options_that_look_like_these_and_go_together(tmp_path: Path) -> None:
     """``--yes`` may stand in a script that pushes one time and not the other."""
     assert "nothing was written" in good("fold", GPT2, "--dry-run", "--yes")
     assert "ln_f" in good("report", GPT2, "--why", "transformer.ln_f", "--format", "table")
-    norm, picture = "transformer.ln_f", tmp_path / "p.svg"
+    norm, picture = "transformer.ln_f", tmp_path / "p.dot"
     assert str(picture) in good("report", GPT2, "--why", norm, "--save", picture).replace("\n", "")
 
 

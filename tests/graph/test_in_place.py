@@ -37,6 +37,17 @@ class Recorded(nn.Module):
         y += x
         return y
 
+    def into_the_only_view(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        y = F.embedding(tokens, self.table).unsqueeze(-1).squeeze(-1)
+        y += x
+        return y
+
+    def into_one_of_two_views(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        whole = x.clone()
+        view = whole.unsqueeze(-1).squeeze(-1)
+        view += self.gain.square()
+        return whole.detach() + self.gain * view
+
     def ids_before(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         cleaned = tokens.clone()
         cleaned[cleaned == 3] = 0
@@ -97,10 +108,10 @@ class Recorded(nn.Module):
         SEEN.clear()
 
 
-FOLDING = ["nothing", "residual", "ids_before"]
+FOLDING = ["nothing", "residual", "into_the_only_view", "ids_before"]
 WRITING = [
-    "between", "between_by_another_view", "between_by_out", "written_mean", "index", "mask",
-    "parameter", "kept", "through_a_list",
+    "between", "between_by_another_view", "between_by_out", "into_one_of_two_views",
+    "written_mean", "index", "mask", "parameter", "kept", "through_a_list",
 ]  # fmt: skip
 
 
