@@ -20,7 +20,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -182,9 +181,16 @@ def _require_apart(out: Path, source: Path) -> None:
 
 
 def why_nothing_new(folder: Path) -> str:
-    """Why nothing can be created in a directory, found by trying it; empty if it can."""
+    """Why nothing can be created in a directory, found by trying it; empty if it can.
+
+    If the process is killed meanwhile, the next one removes what is left of the trial.
+    """
+    trial = folder / ".enjoyln.trial"
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".enjoyln.", dir=folder))
+        with suppress(FileExistsError):
+            trial.mkdir()
+        with suppress(FileNotFoundError):  # another process has removed it
+            trial.rmdir()
     except OSError as error:
         return error.strerror or str(error)
     return ""

@@ -70,6 +70,15 @@ def test_a_failure_leaves_everything_as_it_was(
     assert out.exists() == force
 
 
+def test_what_a_killed_trial_has_left_is_removed(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "new" / "out"
+    out.parent.mkdir()
+    (out.parent / ".enjoyln.trial").mkdir()
+    with staged_output(out, source=source, force=False):
+        pass
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
 def test_force_replaces_a_directory(tmp_path: Path, source: Path) -> None:
     out = tmp_path / "out"
     (out / "inner").mkdir(parents=True)
