@@ -51,6 +51,7 @@ aten = torch.ops.aten
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _MASKS = (torch.bool, torch.uint8)
+_INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _CONSTANT = {aten.lift_fresh_copy, aten.detach, aten._to_copy, aten.to}
 """Ops whose result is a constant if their operand is one."""
 
@@ -438,6 +439,17 @@ def _holds_tensor(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
 
 
+def _with_index_tensors(index: Any, device: torch.device) -> Any:
+    """An index with tensors in place of lists of numbers.
+
+    torch would make a tensor of each list by itself, by no recorded operation.
+    """
+    if type(index) is tuple:
+        return tuple(_with_index_tensors(item, device) for item in index)
+    is_list = type(index) is list and all(type(i) is int for i in pytree.tree_leaves(index))
+    return torch.tensor(index).to(device) if is_list else index
+
+
 class _NoReads(TorchFunctionMode):
     """Notes when reading a value of a tensor fails, even if the model catches the exception."""
 
@@ -449,6 +461,9 @@ class _NoReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _INDEXED and not self._recorder.lenient:
+            with self:
+                args = (args[0], _with_index_tensors(args[1], args[0].device), *args[2:])
         written = func is torch.tensor and not _holds_tensor((args, kwargs))
         if not written and getattr(func, "__name__", "") not in READS:
             return func(*args, **kwargs)

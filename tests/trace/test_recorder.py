@@ -126,6 +126,10 @@ def choose(code: Code, h: torch.Tensor) -> torch.Tensor:
     return h[h.sum(-1) > 0]
 
 
+def choose_by_a_listed_mask(code: Code, h: torch.Tensor) -> torch.Tensor:
+    return h[:, [True, False, True]]
+
+
 def write(code: Code, h: torch.Tensor) -> torch.Tensor:
     return h.mul_(2)
 
@@ -167,8 +171,9 @@ def mix(code: Code, h: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED = [
-    read, read_and_go_on, list_and_go_on, choose, replace_buffer, copy_past_the_graph,
-    take_data, branch, mix, write_into_buffer, write_into_constant, write_beside_a_view,
+    read, read_and_go_on, list_and_go_on, choose, choose_by_a_listed_mask, replace_buffer,
+    copy_past_the_graph, take_data, branch, mix, write_into_buffer, write_into_constant,
+    write_beside_a_view,
 ]  # fmt: skip
 
 
@@ -188,8 +193,18 @@ def take_a_row(code: Code, h: torch.Tensor) -> torch.Tensor:
     return h[:, torch.tensor([0, 2], device=h.device)] + h.split(1, dim=1)[0]
 
 
+def take_listed_rows(code: Code, h: torch.Tensor) -> torch.Tensor:
+    rows = h[:, [2, -3]] + h[[1, 0], 0].unsqueeze(1)
+    copied = h.clone()
+    copied[:, [0]] = h[:, [[1]]].squeeze(1)
+    return copied + rows.sum(1, keepdim=True)
+
+
+RECORDED = [scale, take_a_row, take_listed_rows]
+
+
 @pytest.mark.one_case
-@pytest.mark.parametrize("change", [scale, take_a_row, write, *REFUSED], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("change", [*RECORDED, write, *REFUSED], ids=lambda c: c.__name__)
 def test_verdicts_without_weights_are_those_of_the_live_module(change: Any) -> None:
     def verdicts(model: nn.Module) -> Any:
         try:
@@ -204,7 +219,7 @@ def test_verdicts_without_weights_are_those_of_the_live_module(change: Any) -> N
         assert found == verdicts(Code(change))
 
 
-@pytest.mark.parametrize("change", [scale, take_a_row], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", RECORDED, ids=lambda change: change.__name__)
 def test_constants_in_the_code_are_recorded(change: Any) -> None:
     model = Code(change).to("meta").eval()
     with quiet():
