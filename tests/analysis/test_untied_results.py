@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from stored_files import opened
 from torch import nn
 
-from enjoyln_cli import analyze, from_pretrained, load_recipe, optimize, unfold, verify
+from enjoyln_cli import analyze, optimize, unfold, verify
 from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.analysis.same_ops import require_same
 from enjoyln_cli.analysis.stored_names import Candidate
@@ -298,24 +297,6 @@ def test_a_copy_that_is_not_one_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_untied_and_wider_at_once(tmp_path: Path) -> None:
-    both = Options(untie=True, widen_mlp=True)
-    result = convert(CHECKPOINTS / "bert", tmp_path / "out", options=both)
-    assert result.verification.passed and result.verification.identity_error < 1e-12
-    first = ("bert.embeddings.LayerNorm", *(f"bert.encoder.layer.{i}.output" for i in range(3)))
-    assert [v.norm.removesuffix(".LayerNorm") for v in result.plan.folded] == [
-        name.removesuffix(".LayerNorm") for name in first
-    ]
-    names = {setting.name for setting in result.plan.settings}
-    assert names == {"tie_word_embeddings", "intermediate_size"}
-    repeated = prepare(
-        CHECKPOINTS / "bert", None, Opening(recipe=tmp_path / "out" / "enjoyln_recipe.yaml")
-    )
-    assert repeated.plan == result.plan
-    from_pretrained(tmp_path / "out")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("merge", ["affine", "bias"])
 def test_a_head_that_a_norm_is_merged_into_is_untied_although_its_embedding_stays(
     merge: Any, tmp_path: Path
@@ -459,25 +440,6 @@ def test_a_recipe_is_followed_or_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_recipe_of_a_result_repeats_it(tmp_path: Path) -> None:
-    first = convert(CHECKPOINTS / "gpt2", tmp_path / "a", options=UNTIE, verify=False).out
-    recipe = first / "enjoyln_recipe.yaml"
-    assert load_recipe(recipe).options == Options(untie=True)
-    convert(CHECKPOINTS / "gpt2", tmp_path / "b", recipe=recipe, verify=False)
-    for name in ("model.safetensors", "config.json", "enjoyln_recipe.yaml"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    text = recipe.read_text()
-    assert "  untie:\n    lm_head.weight: {source: transformer.wte.weight}\n" in text
-    edited = tmp_path / "mine.yaml"
-    edited.write_text(text.replace("{source: transformer.wte", "{source: transformer.wpe"))
-    with pytest.raises(
-        RecipeError,
-        match="untie: lm_head.weight: the recipe has {source: transformer.wpe.weight}",
-    ):
-        convert(CHECKPOINTS / "gpt2", tmp_path / "c", recipe=edited)
-
-
-@pytest.mark.slow
 def test_the_marker_tells_what_was_untied_and_a_tie_is_noticed(tmp_path: Path) -> None:
     out = convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=UNTIE, verify=False).out
     config = json.loads((out / "config.json").read_text())
@@ -492,18 +454,6 @@ def test_the_marker_tells_what_was_untied_and_a_tie_is_noticed(tmp_path: Path) -
     plain = convert(CHECKPOINTS / "gpt2", tmp_path / "plain", verify=False).out
     config = json.loads((plain / "config.json").read_text())
     assert config["enjoyln"]["untied"] == {} == read_marker(config).untied
-
-
-@pytest.mark.slow
-def test_what_runs_as_rmsnorm_is_saved_and_loaded_again(tmp_path: Path) -> None:
-    out = convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=UNTIE, verify=False).out
-    model = from_pretrained(out)
-    model.save_pretrained(tmp_path / "again")
-    again = from_pretrained(tmp_path / "again")
-    ids = torch.randint(0, 400, (2, 19))
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, again(ids).logits)
-    shutil.rmtree(out)
 
 
 @pytest.mark.slow

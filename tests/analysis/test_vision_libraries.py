@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -20,29 +19,11 @@ SCALED = "an elementwise product with a factor that is not the same for all feat
 GROUPED = "a grouped convolution, whose channels see different inputs"
 READ = "a weight it depends on is also used elsewhere, where centring it would be noticed"
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "num_heads": 3, "depth": 2}
-_OPERATORS: list[torch.library.Library] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _operators() -> None:
-    """Define two operators that torchvision lacks if it was built for another torch."""
-    try:
-        importlib.import_module("torchvision")
-    except ImportError:
-        return
-    except RuntimeError:
-        _OPERATORS.append(torch.library.Library("torchvision", "DEF"))
-        for name in ("nms", "qnms"):
-            _OPERATORS[0].define(f"{name}(Tensor boxes, Tensor scores, float most) -> Tensor")
 
 
 def timm_model(name: str, **settings: Any) -> nn.Module:
     timm = pytest.importorskip("timm")
     return timm.create_model(name, pretrained=False, num_classes=5, **settings)
-
-
-def torchvision_models() -> Any:
-    return pytest.importorskip("torchvision").models
 
 
 def planned(model: nn.Module) -> Plan:
@@ -136,20 +117,6 @@ def test_timm_convnext_folds_its_stem() -> None:
     assert kept(plan) == {**inside, **between, "stages.1.downsample.0": NOT_ZERO_MEAN}
 
 
-def test_timm_convnext_without_layer_scale_folds_no_more() -> None:
-    """A depthwise convolution in each block reads the stream that the norms between stages read.
-
-    The first stage's stream begins with the stem's affine norm, the others with a convolution.
-    """
-    convnext = pytest.importorskip("timm.models.convnext")
-    settings = {"depths": (1, 1, 1, 1), "dims": (8, 12, 16, 20), "ls_init_value": None}
-    plan = planned(convnext.ConvNeXt(num_classes=5, **settings))
-    assert static(plan) == {"stem.1"}
-    inside = dict.fromkeys([f"stages.{i}.blocks.0.norm" for i in range(4)], GROUPED)
-    between = dict.fromkeys(["stages.2.downsample.0", "stages.3.downsample.0", "head.norm"], READ)
-    assert kept(plan) == {**inside, **between, "stages.1.downsample.0": NOT_ZERO_MEAN}
-
-
 def swin_stages(first: str, second: str, plan: Plan, stem: str, merging: str, last: str) -> None:
     """Six of eleven norms fold: that of the patches, four of the second stage, and the last one.
 
@@ -174,12 +141,6 @@ def test_timm_swin() -> None:
     swin_stages(first, second, plan, "patch_embed.norm", "layers.1.downsample.norm", "norm")
 
 
-def test_torchvision_swin() -> None:
-    swin = torchvision_models().SwinTransformer
-    plan = planned(swin([4, 4], 12, [2, 2], [2, 4], [4, 4], num_classes=5))
-    swin_stages("features.1", "features.3", plan, "features.0.2", "features.2.norm", "norm")
-
-
 def swin_v2_stages(stages: list[str], plan: Plan, others: set[str], last: str) -> None:
     """Norms at the ends of branches fold: they follow ``proj``, ``fc2`` and the merging's layer.
 
@@ -194,39 +155,3 @@ def test_timm_swin_v2() -> None:
     plan = planned(timm_model("swinv2_tiny_window8_256", img_size=32, **settings))
     others = {"patch_embed.norm", "layers.1.downsample.norm"}
     swin_v2_stages(["layers.0.blocks", "layers.1.blocks"], plan, others, "norm")
-
-
-def test_torchvision_swin_v2() -> None:
-    swin = torchvision_models().swin_transformer
-    model = swin.SwinTransformer(
-        [4, 4],
-        12,
-        [2, 2],
-        [2, 4],
-        [4, 4],
-        num_classes=5,
-        block=swin.SwinTransformerBlockV2,
-        downsample_layer=swin.PatchMergingV2,
-    )
-    others = {"features.0.2", "features.2.norm"}
-    swin_v2_stages(["features.1", "features.3"], planned(model), others, "norm")
-
-
-def test_torchvision_vit_folds_whole() -> None:
-    """As timm's, with ``nn.MultiheadAttention``, whose ``out_proj`` is centred."""
-    plan = planned(torchvision_models().VisionTransformer(32, 8, 2, 3, 24, 33, num_classes=5))
-    layers = {f"encoder.layers.encoder_layer_{i}" for i in range(2)}
-    assert static(plan) == {"encoder.ln", *(f"{at}.ln_{j}" for at in layers for j in (1, 2))}
-    assert kept(plan) == {} and plan.ops == ()
-    writers = {writer.parameter for writer in plan.writers}
-    assert {f"{at}.self_attention.out_proj.weight" for at in layers} <= writers
-
-
-def test_torchvision_convnext_folds_its_stem() -> None:
-    """As timm's; norms over channels in dimension 1 have their own class."""
-    convnext = torchvision_models().convnext
-    stages = [convnext.CNBlockConfig(8, 12, 1), convnext.CNBlockConfig(12, None, 1)]
-    plan = planned(convnext.ConvNeXt(stages, num_classes=5))
-    assert static(plan) == {"features.0.1"}
-    inside = dict.fromkeys(["features.1.0.block.2", "features.3.0.block.2"], GROUPED)
-    assert kept(plan) == {**inside, "features.2.0": NOT_ZERO_MEAN, "classifier.0": READ}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from commands import enjoyln
 from live_models import CHECKPOINTS
 from rounding import IDENTITY, TIMES, as_exact, in_float64, relative
 from safetensors.torch import load_file
-from stored_files import changed, stored_plan
+from stored_files import changed
 from tiny_models import BERT, calls, converted, live
-from transformers import CONFIG_MAPPING, AutoConfig, BertConfig, BertForMaskedLM, BertModel
+from transformers import CONFIG_MAPPING, AutoConfig, BertConfig, BertForMaskedLM
 from widening_cases import BART, DISTIL, FAMILY, WIDEN
 
 from enjoyln_cli import fold, from_pretrained, optimize, refold
@@ -31,7 +30,7 @@ from enjoyln_cli.models.arithmetic import Float64
 from enjoyln_cli.models.outputs import tensors_in
 from enjoyln_cli.plan.mean_units import UNITS
 from enjoyln_cli.recipe.from_plan import recipe_of
-from enjoyln_cli.recipe.read import load_recipe, parse_recipe
+from enjoyln_cli.recipe.read import load_recipe
 from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 from enjoyln_cli.rewrite.in_memory import centre_parameters
@@ -235,18 +234,6 @@ def test_a_forced_wrong_widening_is_refuted(tmp_path: Path) -> None:
 # Recipes.
 
 
-@pytest.mark.slow
-def test_the_recipe_says_it_all(outs: dict[str, Path]) -> None:
-    recipe = load_recipe(outs["float32"] / "enjoyln_recipe.yaml")
-    assert recipe.options == WIDEN
-    assert list(recipe.variants[0].widen) == ["bert.encoder.layer.{i}.output.dense.weight"]
-    plan = stored_plan(outs["float32"])
-    proven = analyze_config(BertConfig.from_pretrained(SOURCE), options=WIDEN).plan
-    assert (plan.widened, plan.settings) == (proven.widened, proven.settings)
-    assert {writer.shape for writer in plan.writers} == {(80, 320), (80,)}
-    assert parse_recipe(dump_recipe(recipe), where="again") == recipe
-
-
 WIDENED = "bert.encoder.layer.{i}.output.dense.weight"
 
 
@@ -316,22 +303,6 @@ def same(model: Any, other: Any, exact: Any = None, stored: torch.dtype | None =
 
 def shifted(model: Any) -> set[bool]:
     return {bool(m.shifted) for m in model.modules() if isinstance(m, RMSNorm)}
-
-
-@pytest.mark.one_case
-@pytest.mark.parametrize(
-    ("stored", "loaded"),
-    [("float32", "float32"), ("float16", "bfloat16"), ("bfloat16", "float32")],
-)
-def test_loading(outs: dict[str, Path], stored: str, loaded: str) -> None:
-    exact = BertForMaskedLM.from_pretrained(SOURCE, dtype=torch.float64)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = from_pretrained(outs[stored], dtype=getattr(torch, loaded))
-        original = BertForMaskedLM.from_pretrained(SOURCE, dtype=getattr(torch, loaded))
-        assert same(model, original, exact, getattr(torch, stored))
-    assert sum(isinstance(m, RMSNorm) for m in model.modules()) == 3
-    assert shifted(model) == {False}
 
 
 @pytest.mark.parametrize(
@@ -446,16 +417,6 @@ def test_the_marker(outs: dict[str, Path]) -> None:
     del config["enjoyln"]["units"][2]
     with pytest.raises(BadCheckpoint, match="edited after the fold"):
         read_marker(config)
-
-
-@pytest.mark.slow
-def test_the_base_model_of_a_result(outs: dict[str, Path], tmp_path: Path) -> None:
-    """Loaded without its head, the model has the base model's parameter names."""
-    live("BertModel", BertConfig(**BERT)).float().save_pretrained(tmp_path / "source")
-    done = fold(tmp_path / "source", tmp_path / "out", options=WIDEN, model_class="BertModel")
-    assert len(done.plan.folded) == 3
-    model = from_pretrained(tmp_path / "out")
-    assert isinstance(model, BertModel) and shifted(model) == {False}
 
 
 # The commands.

@@ -91,13 +91,6 @@ def test_an_object_without_a_model_is_refused_by_name() -> None:
         optimize(nn.Linear(2, 2))
 
 
-def test_a_pipeline_of_an_original_is_refused() -> None:
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2")
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "gpt2")
-    with pytest.raises(Exception, match="was not folded"):
-        optimize(pipeline("text-generation", model=model, tokenizer=tokenizer))
-
-
 def test_a_sentence_transformer_is_optimised_inside(tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
     parts = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
@@ -123,18 +116,6 @@ def torchao() -> Any:
     return quantization
 
 
-def test_torchao_at_loading(phi: Path, torchao: Any) -> None:
-    from transformers import TorchAoConfig
-
-    config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
-    with pytest.raises(NotCentred, match=QUANTISED):
-        from_pretrained(phi, quantization_config=config)
-    stock = AutoModelForCausalLM.from_pretrained(phi, quantization_config=config)
-    for function in (optimize, refold):
-        with pytest.raises(NotCentred, match=QUANTISED):
-            function(stock)
-
-
 def test_torchao_in_place(phi: Path, torchao: Any) -> None:
     """The result equals that of the stock class with the same layers quantised."""
     model, stock = from_pretrained(phi), AutoModelForCausalLM.from_pretrained(phi).eval()
@@ -143,14 +124,6 @@ def test_torchao_in_place(phi: Path, torchao: Any) -> None:
         torchao.quantize_(one, torchao.Int8WeightOnlyConfig())
     with pytest.warns(UserWarning, match=f"computing LayerNorm: .*{QUANTISED}"):
         assert close(logits(model), logits(stock))
-
-
-def test_torchao_on_readers_alone(phi: Path, torchao: Any) -> None:
-    model = from_pretrained(phi)
-    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(), lambda m, path: path.endswith("fc1"))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="computing LayerNorm")
-        logits(model)
 
 
 def test_bitsandbytes(phi: Path) -> None:

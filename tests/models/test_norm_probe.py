@@ -273,12 +273,6 @@ def test_a_norm_is_one_only_for_inputs_of_as_many_dimensions() -> None:
         assert torch.equal(folded(images), plain(images))  # as before, where it is not proven
 
 
-def test_a_norm_that_is_almost_one_is_not_touched() -> None:
-    model = Block(Spelled("sample variance")).double()
-    plan = analyze_module(model, torch.randn(2, 5, WIDTH, dtype=torch.float64)).plan
-    assert plan.norms == ()
-
-
 class Named(nn.LayerNorm):
     """Is called LayerNorm but computes RMSNorm."""
 

@@ -390,25 +390,6 @@ def test_another_occurrence_of_a_value_sees_its_mean(model_type: type[Stem]) -> 
     assert error(model, lambda live: centred(live.embed.weight, 1), ids()) > 1e-3
 
 
-class Shared(Stem):
-    """One norm, called on a value that can be centred and on one that cannot."""
-
-    def __init__(self, both: bool) -> None:
-        super().__init__()
-        self.both = both
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        y = self.norm(self.writer(self.norm(x)))
-        return self.norm(torch.tanh(y)) if self.both else y
-
-
-def test_a_norm_folds_only_if_each_of_its_calls_does() -> None:
-    found = verdict(randomised(Shared(both=True)), "norm", ids())
-    assert "tanh" in found.reason
-    assert fold(randomised(Shared(both=False)), ids()) < 1e-12
-
-
 class OwnForward(nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) + 1

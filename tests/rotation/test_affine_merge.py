@@ -17,7 +17,6 @@ from fold_cases import written
 from live_models import CHECKPOINTS, moved
 from rounding import as_exact, in_float64
 from safetensors.torch import save_file
-from stored_files import stored_plan
 from tiny_models import BERT, GPT2, PHI, TOKENS, VIT, calls, converted, error, live
 from torch import nn
 from torch.nn import functional as F
@@ -30,9 +29,7 @@ from enjoyln_cli.checkpoint.reader import open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import BadCheckpoint, RecipeError, VerificationFailed
 from enjoyln_cli.plan.plan import Options, Plan
-from enjoyln_cli.recipe.compare import differences
 from enjoyln_cli.recipe.from_plan import recipe_of
-from enjoyln_cli.recipe.read import load_recipe
 from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 from enjoyln_cli.rewrite.in_memory import centre_parameters
@@ -355,18 +352,6 @@ def test_the_marker_says_what_an_engine_may_leave_out(out: tuple[Path, Plan]) ->
         BadCheckpoint, match="malformed: merged: a list instead of a mapping with weight"
     ):
         read_marker(config)
-
-
-def test_the_recipe_is_the_plan_again(out: tuple[Path, Plan]) -> None:
-    folder, plan = out
-    recipe = load_recipe(folder / "enjoyln_recipe.yaml")
-    assert dump_recipe(recipe) == (folder / "enjoyln_recipe.yaml").read_text()
-    # one line for all layers, one for the last layer, and two for norms that are not merged
-    assert len(recipe.variants[0].merge) == 4
-    config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / "phi")
-    assert not differences(recipe, plan, config=config)
-    again = stored_plan(folder)
-    assert (again.merged, again.unmerged) == (plan.merged, plan.unmerged)
 
 
 @pytest.mark.slow

@@ -163,19 +163,6 @@ def test_a_tied_weight_that_turns_on_one_side_alone_is_untied() -> None:
     assert "electra.embeddings.word_embeddings.weight" not in [one.name for one in tied.turned]
 
 
-def test_a_tied_weight_that_turns_alike_on_both_sides_stays_tied() -> None:
-    """OLMo's norms have no weight, so nothing stands between its embedding and its head."""
-    settings = {**LLAMA, "tie_word_embeddings": True}
-    config = config_of("olmo", settings)
-    untied = replace(ROTATED, untie=True)
-    plan = analyze_config(config, model_class="OlmoForCausalLM", options=untied).plan
-    assert [basis.kind for basis in plan.turned].count("stream") == 1
-    assert plan.untied == ()
-    original = live("OlmoForCausalLM", config)
-    assert original.lm_head.weight is original.model.embed_tokens.weight
-    assert far(rotated(original, plan), original, ()) <= 1e-12
-
-
 def test_a_tied_head_turns_with_its_embedding_if_no_weight_is_in_between() -> None:
     """MPT ties the head; its norms have no bias, and a weight that the head cannot take."""
     settings = {**TOKENS, "n_layers": 1, "n_heads": 4, "d_model": 24}

@@ -95,17 +95,6 @@ def test_neutral_parameters_are_not_read(merged: dict[str, Path], how: str) -> N
     assert close(logits(model), expected)
 
 
-def test_without_kernels_too(merged: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from enjoyln_cli.kernels import cpu, literally
-
-    model = from_pretrained(merged["affine"])
-    expected = logits(model)
-    poison(model, "affine")
-    monkeypatch.setattr(cpu, "library", lambda: cpu.Missing("simulated"))
-    with literally():
-        assert close(logits(model), expected)
-
-
 def test_a_norm_that_was_not_merged_is_read(merged: dict[str, Path]) -> None:
     """A weight of ones is still read if the marker does not list the norm as merged."""
     model = from_pretrained(merged["bias"])

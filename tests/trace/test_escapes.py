@@ -128,24 +128,6 @@ def test_a_module_that_is_called_through_a_global_is_refused() -> None:
     assert found.refused and "reads norm.bias through a global" in found.said
 
 
-class Fused(nn.Module):
-    """A norm over the queries of a fused projection; a view, the keys, is returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.norm = nn.Linear(D, 3 * D), nn.LayerNorm(D)
-        self.emb = nn.Embedding(VOCAB, D)
-
-    def forward(self, tokens: torch.Tensor) -> Any:
-        q, k, v = self.qkv(self.emb(tokens)).chunk(3, -1)
-        return self.norm(q) * v, k.unflatten(-1, (2, -1)).transpose(1, 2)
-
-
-def test_a_tensor_that_only_a_view_keeps_alive_is_not_seen() -> None:
-    found = fold_in_place(randomised(Fused()), ids())
-    assert found.error < 1e-12 and found.folded == {"norm"}
-
-
 class Remembering(nn.Module):
     """Each call keeps a value in a buffer, and the next call adds it before the norm."""
 

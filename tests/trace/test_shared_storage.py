@@ -130,25 +130,6 @@ def test_slices_that_overlap_are_not_centred() -> None:
     assert "second.weight" in found.said or "first.weight" in found.said
 
 
-class OwnRows(nn.Module):
-    """Reads single rows of its table through another parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.norm = nn.Embedding(VOCAB, D), nn.LayerNorm(D)
-        self.row = nn.Parameter(torch.zeros(D))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.emb(tokens)) * self.row.mean()
-
-
-def test_a_parameter_that_is_a_row_of_another_locks_it() -> None:
-    model = randomised(OwnRows())
-    model.row.data = model.emb.weight.data[2]
-    found = fold_in_place(model, ids())
-    assert found.error < 1e-12 and not found.folded and "row" in found.said
-
-
 class Changing(nn.Module):
     """Changes its own weight when it is called."""
 

@@ -140,14 +140,6 @@ def test_a_buffer_that_shares_its_memory_is_not_centred(share: Any) -> None:
     assert not found.folded and found.error < 1e-12
 
 
-@pytest.mark.parametrize("change", [as_it_is, ordered_by_value])
-def test_a_buffer_that_is_read_past_the_module_is_not_centred(change: Any) -> None:
-    model = randomised(Positions())
-    model.change = lambda m, h, x: change(m, h, x) * (1 + model.table.sum().tanh())
-    found = fold_in_place(model, floats(2, TOKENS, 5), others=SEVERAL)
-    assert not found.folded and "table" in found.said
-
-
 def test_a_buffer_that_is_not_stored_is_not_centred() -> None:
     model = Positions()
     model._non_persistent_buffers_set.add("table")
