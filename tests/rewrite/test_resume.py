@@ -328,17 +328,6 @@ def test_another_plan_or_option(
     refuses(source, out, words, resume=True, **options)
 
 
-def test_force_gives_up_what_another_plan_has_left(source: Path, out: Path) -> None:
-    stopped(source, out)
-    options = {"dtype": torch.float16}
-    refuses(
-        source, out, "--resume cannot continue .* start anew with --force", resume=True, **options
-    )
-    assert fold(source, out, resume=True, force=True, **options).resumed == 0
-    whole = contents(out)
-    assert fold(source, out, force=True, **options).resumed == 0 and contents(out) == whole
-
-
 def test_with_kept_means_nothing_is_taken_over(source: Path, out: Path) -> None:
     stopped(source, out)
     assert fold(source, out, resume=True, keep_means=True).resumed == 0
