@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from live_models import moved
 from torch import nn
 from transformers import CONFIG_MAPPING
 from transformers.core_model_loading import (
@@ -138,12 +139,7 @@ PHIMOE = {**SMALL, "num_local_experts": 4, "attention_bias": True, "lm_head_bias
 
 def saved(model_type: str, model_class: str, settings: dict[str, Any], folder: Path) -> None:
     """A checkpoint whose gammas, betas and biases are random and whose weights have means."""
-    torch.manual_seed(0)
-    model = getattr(transformers, model_class)(CONFIG_MAPPING[model_type](**settings)).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            start = 1.0 if parameter.dim() == 1 else 0.1
-            parameter.copy_(start + 0.3 * torch.randn_like(parameter))
+    model = moved(getattr(transformers, model_class)(CONFIG_MAPPING[model_type](**settings)))
     model.save_pretrained(folder)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from commands import enjoyln
-from live_models import CHECKPOINTS
+from live_models import CHECKPOINTS, moved
 from rounding import as_exact
 from safetensors.torch import save_file
 from transformers import AutoModel, BertConfig, DistilBertConfig
@@ -44,13 +44,7 @@ def transformer(folder: Path, kind: str, **settings: Any) -> None:
         )  # fmt: skip
     else:
         config = DistilBertConfig(dim=WIDTH, n_layers=2, n_heads=3, hidden_dim=33, **sizes)
-    torch.manual_seed(0)
-    model = AutoModel.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            start = 1.0 if parameter.dim() == 1 else 0.1
-            parameter.copy_(start + 0.3 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+    moved(AutoModel.from_config(config)).float().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(TOKENIZER / name, folder / name)
     write(folder / "sentence_bert_config.json", {"max_seq_length": 16, "do_lower_case": False})

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from fold_cases import written
+from live_models import moved
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING
 
@@ -31,12 +32,9 @@ MODELS = [("dinov2", "Dinov2Model"), ("beit", "BeitForImageClassification")]
 
 def save(model_type: str, model_class: str, folder: Path, dtype: torch.dtype) -> None:
     """Random gammas, betas and biases; scales of both signs, between 0.1 and 2, and a zero."""
-    torch.manual_seed(0)
-    model = getattr(transformers, model_class)(CONFIG_MAPPING[model_type](**SMALL)).double()
+    model = moved(getattr(transformers, model_class)(CONFIG_MAPPING[model_type](**SMALL)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            start = 1.0 if parameter.dim() == 1 else 0.1
-            parameter.copy_(start + 0.3 * torch.randn_like(parameter))
             if "lambda" in name:
                 sign = torch.where(torch.rand_like(parameter) < 0.3, -1.0, 1.0)
                 parameter.copy_(sign * (0.1 + 1.9 * torch.rand_like(parameter)))

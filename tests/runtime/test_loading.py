@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from live_models import CHECKPOINTS, FOLDED
+from live_models import CHECKPOINTS, FOLDED, moved
 from rounding import as_exact, in_float64, relative
 from torch import nn
 from transformers import (
@@ -239,12 +239,7 @@ def layer_scaled() -> Any:
     config = transformers.Dinov2Config(
         hidden_size=24, num_hidden_layers=2, num_attention_heads=3, image_size=32, patch_size=8
     )
-    model = transformers.Dinov2Model(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            start = 1.0 if parameter.dim() == 1 else 0.1
-            parameter.copy_(start + 0.3 * torch.randn_like(parameter))
-    return model
+    return moved(transformers.Dinov2Model(config)).float()
 
 
 def test_a_scale_that_was_merged(tmp_path: Path) -> None:

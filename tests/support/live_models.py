@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +14,13 @@ FOLDED = ("gpt2", "opt", "bloom", "phi", "vit")
 """The checkpoints in which anything folds."""
 
 
-def moved(model: nn.Module) -> nn.Module:
-    """In float64 and eval mode, with every parameter off its initial value."""
-    torch.manual_seed(0)
+def moved(model: nn.Module, seed: int | None = 0) -> Any:
+    """In float64 and eval mode, with every parameter off its initial value.
+
+    If ``seed`` is ``None``, torch's generator goes on from where it is.
+    """
+    if seed is not None:
+        torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.double().eval().parameters():
             start = 1.0 if parameter.dim() == 1 else 0.1

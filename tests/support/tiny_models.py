@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from live_models import moved
 from torch import nn
 
 from enjoyln_cli.models.outputs import tensors_in
@@ -50,12 +51,7 @@ VIT = {
 def live(model_class: str, config: Any, seed: int = 0) -> Any:
     """The class in float64 with every parameter moved off its initial value."""
     torch.manual_seed(seed)
-    model = getattr(transformers, model_class)(config).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            start = 1.0 if parameter.dim() == 1 else 0.1
-            parameter.copy_(start + 0.3 * torch.randn_like(parameter))
-    return model
+    return moved(getattr(transformers, model_class)(config), None)
 
 
 def calls(model: Any, seed: int = 1) -> list[dict[str, Any]]:
