@@ -90,6 +90,12 @@ def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in FOLDED}
 
 
+@pytest.fixture(scope="session")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where ``eight_models`` are converted, each when it is first asked for."""
+    return tmp_path_factory.mktemp("eight")
+
+
 @pytest.fixture
 def quiet_hub(hub: Hub) -> None:
     """The module's ``hub`` begins each test without requests and faults."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from live_models import CHECKPOINTS
+from live_models import CHECKPOINTS, folded_norms
 from rounding import TIMES, as_exact, in_float64, lost_by, relative
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
@@ -16,16 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from enjoyln_cli import analyze, fold, from_pretrained, optimize, refold
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.plan.plan import Options
-from enjoyln_cli.runtime.modules import Folded
 
 QUANTISED = r"q_proj: is quantised \(\w+\), so its output no longer has zero mean; load"
 
 
-@pytest.fixture(scope="module")
-def phi(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("phi") / "out"
-    fold(CHECKPOINTS / "phi", folder, verify=False)
-    return folder
+@pytest.fixture
+def phi(outs: dict[str, Path]) -> Path:
+    return outs["phi"]
 
 
 def ids() -> torch.Tensor:
@@ -39,10 +36,6 @@ def logits(model: Any) -> torch.Tensor:
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return relative(a, b) <= TIMES * lost_by(CHECKPOINTS / "phi")
-
-
-def folded_norms(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, Folded)]
 
 
 def test_a_pipeline_is_optimised_inside(phi: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from eight_models import far, given, pair, source
+from live_models import computed_rms
 from torch.func import functional_call, grad, vmap
 
 from enjoyln_cli import refold
@@ -18,11 +19,6 @@ from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.scope import thread
 
 NAMES = ["gpt2", "phi", "whisper"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("eight")
 
 
 @pytest.fixture(autouse=True)
@@ -40,20 +36,6 @@ def inputs(name: str) -> dict[str, Any]:
 def run(model: Any, name: str) -> Any:
     with torch.no_grad():
         return model(**copy.deepcopy(inputs(name))).logits
-
-
-def rms_norms(model: Any, call: Callable[[], Any]) -> int:
-    """The number of norms that compute RMSNorm in a call."""
-    seen: list[bool] = []
-    handles = [
-        module.register_forward_hook(lambda norm, *_: seen.append(not norm.shifted))
-        for module in model.modules()
-        if isinstance(module, Folded)
-    ]
-    call()
-    for handle in handles:
-        handle.remove()
-    return sum(seen)
 
 
 def load_in_place(model: Any, state: Any) -> None:
@@ -89,9 +71,9 @@ def operators(program: Any) -> list[str]:
     [("gpt2", False, False), ("phi", True, False), ("whisper", False, True), ("gpt2", True, True)],
 )
 def test_an_export_of_centred_weights_has_rms_norms(
-    folder: Path, name: str, called: bool, copied: bool
+    eight: Path, name: str, called: bool, copied: bool
 ) -> None:
-    model, stock = pair(name, folder)
+    model, stock = pair(name, eight)
     if called:
         run(model, name)
     model = copy.deepcopy(model) if copied else model
@@ -105,9 +87,9 @@ def test_an_export_of_centred_weights_has_rms_norms(
 @pytest.mark.parametrize(("name", "change"), CHANGED)
 @pytest.mark.parametrize("called", [False, True])
 def test_weights_that_change_before_an_export(
-    folder: Path, name: str, called: bool, change: Callable[[Any, Any], None]
+    eight: Path, name: str, called: bool, change: Callable[[Any, Any], None]
 ) -> None:
-    model, stock = pair(name, folder)
+    model, stock = pair(name, eight)
     if called:
         run(model, name)
     for one in (model, stock):
@@ -117,8 +99,8 @@ def test_weights_that_change_before_an_export(
     assert far(program.module()(**inputs(name)).logits, run(stock, name)) < 1e-9
 
 
-def test_weights_that_are_centred_again_are_exported_as_rms_norm(folder: Path) -> None:
-    model, stock = pair("phi", folder)
+def test_weights_that_are_centred_again_are_exported_as_rms_norm(eight: Path) -> None:
+    model, stock = pair("phi", eight)
     for one in (model, stock):
         one.load_state_dict(source("phi").state_dict())
     assert "aten.rms_norm.default" not in operators(exported(model, "phi"))
@@ -131,9 +113,9 @@ def test_weights_that_are_centred_again_are_exported_as_rms_norm(folder: Path) -
 @pytest.mark.one_case
 @pytest.mark.parametrize(("name", "change"), CHANGED)
 def test_code_that_was_compiled_around_a_call(
-    folder: Path, name: str, change: Callable[[Any, Any], None]
+    eight: Path, name: str, change: Callable[[Any, Any], None]
 ) -> None:
-    model, stock = pair(name, folder)
+    model, stock = pair(name, eight)
     given = inputs(name)
     around: Any = torch.compile(
         lambda given: 2 * model(**given).logits, backend="eager", fullgraph=True
@@ -157,9 +139,9 @@ def test_code_that_was_compiled_around_a_call(
     ],
 )
 def test_a_compiled_model_looks_at_its_weights(
-    folder: Path, name: str, change: Callable[[Any, Any], None], how: str
+    eight: Path, name: str, change: Callable[[Any, Any], None], how: str
 ) -> None:
-    model, stock = pair(name, folder)
+    model, stock = pair(name, eight)
     if how == "method":
         model.compile(backend="eager")
     compiled: Any = model if how == "method" else torch.compile(model, backend="eager")
@@ -173,16 +155,16 @@ def test_a_compiled_model_looks_at_its_weights(
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_copy_that_is_made_in_inference_mode(
-    folder: Path, change: Callable[[Any, Any], None]
+    eight: Path, change: Callable[[Any, Any], None]
 ) -> None:
-    model, stock = pair("phi", folder)
+    model, stock = pair("phi", eight)
     with torch.inference_mode():
         other, plain = copy.deepcopy(model), copy.deepcopy(stock)
         assert far(run(other, "phi"), run(plain, "phi")) < 1e-9
         for one in (other, plain):
             change(one, source("phi").state_dict())
         assert far(run(other, "phi"), run(plain, "phi")) < 1e-9
-    assert rms_norms(model, lambda: run(model, "phi")) > 0
+    assert any(computed_rms(model, lambda: run(model, "phi")))
 
 
 class Logits(torch.nn.Module):
@@ -194,8 +176,8 @@ class Logits(torch.nn.Module):
         return self.model(input_ids=ids, use_cache=False).logits
 
 
-def test_a_trace_of_torch_jit(folder: Path) -> None:
-    model, stock = pair("phi", folder)
+def test_a_trace_of_torch_jit(eight: Path) -> None:
+    model, stock = pair("phi", eight)
     ids = given("phi")["input_ids"]
     traced = torch.jit.trace(Logits(model), (ids,), check_trace=False)
     for one in (model, stock):
@@ -212,8 +194,8 @@ def gradients(call: Any, model: Any, name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_in_eval_mode_are_those_of_the_stock_class(folder: Path, name: str) -> None:
-    model, stock = pair(name, folder)
+def test_gradients_in_eval_mode_are_those_of_the_stock_class(eight: Path, name: str) -> None:
+    model, stock = pair(name, eight)
     expected = gradients(stock, stock, name)
     around: Any = torch.compile(lambda **kwargs: model(**kwargs), backend="aot_eager")
     for call in (model, torch.compile(model, backend="aot_eager"), around):
@@ -226,8 +208,8 @@ def over_weights(loss: Any, model: Any) -> Any:
     return vmap(lambda weights: loss(weights, model), randomness="same")
 
 
-def test_transforms_of_torch_func_over_weights(folder: Path) -> None:
-    model, stock = pair("phi", folder)
+def test_transforms_of_torch_func_over_weights(eight: Path) -> None:
+    model, stock = pair("phi", eight)
     run(model, "phi")
 
     def loss(weights: Any, one: Any) -> torch.Tensor:
@@ -243,11 +225,11 @@ def test_transforms_of_torch_func_over_weights(folder: Path) -> None:
         assert far(found, expected) < 1e-9
         for state in (weights, other):
             assert far(loss(state, model), loss(state, stock)) < 1e-9
-    assert rms_norms(model, lambda: run(model, "phi")) > 0
+    assert any(computed_rms(model, lambda: run(model, "phi")))
 
 
-def test_vmap_over_inputs(folder: Path) -> None:
-    model, stock = pair("phi", folder)
+def test_vmap_over_inputs(eight: Path) -> None:
+    model, stock = pair("phi", eight)
     ids = torch.randint(3, 41, (3, 2, 6))
     with torch.no_grad():
         found, expected = (

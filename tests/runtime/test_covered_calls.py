@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from custom_code import custom_checkpoint
-from live_models import CHECKPOINTS, moved
+from live_models import CHECKPOINTS, computed_rms, moved
 from rounding import IDENTITY, relative
 from tiny_models import converted
 from torch import nn
@@ -154,14 +154,9 @@ def error(folded: Any, model: Any, *args: Any, **kwargs: Any) -> float:
 
 def computes_rms(model: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether every folded norm computes RMSNorm in this call."""
-    found: list[bool] = []
-    norms = [module for module in model.modules() if isinstance(module, Folded)]
-    watching = [n.register_forward_hook(lambda n, *_: found.append(not n.shifted)) for n in norms]
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model(*args, **kwargs)
-    for hook in watching:
-        hook.remove()
+        found = computed_rms(model, lambda: model(*args, **kwargs))
     return bool(found) and all(found)
 
 

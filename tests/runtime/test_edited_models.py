@@ -12,17 +12,13 @@ from typing import Any
 import pytest
 import torch
 from eight_models import KINDS, far, given, pair, run, source
+from live_models import computed_rms
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from enjoyln_cli import optimize
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.runtime.modules import Folded
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("eight")
 
 
 def writers(model: Any) -> list[tuple[str, Any]]:
@@ -143,14 +139,8 @@ def difference(model: Any, stock: Any, name: str) -> float:
 
 
 def computes_rms(model: Any, name: str) -> bool:
-    seen: set[bool] = set()
-    norms = [m for m in model.modules() if isinstance(m, Folded)]
-    handles = [m.register_forward_hook(lambda n, *_: seen.add(n.shifted)) for m in norms]
-    run(model, given(name))
-    for handle in handles:
-        handle.remove()
-    assert len(seen) == 1
-    return seen == {False}
+    (computes,) = set(computed_rms(model, lambda: run(model, given(name))))
+    return computes
 
 
 FAST = {
@@ -169,10 +159,10 @@ PAIRS = [
 
 @pytest.mark.parametrize(("name", "edit"), PAIRS)
 def test_an_edited_model_computes_what_the_edited_stock_model_does(
-    folder: Path, name: str, edit: Callable[[Any], bool]
+    eight: Path, name: str, edit: Callable[[Any], bool]
 ) -> None:
     """An edit after the model's first call."""
-    model, stock = pair(name, folder)
+    model, stock = pair(name, eight)
     assert difference(model, stock, name) < 1e-9 and computes_rms(model, name)
     applies = edit(model)
     assert applies or (edit, name) not in FAST
@@ -183,8 +173,8 @@ def test_an_edited_model_computes_what_the_edited_stock_model_does(
         assert not computes_rms(model, name)
 
 
-def test_a_hook_of_every_module(folder: Path) -> None:
-    model, stock = pair("phi", folder)
+def test_a_hook_of_every_module(eight: Path) -> None:
+    model, stock = pair("phi", eight)
     assert computes_rms(model, "phi")
 
     def shift(module: Any, args: Any) -> Any:
@@ -202,8 +192,8 @@ def test_a_hook_of_every_module(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_know_how_the_model_was_built(folder: Path, copied: Any) -> None:
-    model, stock = pair("gpt2", folder)
+def test_copies_know_how_the_model_was_built(eight: Path, copied: Any) -> None:
+    model, stock = pair("gpt2", eight)
     append_block(model), append_block(stock)
     other = copied(model)
     with pytest.warns(UserWarning, match=r"h\.2: .* was not there"):
@@ -214,10 +204,10 @@ def test_copies_know_how_the_model_was_built(folder: Path, copied: Any) -> None:
 @pytest.mark.parametrize(
     "edit", [add_bias, append_block, replace_forward, add_hook, replace_dropout]
 )
-def test_an_edit_before_the_model_is_optimized(folder: Path, edit: Callable[[Any], bool]) -> None:
+def test_an_edit_before_the_model_is_optimized(eight: Path, edit: Callable[[Any], bool]) -> None:
     for name in ("opt", "bert", "phi"):
-        _, model = pair(name, folder)
-        _, stock = pair(name, folder)
+        _, model = pair(name, eight)
+        _, stock = pair(name, eight)
         if not edit(model):
             continue
         edit(stock)
@@ -230,8 +220,8 @@ def test_an_edit_before_the_model_is_optimized(folder: Path, edit: Callable[[Any
             assert difference(model, stock, name) < 1e-9
 
 
-def test_an_undone_edit_computes_rms_norm_again(folder: Path) -> None:
-    model, stock = pair("bert", folder)
+def test_an_undone_edit_computes_rms_norm_again(eight: Path) -> None:
+    model, stock = pair("bert", eight)
     assert computes_rms(model, "bert")
     layer = model.encoder.layer[0].output
     kept, layer.dropout = layer.dropout, AddsOne().eval()
@@ -244,9 +234,9 @@ def test_an_undone_edit_computes_rms_norm_again(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_training_that_changes_no_centred_weight_leaves_rms_norm(folder: Path, name: str) -> None:
+def test_training_that_changes_no_centred_weight_leaves_rms_norm(eight: Path, name: str) -> None:
     """One call of the whole model checks the weights for the models inside it too."""
-    model, _ = pair(name, folder)
+    model, _ = pair(name, eight)
     norms = [module for module in model.modules() if isinstance(module, Folded)]
     model.train().eval()
     assert all(norm.shifted for norm in norms)
@@ -254,10 +244,10 @@ def test_training_that_changes_no_centred_weight_leaves_rms_norm(folder: Path, n
     assert not any(norm.shifted for norm in norms)
 
 
-def test_layers_that_only_read_may_change(folder: Path) -> None:
+def test_layers_that_only_read_may_change(eight: Path) -> None:
     """Adapters on layers that read the stream are allowed, and hooks after a norm with a weight."""
     for name, path in (("gpt2", "transformer.h.0.attn.c_attn"), ("phi", "model.layers.0.mlp.fc1")):
-        model, stock = pair(name, folder)
+        model, stock = pair(name, eight)
         for one in (model, stock):
             above, _, last = path.rpartition(".")
             inner = one.get_submodule(path)
@@ -280,7 +270,7 @@ class Adapter(nn.Module):
         return self.inner(x) + self.added(x)
 
 
-def test_the_structure_of_a_custom_module_is_checked(folder: Path) -> None:
+def test_the_structure_of_a_custom_module_is_checked(eight: Path) -> None:
     """After ``install`` alone the weights are not checked, but the structure is."""
     from enjoyln_cli.runtime.install import install
 
@@ -318,9 +308,9 @@ class Beside(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["adds", "scales", "divides"])
-def test_an_adapter_of_the_original(folder: Path, way: str) -> None:
+def test_an_adapter_of_the_original(eight: Path, way: str) -> None:
     """An adapter that adds computes the same on the centred layer; one that multiplies does not."""
-    model, stock = pair("phi", folder)
+    model, stock = pair("phi", eight)
     original = source("phi")
     assert computes_rms(model, "phi")
     for one in (model, stock, original):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from live_models import CHECKPOINTS, FOLDED, moved
+from live_models import CHECKPOINTS, FOLDED, computed_rms, folded_norms, moved
 from rounding import as_exact, in_float64, relative
 from torch import nn
 from transformers import (
@@ -69,22 +69,10 @@ def same(model: Any, other: Any, given: dict[str, Any], stored: Any = None) -> b
     return as_exact(run(model, given), run(other, given), exact, stored)
 
 
-def norms(model: Any) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, Folded)]
-
-
 def computes_rms(model: Any, given: dict[str, Any]) -> bool:
     """Whether the norms computed RMSNorm in this call; asserts that all or none of them did."""
-    seen: list[bool] = []
-    hooks = [
-        norm.register_forward_hook(lambda n, *_: seen.append(not (n.training or n.shifted)))
-        for norm in norms(model)
-    ]
-    run(model, given)
-    for hook in hooks:
-        hook.remove()
-    assert seen and len(set(seen)) == 1
-    return seen[0]
+    (computes,) = set(computed_rms(model, lambda: run(model, given)))
+    return computes
 
 
 def shift_a_writer(model: Any) -> str:
@@ -103,7 +91,7 @@ def test_a_result_is_loaded_as_what_it_was_saved_as(outs: dict[str, Path], name:
     model, given = from_pretrained(outs[name]), inputs(name)
     stock = type(original(name))
     assert isinstance(model, stock) and str(type(model)) == str(stock)
-    assert len(norms(model)) == len(model.config.enjoyln["rmsnorm"]) > 0
+    assert len(folded_norms(model)) == len(model.config.enjoyln["rmsnorm"]) > 0
     assert computes_rms(model, given)
     assert same(model, original(name), given)
     assert not any(isinstance(m, Folded) for m in original(name).modules())
@@ -204,7 +192,7 @@ def test_a_marker_that_was_changed_is_refused(outs: dict[str, Path], tmp_path: P
     model.config.enjoyln["rmsnorm"] += model.config.enjoyln["layernorm"]
     with pytest.raises(BadCheckpoint, match="edited after the fold"):
         optimize(model)
-    assert not norms(model)
+    assert not folded_norms(model)
 
 
 def test_a_marker_with_other_weights_is_refused(outs: dict[str, Path]) -> None:
@@ -212,7 +200,7 @@ def test_a_marker_with_other_weights_is_refused(outs: dict[str, Path]) -> None:
     model.config.enjoyln = AutoModelForCausalLM.from_pretrained(outs["gpt2"]).config.enjoyln
     with pytest.raises(NotCentred, match=r"transformer\.\S+: its mean is \d"):
         optimize(model)
-    assert not norms(model)
+    assert not folded_norms(model)
 
 
 def test_a_marker_for_another_shape_is_refused(outs: dict[str, Path]) -> None:
@@ -297,7 +285,7 @@ def test_a_pipeline_with_a_quantization_config(outs: dict[str, Path]) -> None:
             (outs["gpt2"], {"quantization_config": EnjoyLNConfig()}),
         )
     ]
-    assert len(norms(found[1].model)) == 7
+    assert len(folded_norms(found[1].model)) == 7
     assert found[0]("Once upon a", **given) == found[1]("Once upon a", **given)
 
 
@@ -336,7 +324,7 @@ def test_generate(outs: dict[str, Path], name: str, settings: dict[str, Any]) ->
             )
         )
     assert torch.equal(*found)
-    assert not any(norm.shifted for norm in norms(model))
+    assert not any(norm.shifted for norm in folded_norms(model))
 
 
 @pytest.mark.parametrize("name", FOLDED)
@@ -344,7 +332,7 @@ def test_saved_models_are_stock(outs: dict[str, Path], tmp_path: Path, name: str
     model, given = from_pretrained(outs[name]), inputs(name)
     model.save_pretrained(tmp_path / "saved")
     stock = type(model).from_pretrained(tmp_path / "saved")
-    assert not norms(stock) and stock.config.architectures == [type(model).__name__]
+    assert not folded_norms(stock) and stock.config.architectures == [type(model).__name__]
     assert same(stock, original(name), given)
     assert computes_rms(from_pretrained(tmp_path / "saved"), given)
 
@@ -460,7 +448,7 @@ def test_other_weights_that_accelerate_loads_into_an_empty_model(
     )
     with pytest.raises(NotCentred, match="its mean is"):
         optimize(model)
-    assert not norms(model)
+    assert not folded_norms(model)
 
 
 # Changes of the weights.
@@ -658,7 +646,7 @@ def test_a_block_that_the_config_adds_is_refused(outs: dict[str, Path]) -> None:
         model = AutoModelForCausalLM.from_pretrained(outs[name], **more).eval()
         with pytest.raises(NotCentred, match="was not there when the model was converted"):
             optimize(model)
-        assert not norms(model)
+        assert not folded_norms(model)
 
 
 def test_a_layer_whose_weight_is_gone_is_refused_before_anything_changes(
@@ -832,17 +820,7 @@ def generated(model: Any, **given: Any) -> torch.Tensor:
 
 
 def encoder_computes_rms(model: Any, **given: Any) -> bool:
-    encoder = model.get_encoder()
-    seen: set[bool] = set()
-    hooks = [
-        norm.register_forward_hook(lambda n, *_: seen.add(not n.shifted)) for norm in norms(encoder)
-    ]
-    with torch.no_grad():
-        encoder(**given)
-    for hook in hooks:
-        hook.remove()
-    assert len(seen) == 1
-    return seen.pop()
+    return computes_rms(model.get_encoder(), given)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from live_models import CHECKPOINTS
+from live_models import CHECKPOINTS, folded_norms
 from rounding import TIMES, lost_by, relative
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -40,10 +40,6 @@ def ids() -> torch.Tensor:
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=ids(), use_cache=False).logits
-
-
-def folded_norms(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, Folded)]
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -23,11 +23,6 @@ from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.scope import thread
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("eight")
-
-
 def same_everywhere(model: Any, stock: Any, name: str) -> None:
     """Call every module directly, with its inputs in the whole model and with shifted inputs."""
     for path, (args, kwargs) in calls_inside(stock, given(name)).items():
@@ -45,8 +40,8 @@ def same_everywhere(model: Any, stock: Any, name: str) -> None:
 
 @pytest.mark.one_case
 @pytest.mark.parametrize("name", KINDS)
-def test_every_module_by_itself(folder: Path, name: str) -> None:
-    model, stock = pair(name, folder)
+def test_every_module_by_itself(eight: Path, name: str) -> None:
+    model, stock = pair(name, eight)
     assert sum(isinstance(m, Folded) for m in model.modules()) >= 2
     same_everywhere(model, stock, name)
     assert far(run(model, given(name)), run(stock, given(name))) < 1e-9
@@ -56,9 +51,9 @@ def test_every_module_by_itself(folder: Path, name: str) -> None:
     "name",
     [pytest.param(k, marks=() if k in ("gpt2", "clip") else pytest.mark.slow) for k in KINDS],
 )
-def test_every_module_by_itself_with_other_weights(folder: Path, name: str) -> None:
+def test_every_module_by_itself_with_other_weights(eight: Path, name: str) -> None:
     """The weights change before the whole model, which would check them, is called."""
-    model, stock = pair(name, folder)
+    model, stock = pair(name, eight)
     with torch.no_grad():
         for one in (model, stock):
             torch.manual_seed(3)
@@ -70,8 +65,8 @@ def test_every_module_by_itself_with_other_weights(folder: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("part", ["get_image_features", "get_text_features"])
-def test_features_of_a_tower(folder: Path, part: str) -> None:
-    model, stock = pair("clip", folder)
+def test_features_of_a_tower(eight: Path, part: str) -> None:
+    model, stock = pair("clip", eight)
     inputs = given("clip")
     chosen = {"pixel_values" if "image" in part else "input_ids": None}
     chosen = {key: inputs[key] for key in chosen}
@@ -86,8 +81,8 @@ def test_features_of_a_tower(folder: Path, part: str) -> None:
 
 @pytest.mark.one_case
 @pytest.mark.parametrize("name", ["opt", "whisper", "gpt2", "bloom", "phi"])
-def test_a_decoder_that_is_given_embeddings(folder: Path, name: str) -> None:
-    model, stock = pair(name, folder)
+def test_a_decoder_that_is_given_embeddings(eight: Path, name: str) -> None:
+    model, stock = pair(name, eight)
     inputs: dict[str, Any] = {"inputs_embeds": torch.randn(2, 5, 16).double() + 3}
     if name == "whisper":
         inputs["encoder_hidden_states"] = torch.randn(2, 9, 16).double() + 1
@@ -100,9 +95,9 @@ def test_a_decoder_that_is_given_embeddings(folder: Path, name: str) -> None:
             assert far(*(run(one.get_decoder(), inputs) for one in (model, stock))) < 1e-9
 
 
-def test_known_parts_compute_rms_norm(folder: Path) -> None:
+def test_known_parts_compute_rms_norm(eight: Path) -> None:
     for name, part in (("gpt2", "transformer"), ("whisper", "model.encoder"), ("vit", "vit")):
-        model, _ = pair(name, folder)
+        model, _ = pair(name, eight)
         seen: set[bool] = set()
         inner = model.get_submodule(part)
         for norm in (m for m in inner.modules() if isinstance(m, Folded)):
@@ -114,9 +109,9 @@ def test_known_parts_compute_rms_norm(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_a_compiled_call_computes_rms_norm(folder: Path, name: str) -> None:
+def test_a_compiled_call_computes_rms_norm(eight: Path, name: str) -> None:
     torch._dynamo.reset()
-    model, stock = pair(name, folder)
+    model, stock = pair(name, eight)
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -141,8 +136,8 @@ def test_a_compiled_call_computes_rms_norm(folder: Path, name: str) -> None:
     assert model.training is False and len(graphs) == 2
 
 
-def test_a_block_that_is_copied_or_shared_belongs_to_no_call(folder: Path) -> None:
-    model, stock = pair("phi", folder)
+def test_a_block_that_is_copied_or_shared_belongs_to_no_call(eight: Path) -> None:
+    model, stock = pair("phi", eight)
     other = source("phi")
     other.model.layers[0] = model.model.layers[0]
     plain = copy.deepcopy(other)
@@ -152,10 +147,10 @@ def test_a_block_that_is_copied_or_shared_belongs_to_no_call(folder: Path) -> No
     assert far(run(other, given("phi")), run(plain, given("phi"))) < 1e-9
 
 
-def test_a_call_inside_of_another_models_call(folder: Path) -> None:
+def test_a_call_inside_of_another_models_call(eight: Path) -> None:
     """A hook in one folded model calls blocks of another folded model, and the whole of it."""
-    model, stock = pair("phi", folder)
-    second, plain = pair("gpt2", folder)
+    model, stock = pair("phi", eight)
+    second, plain = pair("gpt2", eight)
     x = torch.randn(2, 6, 16).double() + 3
     found = []
     for one, two in ((model, second), (stock, plain)):
@@ -206,8 +201,8 @@ def test_a_forward_that_a_backward_pass_computes_again(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, IndexError])
-def test_a_call_that_is_interrupted(folder: Path, interrupt: type[BaseException]) -> None:
-    model, stock = pair("phi", folder)
+def test_a_call_that_is_interrupted(eight: Path, interrupt: type[BaseException]) -> None:
+    model, stock = pair("phi", eight)
     stop = model.model.layers[1].input_layernorm
 
     def fail(*_: Any) -> None:
@@ -225,9 +220,9 @@ def test_a_call_that_is_interrupted(folder: Path, interrupt: type[BaseException]
     assert thread.running.entry is None and thread.running.proven is None
 
 
-def test_base_models_are_models(folder: Path) -> None:
+def test_base_models_are_models(eight: Path) -> None:
     """A call inside another one belongs to the outermost."""
-    model, _ = pair("whisper", folder)
+    model, _ = pair("whisper", eight)
     assert sum(isinstance(m, PreTrainedModel) for m in model.modules()) == 4
     encoder, seen = model.model.encoder, []
 

@@ -111,9 +111,9 @@ def test_calls_with_and_without_an_unproven_input(rounds: int) -> None:
     "rounds", [20, pytest.param(200, marks=pytest.mark.slow)], ids=["short", "long"]
 )
 @pytest.mark.parametrize("name", ["whisper", "opt"])
-def test_a_model_and_its_parts(tmp_path: Path, name: str, rounds: int) -> None:
+def test_a_model_and_its_parts(eight: Path, name: str, rounds: int) -> None:
     """Calls of the whole model, of its encoder or decoder, and of a block, in several threads."""
-    model, stock = pair(name, tmp_path)
+    model, stock = pair(name, eight)
     x = torch.randn(2, 5, 16).double() + 3
     inputs = given(name)
     if name == "whisper":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from enjoyln_cli.runtime.modules import Folded
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINTS = ROOT / "tests" / "checkpoints"
@@ -26,3 +29,20 @@ def moved(model: nn.Module, seed: int | None = 0) -> Any:
             start = 1.0 if parameter.dim() == 1 else 0.1
             parameter.copy_(start + 0.3 * torch.randn_like(parameter))
     return model
+
+
+def folded_norms(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, Folded)]
+
+
+def computed_rms(model: nn.Module, call: Callable[[], Any]) -> list[bool]:
+    """For each call of a folded norm of the model in ``call``, whether it computed RMSNorm."""
+    seen: list[bool] = []
+    hooks = [
+        norm.register_forward_hook(lambda n, *_: seen.append(not (n.training or n.shifted)))
+        for norm in folded_norms(model)
+    ]
+    call()
+    for hook in hooks:
+        hook.remove()
+    return seen
