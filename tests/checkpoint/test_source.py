@@ -130,15 +130,6 @@ def answers(hub: str, cache: Path) -> dict[str, list[Any]]:
     return dict(zip(calls, found, strict=True))
 
 
-@pytest.mark.slow
-def test_only_the_config_is_fetched_for_a_report(
-    answers: dict[str, list[Any]], commit: str
-) -> None:
-    path, revision, files = answers["config"]
-    assert (revision, files) == (commit, ["config.json"])
-    assert Path(path).name == commit
-
-
 def test_weights_come_once_and_with_the_other_files(
     answers: dict[str, list[Any]], commit: str
 ) -> None:

@@ -348,22 +348,9 @@ REFUSED = {
         _gpt2((LN_F, "transformer.ln_f: fold")),
         "norms: transformer.ln_f: the recipe has fold, the proof {fold_with: [transformer.wte]}",
     ),
-    "another op": (
-        _gpt2((LN_F, "transformer.ln_f: {fold_with: [transformer.wpe]}")),
-        "the recipe has {fold_with: [transformer.wpe]}, the proof {fold_with: [transformer.wte]}",
-    ),
     "an op that is not proven": (
         _gpt2(("    transformer.wte:", "    transformer.drop:")),
         "centring_ops: transformer.drop is not part of the proof; ",
-    ),
-    "an op elsewhere": (
-        _gpt2(("place: output", "place: input")),
-        "transformer.wte: the recipe has {place: input, dim: -1}, the proof {place: o",
-    ),
-    "an op over another axis": (
-        _gpt2(("dim: -1", "dim: -2")),
-        "transformer.wte: the recipe has {place: output, dim: -2}, "
-        "the proof {place: output, dim: -1}",
     ),
     "a writer that a norm needs": (
         _gpt2((WPE, "")),
@@ -373,17 +360,9 @@ REFUSED = {
         _gpt2((WPE, WPE + "    transformer.h.1.mlp.c_proj.bias: keep\n")),
         "folds transformer.h.2.ln_1, which needs transformer.h.1.mlp.c_proj.bias centred",
     ),
-    "a writer that is not proven": (
-        _gpt2((WPE, WPE + "    transformer.wte.weight: {dim: 1}\n")),
-        "centre: transformer.wte.weight is not part of the proof",
-    ),
     "a writer of a layer too many": (
         _gpt2((WPE, WPE + "    transformer.h.3.mlp.c_proj.bias: {dim: 0}\n")),
         "centre: transformer.h.3.mlp.c_proj.bias is not part of the proof",
-    ),
-    "a writer over another dimension": (
-        _gpt2((WPE, WPE.replace("1", "0"))),
-        "transformer.wpe.weight: the recipe has {dim: 0}, the proof {dim: 1}",
     ),
     "a tensor left that nobody centres": (
         _gpt2((WPE, WPE + "    transformer.h.1.mlp.c_fc.bias: keep\n")),
@@ -393,35 +372,10 @@ REFUSED = {
         _phi((Q, "model.layers.{i}.q_proj.weight: {dim: 0}")),
         "model.layers.0.q_proj.weight: the recipe has {dim: 0}, the proof {dim: 0, groups: true}",
     ),
-    "a part of the heads": (
-        _phi((Q, Q.replace("}", ", part: true}").replace("{i, part: true}", "{i}"))),
-        "the recipe has {dim: 0, groups: true, part: true}, the proof {dim: 0, groups: true}",
-    ),
-    "an unknown key of an axis": (
-        _gpt2((WPE, WPE.replace("1", "1, strat: 4"))),
-        "wpe.weight: the recipe has {dim: 1, strat: 4}, the proof {dim: 1}; write what the proof",
-    ),
-    "a text as dim": (_gpt2((WPE, WPE.replace("1", "x"))), "the recipe has {dim: x}, the proof"),
-    "true as dim": (
-        _gpt2((WPE, WPE.replace("1", "true"))),
-        "the recipe has {dim: true}, the proof",
-    ),
-    "no axis": (
-        _gpt2((WPE, WPE.replace("{dim: 1}", "yes"))),
-        "the recipe has true, the proof {dim",
-    ),
     "an unknown fate": (
         _gpt2((LN_F, "transformer.ln_f: drop")),
         "norms: transformer.ln_f: the recipe has drop, the proof {fold_with: [transformer.wte]}; "
         "write what the proof has, or write keep for it",
-    ),
-    "two fates": (
-        _gpt2((LN_F, "transformer.ln_f: {fold_with: [transformer.wte], keep: why}")),
-        "transformer.ln_f: the recipe has {fold_with: [transformer.wte], keep: why}, the proof",
-    ),
-    "a copy that is not made": (
-        _gpt2(("  centring_ops:", "  untie: {lm_head.weight: {source: a}}\n  centring_ops:")),
-        "untie: lm_head.weight: the recipe has {source: a}, the proof nothing; ",
     ),
     "a norm that is not there": (
         _gpt2((LN_F, "transformer.ln_g: fold")),
@@ -622,23 +576,15 @@ HOSTILE = {
     "nothing": ("", "nothing instead of a mapping with version"),
     "not a mapping": ("[1]", "a list instead of a mapping"),
     "not YAML": ("a: [1", "not YAML: "),
-    "a tab": ("a:\n\t- 1", "not YAML"),
     "control characters": ("a: \x00", "not YAML"),
     "too long": ("a" * 1_000_001, "longer than"),
     "too deep": ("[" * 5000, "nest"),
     "an anchor": ("a: &x 1\nb: *x", "anchors"),
-    "a bomb": ("a: &a [x]\nb: &b [*a, *a]", "anchors"),
     "a tag": ("a: !!python/object/apply:os.system [ls]", "tags are not allowed"),
-    "a binary": ("a: !!binary aGk=", "tags are not allowed"),
     "a key twice": ("version: 1\nversion: 1", "'version' occurs twice"),
-    "a norm twice": (BODY + "{a: fold, a: keep}", "'a' occurs twice"),
     "a merge": ("<<: {version: 1}", "<<"),
-    "a mapping as key": ("? {a: 1}\n: 2", "not YAML"),
-    "a date": ("version: 2020-13-45", "version: '2020-13-45' instead of a whole number"),
     "an unknown key": (GOOD + "optons: {}\n", "unknown key 'optons'; did you mean options?"),
-    "an unknown key inside": (GOOD.replace("  norms:", "  norm:"), "did you mean norms?"),
     "lines in a key": (BODY + '{"a\\nb": fold}', "norms.'a\\nb': 'a\\nb' is not a dotted name"),
-    "no version": ("model_type: gpt2\nvariants: []", "the key version is missing"),
     "another version": (
         GOOD.replace("version: 1", "version: 2"),
         "version: 2 is not 1, the only version",
@@ -654,8 +600,6 @@ HOSTILE = {
     "a path as type": (GOOD.replace("type: gpt2", "type: ../gpt2"), "model_type: '../gpt2' is not"),
     "no variants": ("version: 1\nmodel_type: gpt2\nvariants: []", "variants: it is empty"),
     "a path as norm": (BODY + "{../a: fold}", "'../a' is not a dotted name"),
-    "an absolute path": (BODY + "{/etc/passwd: fold}", "is not a dotted name"),
-    "an empty step": (BODY + "{a..b: fold}", "'a..b' is not a dotted name"),
     "a long name": (BODY + "{" + "a" * 900 + ": fold}", "1 to 400 characters"),
     "an unknown placeholder": (BODY + "{'a.{x}.b': fold}", "is not a dotted name"),
     "a placeholder twice": (BODY + "{'a.{i}.b.{i}': fold}", "same placeholder twice"),
@@ -668,18 +612,6 @@ HOSTILE = {
     "lines in a reason": (
         BODY + '{a: {keep: "a\\nb"}}',
         "norms.a: 'a\\nb' instead of one line",
-    ),
-    "nested options": (
-        GOOD + "options: {a: {b: 1}}\n",
-        "options: unknown key 'a'; known keys: widen_mlp",
-    ),
-    "a version that is a number": (
-        GOOD.replace("enjoyln: 0.1.0", "enjoyln: 1"),
-        "versions.enjoyln: 1 instead of text",
-    ),
-    "a nested condition": (
-        GOOD.replace("tie_word_embeddings: true", "tie_word_embeddings: [1]"),
-        "variants[0].when.tie_word_embeddings: [1] instead of one line of text",
     ),
 }
 

@@ -102,40 +102,6 @@ def test_a_result_remembers_the_commit(hub: Hub, folded: Path) -> None:
     assert marker["revision"] == hub.repositories["org/gpt2"].refs["v1"]
 
 
-@pytest.mark.slow
-def test_offline_the_cache_is_enough(hub: Hub, home: Path, folded: Path, tmp_path: Path) -> None:
-    calls = [["fold", "org/gpt2", "--revision", "v1", "-o", tmp_path / "again", "--no-verify"]]
-    calls += [["report", "org/other"], ["push", folded, "me/model", "--yes"]]
-    again, other, push = enjoyln(hub, home, *calls, HF_HUB_OFFLINE="1", HF_TOKEN=TOKEN)
-    assert again.status == 0, again.err
-    weights = "model.safetensors"
-    assert (tmp_path / "again" / weights).read_bytes() == (folded / weights).read_bytes()
-    assert "HF_HUB_OFFLINE is set" in other.error and "HF_HUB_OFFLINE is set" in push.error
-    assert hub.requests == []
-
-
-def test_refusals_say_what_to_do(hub: Hub, home: Path, tmp_path: Path) -> None:
-    calls: list[list[object]] = [
-        ["report", "org/gated"],
-        ["report", "org/gated", "--token", TOKEN],
-        ["report", "me/private"],
-        ["report", "org/nowhere"],
-        ["report", "org/gpt2", "--revision", "v9"],
-        ["report", "org/gpt2", "--token", "hf_unknown"],
-        ["report", "org/gpt2", "--token", f"{TOKEN}\n"],
-        ["report", "org/gpt2", "--token", ""],
-    ]
-    done = enjoyln(hub, home, *[[*call, "--cache-dir", tmp_path] for call in calls])
-    found = [one.error for one in done]
-    for line in found[:2]:
-        assert f"is gated: accept its terms at {hub.url}/org/gated" in line and "--token" in line
-    for line in found[2:4]:
-        assert "no such model on the Hub; for a private model" in line and "--token" in line
-    assert "org/gpt2 has no revision 'v9'" in found[4]
-    assert "refuses access to org/gpt2 (401)" in found[5]
-    assert "such as a line break" in found[6] and "is empty" in found[7]
-
-
 # Faults of downloads.
 
 
