@@ -155,3 +155,14 @@ def test_timm_swin_v2() -> None:
     plan = planned(timm_model("swinv2_tiny_window8_256", img_size=32, **settings))
     others = {"patch_embed.norm", "layers.1.downsample.norm"}
     swin_v2_stages(["layers.0.blocks", "layers.1.blocks"], plan, others, "norm")
+
+
+def test_torchvision_vit_folds_whole() -> None:
+    """As timm's, with ``nn.MultiheadAttention``, whose ``out_proj`` is centred."""
+    models = pytest.importorskip("torchvision").models
+    plan = planned(models.VisionTransformer(32, 8, 2, 3, 24, 33, num_classes=5))
+    layers = {f"encoder.layers.encoder_layer_{i}" for i in range(2)}
+    assert static(plan) == {"encoder.ln", *(f"{at}.ln_{j}" for at in layers for j in (1, 2))}
+    assert kept(plan) == {} and plan.ops == ()
+    writers = {writer.parameter for writer in plan.writers}
+    assert {f"{at}.self_attention.out_proj.weight" for at in layers} <= writers

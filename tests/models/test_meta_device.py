@@ -62,20 +62,6 @@ class Judged(Images):
         return self.out(self.last(-stream if stream.mean() > 0 else stream))
 
 
-class Overwritten(Images):
-    """Replaces the first image of the stream in place by a value whose mean is not zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own, self.side = nn.Linear(5, WIDTH), nn.LayerNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        stream = self.stream(x, sizes)
-        view = stream.view(-1, WIDTH)
-        view[: int(sizes[0])] = x[: int(sizes[0]), :1].exp()
-        return self.out(self.last(stream) + self.side(self.own(x)))
-
-
 class Replaced(Images):
     """Replaces rows of the stream by the output of another layer, and adds to rows."""
 
@@ -135,21 +121,6 @@ def einsum(stream: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
     kept = torch.einsum("ij->ij", stream)
     stream += side * torch.arange(float(WIDTH), dtype=side.dtype)
     return kept
-
-
-class Rescaled(nn.Module):
-    """Writes to the output of a LayerScale in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own, self.scale = nn.Linear(5, WIDTH), nn.Parameter(torch.ones(WIDTH))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        stream = self.scale * self.own(x)
-        if sizes.tolist()[0] > 1:
-            stream[:, :3] = x[:, :3].exp()
-        return self.norm(stream)
 
 
 class Unpadded(nn.Module):
@@ -316,19 +287,6 @@ def test_rows_that_do_not_fit_their_places_are_refused_as_with_values(
         model(*call.steps[0][0])
 
 
-def test_a_value_written_in_place_keeps_its_norm_and_no_other() -> None:
-    model = random(Overwritten())
-    plan = analyze_module(model, *example(3, 4)).plan
-    reasons = {verdict.norm: verdict.reason for verdict in plan.kept}
-    assert reasons.keys() == {"norm", "last"}  # both rest on the weights of the same stream
-    assert reasons["last"] == "its memory is written in place"
-    assert [verdict.norm for verdict in plan.folded] == ["side"]
-    assert error(converted(model, plan, guarded=False), model, *example(2, 5)) <= 1e-12
-    forced = converted(model, plan, guarded=False)
-    install(forced, ["last"], ())
-    assert error(forced, model, *example(2, 5)) > 1e-3
-
-
 def test_rows_that_are_written_in_place_are_traced() -> None:
     model = random(Replaced())
     found = analyze_module(model, *example(3, 4))
@@ -356,12 +314,6 @@ def test_a_write_that_is_seen_through_shared_memory_keeps_the_norm(
     forced = converted(model, plan, guarded=False)
     install(forced, ["norm"], ())
     assert error(forced, model, *example(2, 5)) > 1e-3
-
-
-def test_a_scale_whose_product_is_written_into_is_not_merged() -> None:
-    model = random(Rescaled())
-    (kept,) = analyze_module(model, *example(3, 4)).plan.kept
-    assert kept.reason == "its memory is written in place"
 
 
 def test_the_weights_of_a_live_model_are_neither_copied_nor_changed() -> None:

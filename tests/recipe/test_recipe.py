@@ -229,62 +229,6 @@ def test_numbers_that_do_not_count_layers_stay() -> None:
     assert "h.{i}.mlp.2.bias: {dim: 0}" in text
 
 
-def test_nested_layers() -> None:
-    norms = tuple(
-        Verdict(f"stages.{i}.blocks.{j}.norm", "static")
-        for i, n in ((0, 2), (1, 3))
-        for j in range(n)
-    )
-    plan = Plan("toy", "Toy", ("Toy",), norms, (), ())
-    recipe = through_text(recipe_of(plan))
-    assert list(recipe.variants[0].norms) == ["stages.{i}.blocks.{j}.norm"]
-    assert follow(recipe, plan) == plan
-    assert list(line_for_each(recipe, plan).norms) == [verdict.norm for verdict in norms]
-
-
-def test_one_parameter_stored_twice_keeps_both_tensors() -> None:
-    axis = Axis(1, 0, 1, 8, 1)
-    writers = (
-        Writer("wte.weight", "wte.weight", axis, (9, 8)),
-        Writer("wte.weight", "head.weight", axis, (9, 8)),
-    )
-    plan = Plan(
-        "toy", "Toy", ("Toy",), (Verdict("ln", "static", (), ("wte.weight",)),), writers, ()
-    )
-    recipe = through_text(recipe_of(plan))
-    assert follow(recipe, plan) == plan
-    assert dict(recipe.variants[0].centre) == {"wte.weight": {"dim": 1}}
-
-
-def test_several_axes_of_one_tensor_are_a_list() -> None:
-    """If they differ in the recipe; the parameter may be held transposed."""
-    for held in (None, Axis(1, 0, 1, 3, 1)):
-        parts = [Axis(0, 0, 2, 3, 1), Axis(0, 6, 2, 3, 1), Axis(1, 0, 1, 9, 1)]
-        writers = tuple(
-            Writer(f"h.{i}.qkv.weight", f"h.{i}.qkv.weight", part, (18, 9), held)
-            for i in range(3)
-            for part in parts
-        )
-        norms = tuple(
-            Verdict(f"h.{i}.{name}", "static", (), (f"h.{i}.qkv.weight",))
-            for i in range(3)
-            for name in ("q_norm", "k_norm")
-        )
-        plan = Plan("toy", "Toy", ("Toy",), norms, writers, ())
-        recipe = through_text(recipe_of(plan))
-        assert list(recipe.variants[0].centre) == ["h.{i}.qkv.weight"]
-        assert follow(recipe, plan) == plan
-        assert not differences(recipe, plan)
-        if held:
-            continue
-        ((name, some),) = recipe.variants[0].centre.items()
-        one = replace(recipe.variants[0], centre={name: some[0]})
-        with pytest.raises(
-            RecipeError, match=r"qkv.weight: the recipe has {.*}, the proof \[{.*}, {.*}\]"
-        ):
-            follow(replace(recipe, variants=(one,)), plan)
-
-
 # Choosing.
 
 

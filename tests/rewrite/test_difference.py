@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from enjoyln_cli.plan.axis import Axis, centre
-from enjoyln_cli.plan.edits import Edit, EditInputs, Vector, edit_of_part
+from enjoyln_cli.plan.edits import Edit, EditInputs, Vector
 from enjoyln_cli.rewrite.difference import difference, restored
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -79,15 +79,6 @@ def test_factors_that_cannot_be_divided_by(factor: float) -> None:
     values.times[7], y[:, 7] = factor, factor
     stored = difference(edit, values, x, y)
     assert same_bits(restored(edit, values, y, unpacked(stored)), x)
-
-
-@pytest.mark.parametrize("span", [(0, 3, 20), (1, 14, 21)])
-def test_a_part_is_undone_like_the_whole(span: tuple[int, int, int]) -> None:
-    edit, values, x, y = edited(torch.float32, AXES[1:])
-    part, inputs = edit_of_part(edit, *span), values.part(edit, *span)
-    some_x, some_y = x.narrow(*span).contiguous(), y.narrow(*span)
-    stored = difference(part, inputs, some_x, some_y)
-    assert same_bits(restored(part, inputs, some_y, unpacked(stored)), some_x)
 
 
 @pytest.mark.parametrize("damage", ["cut", "too short", "not compressed", "another bit"])
