@@ -199,22 +199,6 @@ def refuses(out: Path, source: Path, words: str, force: bool) -> None:
     assert (names(source), names(source.parent)) == before
 
 
-FULL = """
-import resource, signal, sys
-from pathlib import Path
-from enjoyln_cli.errors import OutputError
-from enjoyln_cli.fs.staging import check_file, staged_output
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-root = Path(sys.argv[1])
-try:
-    with staged_output(root / "out", source=root / "source", force=False) as staged:
-        (staged / "large").write_bytes(bytes(1 << 17))
-except OutputError as error:
-    print(error)
-"""
-
-
 def test_a_parent_that_goes_away_ends_the_run(tmp_path: Path, source: Path) -> None:
     parent = tmp_path / "parent"
     parent.mkdir()
@@ -232,14 +216,6 @@ def test_a_parent_that_goes_away_ends_the_run(tmp_path: Path, source: Path) -> N
         ):
             pass
     assert parent.is_file()
-
-
-def test_a_write_that_the_system_refuses(tmp_path: Path, source: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith(f"cannot write {tmp_path / 'out'}: ")
-    assert names(tmp_path) == ["source"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is full")
