@@ -51,8 +51,11 @@ def test_a_production_is_taken_back_alone() -> None:
 WRONG_RULES = {
     "tanh": aten.tanh,
     "features scaled": aten.mul,
+    "features summed up": aten.cumsum,
+    "features masked": aten.masked_fill,
     "divided by a LayerScale": aten.div,
     "grouped Conv1d": aten.conv1d,
+    "index_add along the features": aten.index_add,
 }
 """Odd productions, and the ops in them that a wrong rule would say to keep every mean."""
 
