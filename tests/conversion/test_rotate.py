@@ -273,6 +273,14 @@ def test_a_fold_measures_no_quantisation(tmp_path: Path) -> None:
     assert result.verification.readers == []
 
 
+def test_a_recipe_has_the_seed(out: Path, tmp_path: Path) -> None:
+    recipe = out / "enjoyln_recipe.yaml"
+    call = ["rotate", CHECKPOINTS / "gpt2", "-o", tmp_path / "out", "--untie"]
+    good(*call, "--recipe", recipe, "--no-verify")
+    one, same = (folder / "model.safetensors" for folder in (out, tmp_path / "out"))
+    assert one.read_bytes() == same.read_bytes()
+
+
 def orthogonal(size: int, seed: int, fixes_ones: bool) -> torch.Tensor:
     """A random orthogonal float64 matrix, with ``Q 1 = 1`` if asked."""
     generator = torch.Generator().manual_seed(seed)
