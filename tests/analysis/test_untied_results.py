@@ -36,8 +36,6 @@ from enjoyln_cli.recipe.follow import follow
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import UNTIED, notes
-from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import install
 
 UNTIE = Options(untie=True)
 SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 61}
@@ -493,19 +491,3 @@ def test_the_report_counts_the_copy() -> None:
     copied = {"parameter": "lm_head.weight", "source": "transformer.wte.weight"}
     assert plan["untied"] == [copied | {"shape": [61, 24]}]
     assert plan["settings"] == [{"name": "tie_word_embeddings", "value": False}]
-
-
-def test_a_model_in_memory_is_edited_in_the_same_way() -> None:
-    plan = gpt2_plan()
-    model = moved(tf.GPT2LMHeadModel(copy.deepcopy(GPT2)))
-    ids = torch.randint(0, 61, (3, 21), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        exact = model(ids).logits
-        head = model.lm_head.weight.clone()
-        centre_parameters(model, plan)
-        assert torch.equal(model.lm_head.weight, head)
-        assert float(model.transformer.wte.weight.mean(1).abs().max()) < 1e-15
-        install(model, [v.norm for v in plan.folded], plan.ops)
-        assert (model(ids).logits - exact).norm() / exact.norm() < 1e-13
-    model.tie_weights()
-    assert model.lm_head.weight is not model.transformer.wte.weight
