@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.rewrite.directory import fold_checkpoint
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.modules import RMSNorm
 from enjoyln_cli.verification.verify import verify
 
@@ -299,6 +301,16 @@ def test_a_norm_that_stays_keeps_all() -> None:
     ).plan
     assert "again" in {verdict.norm for verdict in plan.kept}
     assert "again" not in {one.norm for one in (*plan.merged, *plan.unmerged)}
+
+
+def test_another_model_is_left_alone() -> None:
+    model = tiny(READ["one layer"])
+    plan = analyze_module(model, rows(), options=AFFINE).plan
+    other = nn.ModuleDict({"before": nn.Linear(7, D), "norm": nn.LayerNorm(D)}).double()
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(BadCheckpoint, match=r"up.weight: the plan needs it, but"):
+        centre_parameters(other, plan)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
 # Checkpoints.
