@@ -60,16 +60,21 @@ def test_missing_kernels_are_explained(how: str, monkeypatch: Any, tmp_path: Pat
         "  folded norms compute torch's LayerNorm, with the same results; nothing is lost but speed"
         in text
     )
-    out = str(tmp_path / "out")
-    folded = run("fold", str(CHECKPOINTS / "gpt2"), "-o", out, "--no-verify")
-    (line,) = (line for line in folded.splitlines() if line.startswith("no kernels"))
-    assert line.startswith(f"no kernels for this CPU ({reason}")
-    assert line.endswith("with the same results; nothing is lost but speed")
     with torch.no_grad():
         x = torch.randn(64, 768)
         x -= x.mean(-1, keepdim=True)
         y = norms.rms_norm(x, None, None, 1e-5)
         assert torch.equal(y, torch.nn.functional.layer_norm(x, (768,)))
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_fold_says_why_kernels_are_missing(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setenv("ENJOYLN_KERNELS", "0")
+    out = str(tmp_path / "out")
+    folded = run("fold", str(CHECKPOINTS / "gpt2"), "-o", out, "--no-verify")
+    (line,) = (line for line in folded.splitlines() if line.startswith("no kernels"))
+    assert line.startswith("no kernels for this CPU (switched off")
+    assert line.endswith("with the same results; nothing is lost but speed")
 
 
 def test_a_fold_says_nothing_about_kernels_that_there_are(tmp_path: Path) -> None:
