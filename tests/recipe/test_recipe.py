@@ -557,6 +557,11 @@ HOSTILE = {
         BODY + '{a: {keep: "a\\nb"}}',
         "norms.a: 'a\\nb' instead of one line",
     ),
+    "no version": ("model_type: gpt2\nvariants: []", "the key version is missing"),
+    "a nested condition": (
+        GOOD.replace("tie_word_embeddings: true", "tie_word_embeddings: [1]"),
+        "variants[0].when.tie_word_embeddings: [1] instead of one line of text",
+    ),
 }
 
 
