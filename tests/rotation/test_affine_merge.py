@@ -149,7 +149,7 @@ class Block(nn.Module):
 
 
 def tiny(read: Callable[[Block, torch.Tensor], Any], norm: nn.Module | None = None) -> Block:
-    return moved(Block(read, norm or nn.LayerNorm(D)))  # type: ignore[return-value]
+    return moved(Block(read, norm or nn.LayerNorm(D)))
 
 
 def rows(seed: int = 3) -> torch.Tensor:

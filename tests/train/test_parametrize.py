@@ -51,7 +51,7 @@ class Mlp(nn.Module):
 
 @pytest.fixture(scope="module")
 def mlp() -> Mlp:
-    return moved(Mlp())  # type: ignore[return-value]
+    return moved(Mlp())
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +280,7 @@ def test_blocks_of_a_fused_projection_are_centred() -> None:
 
 
 def dropped(functional: bool = False) -> Mlp:
-    return moved(Mlp(0.4, functional))  # type: ignore[return-value]
+    return moved(Mlp(0.4, functional))
 
 
 @pytest.mark.parametrize("functional", [False, True])
