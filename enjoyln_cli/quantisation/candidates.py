@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from enjoyln_cli.analysis.analyze import analyze_config
+from enjoyln_cli.checkpoint.config import load_config
 from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.events import Event
-from enjoyln_cli.models.classes import apply_experts
 from enjoyln_cli.models.load import load
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
@@ -72,15 +72,20 @@ def rotation_plan(config: Any, checkpoint: Checkpoint, event: Event) -> Plan | N
     return None
 
 
-def load_candidate(
-    candidate: TurnedForm, checkpoint: Checkpoint, name: str, config: Any, trust_remote_code: bool
-) -> Any:
-    """The candidate as the class ``name`` in float32, in a form that exporters take."""
-    model = load(checkpoint.source.path, name, config, torch.float32, trust_remote_code)
-    if candidate.plan is not None:
-        centre_parameters(model, candidate.plan)
-    for part in (model.config, model.config.get_text_config()):
-        if getattr(part, "use_cache", None):
-            part.use_cache = False
-    apply_experts(model, "batched_mm")
-    return model
+@dataclass(frozen=True)
+class FloatModel:
+    """The model to quantise, which is loaded anew for each candidate."""
+
+    checkpoint: Checkpoint
+    model_class: str
+    trust_remote_code: bool
+
+    def load(self, candidate: TurnedForm) -> Any:
+        """The candidate in float32."""
+        source = self.checkpoint.source
+        config = load_config(source, self.trust_remote_code)
+        trusted = self.trust_remote_code
+        model = load(source.path, self.model_class, config, torch.float32, trusted)
+        if candidate.plan is not None:
+            centre_parameters(model, candidate.plan)
+        return model

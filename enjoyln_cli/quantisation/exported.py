@@ -17,6 +17,7 @@ import torch
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import tensors
 from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.classes import apply_experts
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.quantisation import nncf_quantiser, onnxruntime_quantiser
 from enjoyln_cli.quantisation.measure import Compute
@@ -37,6 +38,10 @@ def exported(model: Any, batch: Batch, form: str) -> Any:
     )
 
     exporter: Any = OnnxExporter() if form == ONNX else OpenVINOExporter()
+    for part in (model.config, model.config.get_text_config()):
+        if getattr(part, "use_cache", None):
+            part.use_cache = False
+    apply_experts(model, "batched_mm")
     config = OnnxConfig(dynamic=True) if form == ONNX else OpenVINOConfig(dynamic=True)
     try:
         with torch.no_grad(), silent(), redirect_stdout(io.StringIO()):

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import Scheme, linear_layers, simulated
-from enjoyln_cli.quantisation.examples import Example
-from enjoyln_cli.quantisation.measure import Outputs, differences
+from enjoyln_cli.quantisation.measure import Reference, differences
 from enjoyln_cli.quantisation.schemes import QuantisationScheme
 
 EXAMPLES = 2
 """Inputs that each layer is tried on: their order is clear with few."""
 
 
-def costly_layers(
-    model: Any,
-    scheme: QuantisationScheme,
-    examples: Sequence[Example],
-    exact: Sequence[Outputs],
-    names: Sequence[str],
-) -> list[str]:
+def costly_layers(model: Any, scheme: QuantisationScheme, exact: Reference) -> list[str]:
     """The linear layers of ``model`` by path, the costliest first.
 
     Each is rounded alone (simulated: one scale for each output of a weight, and for all inputs).
     """
     rounding = Scheme(scheme.weight_bits, scheme.input_bits, per_token=False)
+    few = replace(exact, examples=exact.examples[:EXAMPLES], outputs=exact.outputs[:EXAMPLES])
     costs = {}
     for layer in linear_layers(model):
         with simulated(model, rounding, only=layer):
-            found = differences(
-                lambda batch: run(model, [batch])[0], examples[:EXAMPLES], exact[:EXAMPLES], names
-            )
-        costs[layer] = found.cost
+            costs[layer] = differences(lambda batch: run(model, [batch])[0], few).cost
     return sorted(costs, key=lambda layer: -costs[layer])

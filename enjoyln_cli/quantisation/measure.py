@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
@@ -50,13 +50,22 @@ def compared_outputs(outputs: Outputs, used: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in outputs if not used or name in used)
 
 
-def differences(
-    compute: Compute, examples: Sequence[Example], exact: Iterable[Outputs], names: Sequence[str]
-) -> Differences:
-    """Run ``compute`` on the examples and compare the outputs ``names`` with the ``exact`` ones."""
-    distances, loss, tokens = [], 0.0, 0
+@dataclass(frozen=True)
+class Reference:
+    """What the original in float32 computes for some inputs."""
+
+    names: tuple[str, ...]
+    """The outputs to compare."""
+    examples: list[Example]
+    outputs: list[Outputs]
+    """One for each example."""
+
+
+def differences(compute: Compute, reference: Reference) -> Differences:
+    """Run ``compute`` on the examples and compare its outputs with the exact ones."""
+    names, distances, loss, tokens = reference.names, [], 0.0, 0
     kl = top1 = positions = 0.0
-    for example, expected in zip(examples, exact, strict=True):
+    for example, expected in zip(reference.examples, reference.outputs, strict=True):
         got = compute(example.batch)
         distances.append(
             distances_of({n: got[n] for n in names if n in got}, {n: expected[n] for n in names})
@@ -76,19 +85,19 @@ def differences(
     )
 
 
-def exact_outputs(
-    model: Any, examples: Sequence[Example], names: Sequence[str], folder: Path
-) -> list[Outputs]:
-    """The outputs ``names`` of the original for each example, stored in files in ``folder``."""
-    found = run(model, [example.batch for example in examples], folder)
-    return choose_outputs(found, names)
+def reference(
+    model: Any, examples: list[Example], names: tuple[str, ...], folder: Path
+) -> Reference:
+    """Run the original on each example; the outputs ``names`` are stored in files in ``folder``."""
+    outputs = run(model, [example.batch for example in examples], folder)
+    return Reference(names, examples, choose_outputs(outputs, names))
 
 
-def perplexity_in(outputs: Sequence[Outputs], examples: Sequence[Example]) -> float | None:
-    """The perplexity that logits have on a text; ``None`` if the examples are not scored."""
+def perplexity_in(reference: Reference) -> float | None:
+    """The perplexity of the original on a text; ``None`` if the examples are not scored."""
     scores = [
         text_loss(output[LOGITS], example.predicted)
-        for output, example in zip(outputs, examples, strict=True)
+        for output, example in zip(reference.outputs, reference.examples, strict=True)
         if example.predicted is not None
     ]
     if not scores:

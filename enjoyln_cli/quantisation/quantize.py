@@ -33,20 +33,21 @@ from enjoyln_cli.fs.staging import check_place, staged_output
 from enjoyln_cli.quantisation import exported
 from enjoyln_cli.quantisation.candidates import (
     ORIGINAL,
+    FloatModel,
     TurnedForm,
     candidates,
-    load_candidate,
     rotation_plan,
 )
-from enjoyln_cli.quantisation.examples import Example, Halves, split, traced_batch
+from enjoyln_cli.quantisation.examples import Example, split, traced_batch
 from enjoyln_cli.quantisation.layer_costs import costly_layers
 from enjoyln_cli.quantisation.measure import (
     Compute,
     Differences,
+    Reference,
     compared_outputs,
     differences,
-    exact_outputs,
     perplexity_in,
+    reference,
 )
 from enjoyln_cli.quantisation.schemes import ONNX, QuantisationScheme, require_scheme
 from enjoyln_cli.rewrite.directory import copy_files
@@ -144,7 +145,6 @@ def quantize(
     """
     begin, event = time.perf_counter(), on_event or default_listener
     settings, opening = require_scheme(scheme, form), opening or Opening()
-    limit = settings.max_error if max_error is None else max_error
     if keep and form != ONNX:
         raise UnsupportedModel(f"--keep works for onnx, not for {form}")
     require_float(str(model))
@@ -156,84 +156,52 @@ def quantize(
     event("stage", f"finding what can turn in {config.model_type}")
     plan = rotation_plan(config, checkpoint, event)
     name = plan.model_class if plan else _class_name(checkpoint, config, opening)
-
-    def load_as(candidate: TurnedForm) -> Any:
-        fresh = load_config(source, opening.trust_remote_code)
-        return load_candidate(candidate, checkpoint, name, fresh, opening.trust_remote_code)
-
-    with staged_output(Path(out), source=source.root, force=force) as staged:
-        with TemporaryDirectory(dir=staged.parent) as scratch:
-            work = Workshop(Path(scratch), form, settings, tuple(keep))
-            original = load_as(TurnedForm(ORIGINAL, None))
-            event("stage", "running the original on the data")
-            folder = source.path
-            halves = split(original, folder, data, inputs, opening.trust_remote_code)
-            first = run(original, [halves.choosing[0].batch])[0]
-            names = compared_outputs(first, plan.outputs if plan else ())
-            choosing = exact_outputs(original, halves.choosing, names, work.folder)
-            held_out = exact_outputs(original, halves.held_out, names, work.folder)
-            perplexity = perplexity_in(held_out, halves.held_out)
-            del original
-            compared: dict[str, Compared] = {}
-            tried = candidates(plan, seeds)
-            for candidate in tried:
-                event("stage", f"quantising: {candidate.name}")
-                work.write(candidate, load_as(candidate), halves)
-                compute = work.load(candidate.name)
-                found = differences(compute, halves.choosing, choosing, names)
-                size = size_of(work.place(candidate.name))
-                compared[candidate.name] = Compared(candidate.name, found, size)
-                del compute
-            chosen = best(list(compared.values()))
-            event("stage", f"measuring on the other half: {chosen}")
-            computes = {key: work.load(key) for key in (FLOAT, ORIGINAL, chosen)}
-            measured = {
-                key: differences(computes[key], halves.held_out, held_out, names)
-                for key in dict.fromkeys((ORIGINAL, chosen))
-            }
-            if not measured[chosen].error <= limit:
-                (candidate,) = (one for one in tried if one.name == chosen)
-                worst = costly_layers(
-                    load_as(candidate), settings, halves.choosing, choosing, names
-                )
-                raise VerificationFailed(
-                    f"{scheme} costs too much: error {number(measured[chosen].error)} of the "
-                    f"outputs (limit {limit:g}); the layers that cost most are "
-                    f"{listed_briefly(worst)}; --keep leaves layers more precise, --max-error "
-                    "raises the limit; nothing was written"
-                )
-            times = _time(computes, chosen, halves.held_out[0])
-            result = Quantised(
-                out=str(out),
-                source=str(source.root.resolve()) if source.revision is None else source.model,
-                revision=source.revision,
-                model_class=name,
-                outputs=names,
-                format=form,
-                scheme=scheme,
-                chosen=chosen,
-                candidates=tuple(compared.values()),
-                held_out=measured[chosen],
-                plain=measured[ORIGINAL],
-                inputs=len(halves.held_out),
-                perplexity=perplexity,
-                size=compared[chosen].size,
-                float_size=size_of(work.place(FLOAT)),
-                milliseconds=times[chosen] * 1000,
-                float_milliseconds=times[FLOAT] * 1000,
-                threads=torch.get_num_threads(),
-                max_error=limit,
-                kept=tuple(keep),
-                seconds=time.perf_counter() - begin,
+    original = FloatModel(checkpoint, name, opening.trust_remote_code)
+    with (
+        staged_output(Path(out), source=source.root, force=force) as staged,
+        TemporaryDirectory(dir=staged.parent) as scratch,
+    ):
+        work = Workshop(Path(scratch), form, settings, tuple(keep), original)
+        event("stage", "running the original on the data")
+        choosing, held_out = read_data(work, data, inputs, plan.outputs if plan else ())
+        forms = candidates(plan, seeds)
+        compared = [compare_candidate(work, candidate, choosing, event) for candidate in forms]
+        chosen = forms[best(compared)]
+        event("stage", f"measuring on the other half: {chosen.name}")
+        measured = measure(work, chosen, held_out)
+        limit = settings.max_error if max_error is None else max_error
+        if not measured.chosen.error <= limit:
+            worst = costly_layers(original.load(chosen), settings, choosing)
+            raise VerificationFailed(
+                f"{scheme} costs too much: error {number(measured.chosen.error)} of the "
+                f"outputs (limit {limit:g}); the layers that cost most are "
+                f"{listed_briefly(worst)}; --keep leaves layers more precise, --max-error "
+                "raises the limit; nothing was written"
             )
-            del computes
-            for file in work.place(chosen).iterdir():
-                file.rename(staged / file.name)
-        written = {file.name for file in staged.iterdir()}
-        others = [file for file in other_files(checkpoint) if not is_own(file)]
-        copy_files([file for file in others if file not in written], source.path, staged)
-        text = json.dumps(result.to_json(), indent=2) + "\n"
-        (staged / QUANTISATION_FILE).write_text(text, encoding="utf-8")
+        result = Quantised(
+            out=str(out),
+            source=str(source.root.resolve()) if source.revision is None else source.model,
+            revision=source.revision,
+            model_class=name,
+            outputs=held_out.names,
+            format=form,
+            scheme=scheme,
+            chosen=chosen.name,
+            candidates=tuple(compared),
+            held_out=measured.chosen,
+            plain=measured.plain,
+            inputs=len(held_out.examples),
+            perplexity=perplexity_in(held_out),
+            size=size_of(work.place(chosen.name)),
+            float_size=size_of(work.place(FLOAT)),
+            milliseconds=measured.seconds * 1000,
+            float_milliseconds=measured.float_seconds * 1000,
+            threads=torch.get_num_threads(),
+            max_error=limit,
+            kept=tuple(keep),
+            seconds=time.perf_counter() - begin,
+        )
+        store(work, result, staged)
     return result
 
 
@@ -248,16 +216,17 @@ class Workshop:
     form: str
     scheme: QuantisationScheme
     keep: tuple[str, ...]
+    original: FloatModel
 
     def place(self, name: str) -> Path:
         """The folder of a candidate."""
         return self.folder / name.replace(" ", "_")
 
-    def write(self, candidate: TurnedForm, model: Any, halves: Halves) -> None:
+    def write(self, candidate: TurnedForm, examples: Sequence[Example]) -> None:
         """Write a candidate, quantised; of the original also the float32 program."""
-        batch = traced_batch(halves.choosing[0])
+        model, batch = self.original.load(candidate), traced_batch(examples[0])
         made = exported.exported(model, batch, self.form)
-        calibration = [example.batch for example in halves.choosing]
+        calibration = [example.batch for example in examples]
         keep = (*self.keep, *head_of(model)) if self.scheme.weight_bits == 4 else self.keep
         small = exported.quantised(
             made, self.form, self.scheme, batch, calibration, keep, candidate.is_rotated
@@ -269,6 +238,69 @@ class Workshop:
     def load(self, name: str) -> Compute:
         """A candidate, or ``FLOAT``, in the program that runs it."""
         return exported.load(self.place(name), self.form)
+
+
+def read_data(
+    work: Workshop, data: UserData, inputs: int, used: Sequence[str]
+) -> tuple[Reference, Reference]:
+    """Run the original on both halves of the data: the one to choose by, the one to measure on.
+
+    ``used`` are the outputs that the class is used for.
+    """
+    model, source = work.original.load(TurnedForm(ORIGINAL, None)), work.original.checkpoint.source
+    halves = split(model, source.path, data, inputs, work.original.trust_remote_code)
+    names = compared_outputs(run(model, [halves.choosing[0].batch])[0], used)
+    choosing = reference(model, halves.choosing, names, work.folder)
+    return choosing, reference(model, halves.held_out, names, work.folder)
+
+
+def compare_candidate(
+    work: Workshop, candidate: TurnedForm, choosing: Reference, event: Event
+) -> Compared:
+    """Write a candidate, quantised, and run it on the first half of the data."""
+    event("stage", f"quantising: {candidate.name}")
+    work.write(candidate, choosing.examples)
+    measured = differences(work.load(candidate.name), choosing)
+    return Compared(candidate.name, measured, size_of(work.place(candidate.name)))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The candidate that is written, on the second half of the data."""
+
+    chosen: Differences
+    plain: Differences
+    """Of the original, quantised in the same way."""
+    seconds: float
+    """Median time of a call on one input."""
+    float_seconds: float
+    """The same for the original in float32, in the same program; calls take turns."""
+
+
+def measure(work: Workshop, chosen: TurnedForm, held_out: Reference) -> Measured:
+    """Run the chosen candidate on the second half of the data, beside the original."""
+    computes = {name: work.load(name) for name in (FLOAT, ORIGINAL, chosen.name)}
+    found = {name: differences(computes[name], held_out) for name in {ORIGINAL, chosen.name}}
+    batch = held_out.examples[0].batch
+
+    def task(name: str) -> Task:
+        return Task(lambda _: computes[name](batch))
+
+    rounds = time_rounds({n: task(n) for n in (FLOAT, chosen.name)}, ROUNDS, TIMED_SECONDS)
+    seconds = {name: median(times) for name, times in rounds.items()}
+    return Measured(found[chosen.name], found[ORIGINAL], seconds[chosen.name], seconds[FLOAT])
+
+
+def store(work: Workshop, result: Quantised, staged: Path) -> None:
+    """Put the chosen candidate, all other files of the original, and the record into ``staged``."""
+    for file in work.place(result.chosen).iterdir():
+        file.rename(staged / file.name)
+    written = {file.name for file in staged.iterdir()}
+    checkpoint = work.original.checkpoint
+    others = [file for file in other_files(checkpoint) if not is_own(file)]
+    copy_files([file for file in others if file not in written], checkpoint.source.path, staged)
+    text = json.dumps(result.to_json(), indent=2) + "\n"
+    (staged / QUANTISATION_FILE).write_text(text, encoding="utf-8")
 
 
 def head_of(model: Any) -> list[str]:
@@ -287,15 +319,14 @@ def require_float(model: str) -> None:
         raise UnsupportedModel(f"{model} is quantised already; pass the model it was made from")
 
 
-def best(compared: Sequence[Compared]) -> str:
-    """The name of the candidate to write: the cheapest, if it is clearly better than the original.
+def best(compared: Sequence[Compared]) -> int:
+    """Which candidate to write: the cheapest, if it is clearly better than the original.
 
     The original is the first one.
     """
-    original = compared[0]
-    cheapest = min(compared, key=lambda one: one.differences.cost)
-    is_better = cheapest.differences.cost <= MARGIN * original.differences.cost
-    return cheapest.name if is_better else original.name
+    costs = [candidate.differences.cost for candidate in compared]
+    cheapest = min(costs)
+    return costs.index(cheapest) if cheapest <= MARGIN * costs[0] else 0
 
 
 def size_of(folder: Path) -> int:
@@ -307,13 +338,3 @@ def _class_name(checkpoint: Checkpoint, config: Any, opening: Opening) -> str:
     trusted = opening.trust_remote_code
     folder = str(checkpoint.source.path)
     return str(saved_class(folder, config=config, trust_remote_code=trusted).__name__)
-
-
-def _time(computes: dict[str, Compute], chosen: str, example: Example) -> dict[str, float]:
-    """Median seconds of a call of the float program and of the chosen one, which take turns."""
-
-    def task(name: str) -> Task:
-        return Task(lambda _: computes[name](example.batch))
-
-    rounds = time_rounds({n: task(n) for n in (FLOAT, chosen)}, ROUNDS, TIMED_SECONDS)
-    return {name: median(times) for name, times in rounds.items()}

@@ -8,16 +8,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from enjoyln_cli.checkpoint.config import load_config
 from enjoyln_cli.checkpoint.reader import open_checkpoint
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.conversion.inspect import Opening, open_named
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.quantisation import exported
-from enjoyln_cli.quantisation.candidates import ORIGINAL, TurnedForm, load_candidate
+from enjoyln_cli.quantisation.candidates import ORIGINAL, FloatModel, TurnedForm
 from enjoyln_cli.quantisation.examples import split
-from enjoyln_cli.quantisation.measure import Differences, differences, exact_outputs, perplexity_in
+from enjoyln_cli.quantisation.measure import Differences, differences, perplexity_in, reference
 from enjoyln_cli.quantisation.quantize import INPUTS_IN_A_HALF
 from enjoyln_cli.quantisation.schemes import require_scheme
 from enjoyln_cli.text import number
@@ -58,18 +57,17 @@ def verify_quantised(
     try:
         record = json.loads((out / QUANTISATION_FILE).read_text(encoding="utf-8"))
         form, name = str(record["format"]), str(record["model_class"])
-        names, limit = [str(one) for one in record["outputs"]], float(record["max_error"])
+        names, limit = tuple(map(str, record["outputs"])), float(record["max_error"])
         require_scheme(record["scheme"], form)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadCheckpoint(f"{out / QUANTISATION_FILE} is damaged; quantise again") from error
     opening = opening or Opening(revision=None if against else record.get("revision"))
     checkpoint = open_checkpoint(open_named(against or record["source"], opening, weights=True))
-    config = load_config(checkpoint.source, opening.trust_remote_code)
     trusted = opening.trust_remote_code
-    original = load_candidate(TurnedForm(ORIGINAL, None), checkpoint, name, config, trusted)
+    original = FloatModel(checkpoint, name, trusted).load(TurnedForm(ORIGINAL, None))
     examples = split(original, checkpoint.source.path, data, INPUTS_IN_A_HALF, trusted).held_out
     with TemporaryDirectory() as folder:
-        exact = exact_outputs(original, examples, names, Path(folder))
-        found = differences(exported.load(out, form), examples, exact, names)
-        perplexity = perplexity_in(exact, examples)
-    return QuantisedCheck(found, perplexity, len(examples), limit, found.error <= limit)
+        exact = reference(original, examples, names, Path(folder))
+        measured = differences(exported.load(out, form), exact)
+        perplexity = perplexity_in(exact)
+    return QuantisedCheck(measured, perplexity, len(examples), limit, measured.error <= limit)
