@@ -63,7 +63,9 @@ OWNERS = {
         "cli.push_command",
         "cli.report_command",
     },
+    "compressed_tensors": {"quantisation.quantised_checkpoints"},
     "huggingface_hub": {"checkpoint.download", "publish.push", "publish.repository"},
+    "llmcompressor": {"quantisation.quantised_checkpoints"},
     "matplotlib": {"benchmark.plot"},
     "networkx": {"proof.min_cut"},
     "onnxruntime": {"onnx_export.runtimes", "quantisation.onnxruntime_quantiser"},
@@ -71,6 +73,7 @@ OWNERS = {
     "openvino": {"onnx_export.runtimes"},
     "pydantic": {"plan.schema"},
     "rich": {"cli.console", "cli.progress", "cli.output_lines"},
+    "torchao": {"quantisation.quantised_checkpoints"},
     "xxhash": {"fs.digests"},
     "yaml": {"recipe.yaml_text"},
 }

@@ -250,9 +250,15 @@ def write_quantised(found: Quantised) -> None:
         exact = number(found.perplexity) if name == "perplexity" else ""
         if None not in values:
             table.add_row(label, *map(number, values), exact)
-    table.add_row("size", size(found.size), size(found.candidates[0].size), size(found.float_size))
-    call, before = (f"{ms:.3g} ms" for ms in (found.milliseconds, found.float_milliseconds))
-    table.add_row(f"a call, {counted(found.threads, 'thread')}", call, "", before)
+    original, *_ = found.candidates
+    (chosen,) = (one for one in found.candidates if one.name == found.chosen)
+    table.add_row("size", size(found.size), size(original.size), size(found.float_size))
+    if chosen.weights and original.weights:
+        counts = (f"{w.in_float:,} of {w.total:,}" for w in (chosen.weights, original.weights))
+        table.add_row("weights that are not quantised", *counts)
+    if found.milliseconds and found.float_milliseconds:
+        call, before = (f"{ms:.3g} ms" for ms in (found.milliseconds, found.float_milliseconds))
+        table.add_row(f"a call, {counted(found.threads, 'thread')}", call, "", before)
     _show(table)
     say(f"error {number(found.held_out.error)} (limit {found.max_error:g})", "green")
 

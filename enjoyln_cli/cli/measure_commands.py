@@ -212,7 +212,7 @@ def bench(
     "--keep",
     callback=parse_names,
     metavar="NAMES",
-    help="Layers to keep in float32 (in 8 bits if weights have 4), such as *.fc2.",
+    help="Layers to leave in floating point (in ONNX in 8 bits if weights have 4): *.fc2.",
 )
 @click.option(
     "--max-error",

@@ -19,7 +19,7 @@ from enjoyln_cli.checkpoint.config import load_config
 from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.events import Event
-from enjoyln_cli.models.load import load
+from enjoyln_cli.models.load import class_in, load
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 
@@ -41,12 +41,17 @@ class TurnedForm:
         return self.plan is not None and any(b.kind != "values" for b in self.plan.turned)
 
 
-def candidates(plan: Plan | None, seeds: Sequence[int]) -> list[TurnedForm]:
-    """The original, and what can be made of it by the ``plan`` that turns all that can turn."""
+def candidates(
+    plan: Plan | None, seeds: Sequence[int], head_is_rounded: bool = True
+) -> list[TurnedForm]:
+    """The original, and what can be made of it by the ``plan`` that turns all that can turn.
+
+    A head that is not rounded gains nothing from its own copy of the weights.
+    """
     forms = [TurnedForm(ORIGINAL, None)]
     if plan is None or not plan.turned:
         return forms
-    if plan.untied:
+    if plan.untied and head_is_rounded:
         forms.append(TurnedForm("untied", replace(plan, bases=(), merged=())))
     values = tuple(basis for basis in plan.turned if basis.kind == "values")
     if values:
@@ -79,6 +84,12 @@ class FloatModel:
     checkpoint: Checkpoint
     model_class: str
     trust_remote_code: bool
+
+    @property
+    def class_of_model(self) -> Any:
+        """The class with the name ``model_class``."""
+        source, trusted = self.checkpoint.source, self.trust_remote_code
+        return class_in(source.path, self.model_class, load_config(source, trusted), trusted)
 
     def load(self, candidate: TurnedForm) -> Any:
         """The candidate in float32."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -30,7 +30,7 @@ from enjoyln_cli.conversion.inspect import Opening, open_named
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, staged_output
-from enjoyln_cli.quantisation import exported
+from enjoyln_cli.quantisation import exported, quantised_checkpoints
 from enjoyln_cli.quantisation.candidates import (
     ORIGINAL,
     FloatModel,
@@ -49,10 +49,12 @@ from enjoyln_cli.quantisation.measure import (
     perplexity_in,
     reference,
 )
-from enjoyln_cli.quantisation.schemes import ONNX, QuantisationScheme, require_scheme
+from enjoyln_cli.quantisation.quantised_checkpoints import WeightCount
+from enjoyln_cli.quantisation.schemes import FORMATS, OPENVINO, QuantisationScheme, require_scheme
 from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.runtime.loading import saved_class
 from enjoyln_cli.text import listed_briefly, number
+from enjoyln_cli.verification.verify import compute_dtype
 from enjoyln_cli.version import __version__
 
 INPUTS_IN_A_HALF = 16
@@ -70,6 +72,8 @@ class Compared:
     differences: Differences
     size: int
     """Bytes of the program and its weights."""
+    weights: WeightCount | None = None
+    """How many weights were rounded, in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +103,9 @@ class Quantised:
     size: int
     """Bytes of the program and its weights."""
     float_size: int
-    milliseconds: float
-    """Median time of a call on one input."""
-    float_milliseconds: float
+    milliseconds: float | None
+    """Median time of a call on one input; ``None`` if transformers only simulates the format."""
+    float_milliseconds: float | None
     """The same for the original in float32, in the same program; calls take turns."""
     threads: int
     max_error: float
@@ -135,7 +139,8 @@ def quantize(
     * ``data``: at least eight inputs. The original, the model with turned values, and rotations
       with these ``seeds`` are compared on the first half; the result is measured on the second.
     * ``form`` and ``scheme`` are names of ``schemes.FORMATS`` and ``schemes.SCHEMES``.
-    * ``keep``: paths of layers, or patterns, to keep in float32 (in 8 bits if weights have 4).
+    * ``keep``: paths of layers, or patterns, to leave in floating point (in ONNX in 8 bits if
+      weights have 4).
     * ``max_error``: the largest relative error of the outputs; by default that of the scheme.
     * ``inputs``: use at most this many inputs in each half.
 
@@ -145,8 +150,8 @@ def quantize(
     """
     begin, event = time.perf_counter(), on_event or default_listener
     settings, opening = require_scheme(scheme, form), opening or Opening()
-    if keep and form != ONNX:
-        raise UnsupportedModel(f"--keep works for onnx, not for {form}")
+    if keep and form == OPENVINO:
+        raise UnsupportedModel(f"--keep does not work for {form}")
     require_float(str(model))
     source = open_named(str(model), opening, weights=True)
     config = load_config(source, opening.trust_remote_code)
@@ -164,7 +169,7 @@ def quantize(
         work = Workshop(Path(scratch), form, settings, tuple(keep), original)
         event("stage", "running the original on the data")
         choosing, held_out = read_data(work, data, inputs, plan.outputs if plan else ())
-        forms = candidates(plan, seeds)
+        forms = candidates(plan, seeds, head_is_rounded=not FORMATS[form].is_checkpoint)
         compared = [compare_candidate(work, candidate, choosing, event) for candidate in forms]
         chosen = forms[best(compared)]
         event("stage", f"measuring on the other half: {chosen.name}")
@@ -194,8 +199,8 @@ def quantize(
             perplexity=perplexity_in(held_out),
             size=size_of(work.place(chosen.name)),
             float_size=size_of(work.place(FLOAT)),
-            milliseconds=measured.seconds * 1000,
-            float_milliseconds=measured.float_seconds * 1000,
+            milliseconds=measured.milliseconds,
+            float_milliseconds=measured.float_milliseconds,
             threads=torch.get_num_threads(),
             max_error=limit,
             kept=tuple(keep),
@@ -222,22 +227,37 @@ class Workshop:
         """The folder of a candidate."""
         return self.folder / name.replace(" ", "_")
 
-    def write(self, candidate: TurnedForm, examples: Sequence[Example]) -> None:
+    def write(self, candidate: TurnedForm, examples: Sequence[Example]) -> WeightCount | None:
         """Write a candidate, quantised; of the original also the float32 program."""
-        model, batch = self.original.load(candidate), traced_batch(examples[0])
+        model, folder = self.original.load(candidate), self.place(candidate.name)
+        float_folder = self.place(FLOAT) if candidate.plan is None else None
+        if FORMATS[self.form].is_checkpoint:
+            dtype = compute_dtype(self.original.checkpoint, None)
+            return quantised_checkpoints.write(
+                model, self.form, self.scheme, dtype, self.keep, folder, float_folder
+            )
+        batch = traced_batch(examples[0])
         made = exported.exported(model, batch, self.form)
         calibration = [example.batch for example in examples]
         keep = (*self.keep, *head_of(model)) if self.scheme.weight_bits == 4 else self.keep
         small = exported.quantised(
             made, self.form, self.scheme, batch, calibration, keep, candidate.is_rotated
         )
-        exported.save(small, self.place(candidate.name), self.form, model.config)
-        if candidate.plan is None:
-            exported.save(made, self.place(FLOAT), self.form, model.config)
+        exported.save(small, folder, self.form, model.config)
+        if float_folder:
+            exported.save(made, float_folder, self.form, model.config)
+        return None
 
     def load(self, name: str) -> Compute:
         """A candidate, or ``FLOAT``, in the program that runs it."""
-        return exported.load(self.place(name), self.form)
+        return load_result(self.place(name), self.form, self.original.class_of_model)
+
+
+def load_result(folder: Path, form: str, model_class: Any) -> Compute:
+    """A quantised model of the class ``model_class``, in the program that runs it."""
+    if FORMATS[form].is_checkpoint:
+        return quantised_checkpoints.load(folder, model_class)
+    return exported.load(folder, form)
 
 
 def read_data(
@@ -259,9 +279,9 @@ def compare_candidate(
 ) -> Compared:
     """Write a candidate, quantised, and run it on the first half of the data."""
     event("stage", f"quantising: {candidate.name}")
-    work.write(candidate, choosing.examples)
+    weights = work.write(candidate, choosing.examples)
     measured = differences(work.load(candidate.name), choosing)
-    return Compared(candidate.name, measured, size_of(work.place(candidate.name)))
+    return Compared(candidate.name, measured, size_of(work.place(candidate.name)), weights)
 
 
 @dataclass(frozen=True)
@@ -271,9 +291,9 @@ class Measured:
     chosen: Differences
     plain: Differences
     """Of the original, quantised in the same way."""
-    seconds: float
-    """Median time of a call on one input."""
-    float_seconds: float
+    milliseconds: float | None = None
+    """Median time of a call on one input; ``None`` if a format is not timed."""
+    float_milliseconds: float | None = None
     """The same for the original in float32, in the same program; calls take turns."""
 
 
@@ -281,14 +301,17 @@ def measure(work: Workshop, chosen: TurnedForm, held_out: Reference) -> Measured
     """Run the chosen candidate on the second half of the data, beside the original."""
     computes = {name: work.load(name) for name in (FLOAT, ORIGINAL, chosen.name)}
     found = {name: differences(computes[name], held_out) for name in {ORIGINAL, chosen.name}}
+    result = Measured(found[chosen.name], found[ORIGINAL])
+    if not FORMATS[work.form].is_timed:
+        return result
     batch = held_out.examples[0].batch
 
     def task(name: str) -> Task:
         return Task(lambda _: computes[name](batch))
 
     rounds = time_rounds({n: task(n) for n in (FLOAT, chosen.name)}, ROUNDS, TIMED_SECONDS)
-    seconds = {name: median(times) for name, times in rounds.items()}
-    return Measured(found[chosen.name], found[ORIGINAL], seconds[chosen.name], seconds[FLOAT])
+    times = {name: 1000 * median(seconds) for name, seconds in rounds.items()}
+    return replace(result, milliseconds=times[chosen.name], float_milliseconds=times[FLOAT])
 
 
 def store(work: Workshop, result: Quantised, staged: Path) -> None:

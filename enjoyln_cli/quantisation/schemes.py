@@ -42,26 +42,36 @@ SCHEMES: Mapping[str, QuantisationScheme] = {
 class TargetFormat:
     """A kind of result."""
 
-    program: str
-    """The program that runs it."""
     packages: tuple[str, ...]
     """What has to be installed, besides what enjoyln needs itself."""
     schemes: tuple[str, ...]
+    packages_to_run: tuple[str, ...] = ()
+    """What has to be installed to run a result; ``packages`` by default."""
+    is_checkpoint: bool = False
+    """Whether ``from_pretrained`` loads it; otherwise ``transformers.exporters`` write it."""
+    is_timed: bool = True
+    """Whether the time of a call says something about the engine that the format is for."""
 
 
-ONNX = "onnx"
+ONNX, OPENVINO, TORCHAO, COMPRESSED = "onnx", "openvino", "torchao", "compressed-tensors"
 FORMATS: Mapping[str, TargetFormat] = {
     ONNX: TargetFormat(
-        "onnxruntime",
-        ("onnx", "onnxscript", "onnxruntime"),
-        ("w8a8", "w8a8-static", "w8a16", "w4a8", "w4a16"),
+        ("onnx", "onnxscript", "onnxruntime"), ("w8a8", "w8a8-static", "w8a16", "w4a8", "w4a16")
     ),
-    "openvino": TargetFormat("OpenVINO", ("nncf", "openvino"), ("w8a8-static", "w8a16", "w4a16")),
+    OPENVINO: TargetFormat(("nncf", "openvino"), ("w8a8-static", "w8a16", "w4a16")),
+    TORCHAO: TargetFormat(("torchao",), ("w8a8", "w8a16", "w4a8", "w4a16"), is_checkpoint=True),
+    COMPRESSED: TargetFormat(
+        ("llmcompressor",),
+        ("w8a8", "w8a16", "w4a16"),
+        ("compressed_tensors",),
+        is_checkpoint=True,
+        is_timed=False,
+    ),
 }
 
 
-def require_scheme(scheme: str, form: str) -> QuantisationScheme:
-    """The scheme of this name.
+def require_scheme(scheme: str, form: str, to_run: bool = False) -> QuantisationScheme:
+    """The scheme of this name, to quantise by or, with ``to_run``, to run a result of.
 
     Raises ``UnsupportedModel`` if the format does not have it, or if a library is missing.
     """
@@ -70,11 +80,13 @@ def require_scheme(scheme: str, form: str) -> QuantisationScheme:
     if scheme not in FORMATS[form].schemes:
         can = ", ".join(FORMATS[form].schemes)
         raise UnsupportedModel(f"{form} cannot store {scheme}; choose one of {can}")
-    require_packages(FORMATS[form].packages, f"quantising to {form}")
+    target = FORMATS[form]
+    packages = target.packages_to_run if to_run and target.packages_to_run else target.packages
+    require_packages(packages, f"{'running' if to_run else 'quantising to'} {form}")
     installed = version("transformers")
-    if tuple(map(int, installed.split(".")[:2])) < EXPORTERS:
+    if not target.is_checkpoint and tuple(map(int, installed.split(".")[:2])) < EXPORTERS:
         needed = ".".join(map(str, EXPORTERS))
         raise UnsupportedModel(
-            f"quantising needs transformers {needed} or newer, and {installed} is installed"
+            f"{form} needs transformers {needed} or newer, and {installed} is installed"
         )
     return SCHEMES[scheme]

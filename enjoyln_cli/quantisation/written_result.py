@@ -13,11 +13,10 @@ from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.conversion.inspect import Opening, open_named
 from enjoyln_cli.errors import BadCheckpoint
-from enjoyln_cli.quantisation import exported
 from enjoyln_cli.quantisation.candidates import ORIGINAL, FloatModel, TurnedForm
 from enjoyln_cli.quantisation.examples import split
 from enjoyln_cli.quantisation.measure import Differences, differences, perplexity_in, reference
-from enjoyln_cli.quantisation.quantize import INPUTS_IN_A_HALF
+from enjoyln_cli.quantisation.quantize import INPUTS_IN_A_HALF, load_result
 from enjoyln_cli.quantisation.schemes import require_scheme
 from enjoyln_cli.text import number
 
@@ -58,16 +57,16 @@ def verify_quantised(
         record = json.loads((out / QUANTISATION_FILE).read_text(encoding="utf-8"))
         form, name = str(record["format"]), str(record["model_class"])
         names, limit = tuple(map(str, record["outputs"])), float(record["max_error"])
-        require_scheme(record["scheme"], form)
+        require_scheme(record["scheme"], form, to_run=True)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadCheckpoint(f"{out / QUANTISATION_FILE} is damaged; quantise again") from error
     opening = opening or Opening(revision=None if against else record.get("revision"))
     checkpoint = open_checkpoint(open_named(against or record["source"], opening, weights=True))
     trusted = opening.trust_remote_code
-    original = FloatModel(checkpoint, name, trusted).load(TurnedForm(ORIGINAL, None))
+    original: Any = FloatModel(checkpoint, name, trusted).load(TurnedForm(ORIGINAL, None))
     examples = split(original, checkpoint.source.path, data, INPUTS_IN_A_HALF, trusted).held_out
     with TemporaryDirectory() as folder:
         exact = reference(original, examples, names, Path(folder))
-        measured = differences(exported.load(out, form), exact)
+        measured = differences(load_result(out, form, type(original)), exact)
         perplexity = perplexity_in(exact)
     return QuantisedCheck(measured, perplexity, len(examples), limit, measured.error <= limit)

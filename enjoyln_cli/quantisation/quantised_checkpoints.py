@@ -1,0 +1,180 @@
+"""Checkpoints that transformers loads, quantised by torchao or by llm-compressor.
+
+Both round the weights of ``nn.Linear`` only. All other weights, and the layer that computes the
+logits, stay in the dtype of the original.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.run import run
+from enjoyln_cli.comparison.simulated_rounding import linear_layers
+from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+from enjoyln_cli.models.load import silent
+from enjoyln_cli.quantisation.measure import Compute
+from enjoyln_cli.quantisation.schemes import TORCHAO, QuantisationScheme
+from enjoyln_cli.runtime.adapters import quantisation_of
+from enjoyln_cli.text import first_line
+
+GROUPS = (128, 64, 32)
+"""How many inputs of a 4-bit weight share a scale: the first of these that divides all widths."""
+
+
+@dataclass(frozen=True)
+class WeightCount:
+    """How many weights a model has, and how many of them were not rounded."""
+
+    total: int
+    in_float: int
+
+
+def write(
+    model: Any,
+    form: str,
+    scheme: QuantisationScheme,
+    dtype: torch.dtype,
+    keep: Sequence[str],
+    folder: Path,
+    float_folder: Path | None,
+) -> WeightCount:
+    """Write ``model``, quantised, to ``folder``, and in float32 to ``float_folder`` if it is given.
+
+    ``keep`` are paths of layers, or patterns, that are not rounded. What is not rounded is stored
+    as ``dtype``. Raises ``UnsupportedModel`` if the model has no layer that would be rounded.
+    """
+    layers = _layers_to_round(model, form, keep)
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    skipped = [name for name in linear if name not in layers]
+    group = _group(layers.values()) if scheme.weight_bits == 4 else None
+    with TemporaryDirectory(dir=folder.parent) as scratch, _quiet():
+        source, model_class = float_folder or Path(scratch), type(model)
+        model.save_pretrained(source)
+        if form == TORCHAO:
+            from transformers import TorchAoConfig
+
+            config = TorchAoConfig(_torchao_config(scheme, group), skipped)
+            made = model_class.from_pretrained(source, dtype=dtype, quantization_config=config)
+            made.save_pretrained(folder)
+        else:
+            made = model_class.from_pretrained(source, dtype=dtype)
+            _oneshot(made, scheme, group, skipped, folder)
+    rounded = [name for name, module in made.named_modules() if _is_rounded(module)]
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return WeightCount(total, total - sum(layers[name].weight.numel() for name in rounded))
+
+
+def _layers_to_round(model: Any, form: str, keep: Sequence[str]) -> Mapping[str, nn.Linear]:
+    """The layers that are rounded, by path."""
+    layers = {
+        name: layer
+        for name, layer in linear_layers(model).items()
+        if isinstance(layer, nn.Linear) and not any(fnmatchcase(name, pattern) for pattern in keep)
+    }
+    if layers:
+        return layers
+    raise UnsupportedModel(
+        f"{form} rounds nn.Linear only, and {type(model).__name__} has none to round besides the "
+        "layer that computes the logits; choose --format onnx or openvino"
+    )
+
+
+def _group(layers: Iterable[nn.Linear]) -> int | None:
+    """How many inputs share a scale; ``None`` if each output has one scale."""
+    widths = {layer.in_features for layer in layers}
+    return next((size for size in GROUPS if not any(width % size for width in widths)), None)
+
+
+def _torchao_config(scheme: QuantisationScheme, group: int | None) -> Any:
+    """The scheme as torchao writes it; without a ``group``, each output has one scale."""
+    from torchao.quantization import (
+        Int8DynamicActivationInt8WeightConfig,
+        Int8DynamicActivationIntxWeightConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerAxis,
+        PerGroup,
+    )
+
+    if scheme.weight_bits == 8:
+        return (
+            Int8DynamicActivationInt8WeightConfig() if scheme.input_bits else Int8WeightOnlyConfig()
+        )
+    bits, scales = (
+        getattr(torch, f"int{scheme.weight_bits}"),
+        PerGroup(group) if group else PerAxis(0),
+    )
+    if scheme.input_bits:
+        return Int8DynamicActivationIntxWeightConfig(bits, scales)
+    return IntxWeightOnlyConfig(bits, scales)
+
+
+def _oneshot(
+    model: Any, scheme: QuantisationScheme, group: int | None, skipped: list[str], folder: Path
+) -> None:
+    """Quantise ``model`` in place by llm-compressor, and save it."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from loguru import logger
+
+    for library in ("llmcompressor", "compressed_tensors"):
+        logger.disable(library)
+    name = f"W{scheme.weight_bits}A{scheme.input_bits or 16}"
+    preset: Any = preset_name_to_scheme(name, ["Linear"])
+    scales = {"group_size": group, "strategy": "group" if group else "channel"}
+    preset.weights = preset.weights.model_copy(update=scales)
+    modifier = QuantizationModifier(config_groups={"group_0": preset}, ignore=skipped)
+    oneshot(model=model, recipe=modifier)
+    model.save_pretrained(folder)  # what ``oneshot`` saves has a new tokenizer
+
+
+def _is_rounded(module: nn.Module) -> bool:
+    """Whether torchao or llm-compressor has quantised the weight of this layer."""
+    by_llm_compressor = hasattr(module, "quantization_scheme")
+    return by_llm_compressor or bool(quantisation_of(getattr(module, "weight", None)))
+
+
+def load(folder: Path, model_class: Any) -> Compute:
+    """What was written to ``folder``, as a function that transformers computes.
+
+    Raises ``BadCheckpoint`` if it cannot be loaded.
+    """
+    try:
+        with _quiet():
+            model = model_class.from_pretrained(folder, local_files_only=True).eval()
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # the libraries do not check files, and may raise anything
+        raise BadCheckpoint(f"{folder} cannot be loaded: {first_line(error)}") from error
+
+    def compute(batch: Batch) -> dict[str, torch.Tensor]:
+        with _quiet():
+            return {name: value.float() for name, value in run(model, [batch])[0].items()}
+
+    return compute
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside the block, transformers, torchao and llm-compressor print nothing."""
+    with (
+        silent(),
+        warnings.catch_warnings(),
+        redirect_stdout(io.StringIO()),
+        redirect_stderr(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        yield

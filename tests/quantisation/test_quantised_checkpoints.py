@@ -1,0 +1,173 @@
+"""Checkpoints that torchao and llm-compressor quantise: what is rounded, and what stays.
+
+The tests of a library are skipped where it is not installed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import GPT2, good
+from live_models import CHECKPOINTS, ROOT
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM
+
+from enjoyln_cli.analysis.analyze import analyze_config
+from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
+from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.quantisation.candidates import candidates
+from enjoyln_cli.quantisation.quantised_checkpoints import WeightCount, load, write
+from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
+
+LICENCE = ROOT / "LICENSE"
+LIBRARIES = {"torchao": "torchao", "compressed-tensors": "llmcompressor"}
+CASES = [(form, scheme) for form in LIBRARIES for scheme in FORMATS[form].schemes]
+
+
+def small_opt(width: int = 64, hidden: int = 96) -> Any:
+    """An OPT whose parameters are all random, in eval mode."""
+    torch.manual_seed(3)
+    config = OPTConfig(
+        vocab_size=101,
+        hidden_size=width,
+        word_embed_proj_dim=width,
+        ffn_dim=hidden,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=40,
+    )
+    model = OPTForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def written(model: Any, form: str, scheme: str, folder: Path, **changes: Any) -> WeightCount:
+    """Quantise a model; ``changes`` are other arguments of ``write``."""
+    folder.mkdir()
+    arguments: dict[str, Any] = {"dtype": torch.float32, "keep": (), "float_folder": None}
+    return write(model, form, SCHEMES[scheme], folder=folder / "out", **{**arguments, **changes})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "scheme"), CASES)
+def test_transformers_loads_a_checkpoint_with_rounded_layers(
+    form: str, scheme: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(LIBRARIES[form])
+    model, ids = small_opt(), torch.arange(3, 33)[None]
+    layers = [m for m in model.model.modules() if isinstance(m, nn.Linear)]
+    count = written(model, form, scheme, tmp_path / "work")
+    assert count.total - count.in_float == sum(layer.weight.numel() for layer in layers)
+    assert count.total == sum(parameter.numel() for parameter in model.parameters())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "work" / "out").eval()
+    with torch.no_grad():
+        exact = model(ids).logits
+        error = float((loaded(ids, use_cache=False).logits - exact).norm() / exact.norm())
+    least, most = (1e-3, 0.02) if SCHEMES[scheme].weight_bits == 8 else (0.02, 0.3)
+    assert least < error < most
+    tensors = load_file(tmp_path / "work" / "out" / "model.safetensors")
+    integers = [t for t in tensors.values() if not t.is_floating_point() and t.numel() > 8]
+    assert len(integers) >= len(layers)
+    assert tensors["model.decoder.embed_tokens.weight"].dtype == torch.float32
+    assert AutoConfig.from_pretrained(tmp_path / "work" / "out").use_cache
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", LIBRARIES)
+def test_the_rest_has_the_dtype_of_the_original_and_layers_are_kept(
+    form: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(LIBRARIES[form])
+    model = small_opt(width=40, hidden=72).bfloat16().float()
+    count = written(
+        model, form, "w4a16", tmp_path / "work", dtype=torch.bfloat16, keep=("*.1.*", "*.fc2")
+    )
+    assert count.total - count.in_float == 4 * 40 * 40 + 40 * 72
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "work" / "out")
+    for name in ("embed_tokens.weight", "layers.1.fc1.weight", "layers.0.fc2.weight"):
+        stored = loaded.model.decoder.get_parameter(name)
+        assert stored.dtype == torch.bfloat16
+        assert torch.equal(stored.float(), model.model.decoder.get_parameter(name))
+
+
+def with_outliers(folder: Path) -> Path:
+    """The small OPT with three large features in each norm: the same function, rounded worse."""
+    shutil.copytree(CHECKPOINTS / "opt", folder)
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(4):
+        at = f"model.decoder.layers.{layer}"
+        readers = {"self_attn_layer_norm": [f"self_attn.{n}_proj" for n in "qkv"]}
+        for norm, layers in {**readers, "final_layer_norm": ["fc1"]}.items():
+            for name in ("weight", "bias"):
+                weights[f"{at}.{norm}.{name}"][[5, 31, 61]] *= 20.0
+            for reader in layers:
+                weights[f"{at}.{reader}.weight"][:, [5, 31, 61]] /= 20.0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", LIBRARIES)
+def test_a_model_with_outliers_is_rotated_and_verified(form: str, tmp_path: Path) -> None:
+    pytest.importorskip(LIBRARIES[form])
+    out, data = tmp_path / "out", ("--text", LICENCE)
+    options = ("--format", form, "--rotations", 1, "--inputs", 4)
+    shown = good("quantize", with_outliers(tmp_path / "model"), "-o", out, *data, *options)
+    assert f"wrote w8a8 as {form}" in shown and "untied" not in shown
+    found = json.loads((out / QUANTISATION_FILE).read_text())
+    assert found["chosen"] == "rotated, seed 0"
+    assert found["held_out"]["kl"] < 0.5 * found["plain"]["kl"]
+    *_, rotated = found["candidates"]
+    table = 2 * 509 * 72  # the embedding and the head, which is a tensor of its own
+    assert table < rotated["weights"]["in_float"] < 1.2 * table
+    assert f"{rotated['weights']['in_float']:,} of {rotated['weights']['total']:,}" in shown
+    assert (found["milliseconds"] is None) == (form == "compressed-tensors")
+    original = (CHECKPOINTS / "opt" / "tokenizer.json").read_bytes()
+    assert (out / "tokenizer.json").read_bytes() == original
+    again = json.loads(good("verify", out, *data, "--json"))
+    assert again["passed"] and again["differences"]["error"] < 2 * found["held_out"]["error"]
+
+
+@pytest.mark.parametrize("form", LIBRARIES)
+def test_a_model_with_no_layer_to_round_is_refused(form: str, tmp_path: Path) -> None:
+    gpt2 = AutoModelForCausalLM.from_pretrained(GPT2)
+    with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel has none .* --format onnx"):
+        written(gpt2, form, "w8a8", tmp_path / "work")
+    assert not list((tmp_path / "work").iterdir())
+    with pytest.raises(UnsupportedModel, match="OPTForCausalLM has none"):
+        written(small_opt(), form, "w8a8", tmp_path / "kept", keep=("model.*",))
+
+
+def test_a_head_that_is_not_rounded_is_not_untied_for_its_own_sake() -> None:
+    options = Options(fold=False, rotate=True, untie=True)
+    plan = analyze_config(small_opt().config, model_class="OPTForCausalLM", options=options).plan
+    names = [form.name for form in candidates(plan, (0,))]
+    assert names == ["original", "untied", "values only", "rotated, seed 0"]
+    names.remove("untied")
+    assert [form.name for form in candidates(plan, (0,), head_is_rounded=False)] == names
+
+
+def test_a_scheme_or_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedModel, match="compressed-tensors cannot store w4a8"):
+        require_scheme("w4a8", "compressed-tensors")
+    monkeypatch.setattr("enjoyln_cli.onnx_export.requirements.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedModel, match="quantising to compressed-tensors .* llmcompressor"):
+        require_scheme("w8a8", "compressed-tensors")
+    with pytest.raises(UnsupportedModel, match="running compressed-tensors .* compressed_tensors"):
+        require_scheme("w8a8", "compressed-tensors", to_run=True)
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    small_opt().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"none")
+    with pytest.raises(BadCheckpoint, match="cannot be loaded"):
+        load(tmp_path, OPTForCausalLM)
