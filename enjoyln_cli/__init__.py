@@ -5,17 +5,20 @@
     verify(out)        measure that it computes the original function
     export(out, file)  write it as an ONNX file
     push(out, "me/x")  upload it to the Hub
+    quantize(model, out, data)   quantise it, rotated if that is better on the data
     bench(out)         time it beside the original
     unfold(out, back)  the way back, to the original bit for bit where its means were kept
     load_recipe(file)  read what was done, or what to do
 
     from_pretrained(out)   the converted checkpoint, running RMSNorm
     optimize(model)        the same for a model that is loaded already
+    rotate(model)          turn the features of a loaded model, so that it quantises better
     refold(model)          centre its weights again after training
     EnjoyLNConfig()        the same as a ``quantization_config`` of transformers
 
     Options(untie=True)    what a fold may do besides centring
     BenchOptions()         what ``bench`` is to measure
+    read_user_data(text="book.txt")   the data that ``quantize`` takes
     fold_in_memory(model, plan)   a fold of a live model: ``centre_parameters``, then ``install``
 
 Every refusal is an ``EnjoyLNError``. Names are looked up on first use: importing this package
@@ -47,12 +50,15 @@ from enjoyln_cli.version import __version__ as __version__
 if TYPE_CHECKING:
     from enjoyln_cli.benchmark.bench import bench
     from enjoyln_cli.benchmark.cases import BenchOptions
+    from enjoyln_cli.comparison.user_data import read_user_data
     from enjoyln_cli.conversion.fold import convert as fold
     from enjoyln_cli.conversion.inspect import analyze
+    from enjoyln_cli.conversion.rotate import rotate
     from enjoyln_cli.conversion.unfold import unfold
     from enjoyln_cli.onnx_export.export import export
     from enjoyln_cli.plan.plan import Options
     from enjoyln_cli.publish.push import push
+    from enjoyln_cli.quantisation.quantize import quantize
     from enjoyln_cli.recipe.read import load_recipe
     from enjoyln_cli.rewrite.in_memory import centre_parameters
     from enjoyln_cli.runtime.install import fold_in_memory, install
@@ -90,7 +96,10 @@ __all__ = [
     "load_recipe",
     "optimize",
     "push",
+    "quantize",
+    "read_user_data",
     "refold",
+    "rotate",
     "unfold",
     "verify",
 ]
@@ -110,7 +119,10 @@ _LAZY = {
     "load_recipe": ("enjoyln_cli.recipe.read", "load_recipe"),
     "optimize": ("enjoyln_cli.verification.measured_norms", "optimize"),
     "push": ("enjoyln_cli.publish.push", "push"),
+    "quantize": ("enjoyln_cli.quantisation.quantize", "quantize"),
+    "read_user_data": ("enjoyln_cli.comparison.user_data", "read_user_data"),
     "refold": ("enjoyln_cli.runtime.loading", "refold"),
+    "rotate": ("enjoyln_cli.conversion.rotate", "rotate"),
     "unfold": ("enjoyln_cli.conversion.unfold", "unfold"),
     "verify": ("enjoyln_cli.verification.verify", "verify"),
 }

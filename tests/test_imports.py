@@ -65,7 +65,10 @@ OWNERS = {
     },
     "compressed_tensors": {"quantisation.quantised_checkpoints"},
     "huggingface_hub": {"checkpoint.download", "publish.push", "publish.repository"},
-    "llmcompressor": {"quantisation.quantised_checkpoints"},
+    "llmcompressor": {
+        "quantisation.llm_compressor_modifier",
+        "quantisation.quantised_checkpoints",
+    },
     "matplotlib": {"benchmark.plot"},
     "networkx": {"proof.min_cut"},
     "onnxruntime": {"onnx_export.runtimes", "quantisation.onnxruntime_quantiser"},

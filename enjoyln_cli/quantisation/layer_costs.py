@@ -7,14 +7,14 @@ from typing import Any
 
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import Scheme, linear_layers, simulated
-from enjoyln_cli.quantisation.measure import Reference, differences
+from enjoyln_cli.quantisation.measure import ExactOutputs, differences
 from enjoyln_cli.quantisation.schemes import QuantisationScheme
 
 EXAMPLES = 2
 """Inputs that each layer is tried on: their order is clear with few."""
 
 
-def costly_layers(model: Any, scheme: QuantisationScheme, exact: Reference) -> list[str]:
+def costly_layers(model: Any, scheme: QuantisationScheme, exact: ExactOutputs) -> list[str]:
     """The linear layers of ``model`` by path, the costliest first.
 
     Each is rounded alone (simulated: one scale for each output of a weight, and for all inputs).

@@ -51,7 +51,7 @@ def compared_outputs(outputs: Outputs, used: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ExactOutputs:
     """What the original in float32 computes for some inputs."""
 
     names: tuple[str, ...]
@@ -61,11 +61,11 @@ class Reference:
     """One for each example."""
 
 
-def differences(compute: Compute, reference: Reference) -> Differences:
+def differences(compute: Compute, exact: ExactOutputs) -> Differences:
     """Run ``compute`` on the examples and compare its outputs with the exact ones."""
-    names, distances, loss, tokens = reference.names, [], 0.0, 0
+    names, distances, loss, tokens = exact.names, [], 0.0, 0
     kl = top1 = positions = 0.0
-    for example, expected in zip(reference.examples, reference.outputs, strict=True):
+    for example, expected in zip(exact.examples, exact.outputs, strict=True):
         got = compute(example.batch)
         distances.append(
             distances_of({n: got[n] for n in names if n in got}, {n: expected[n] for n in names})
@@ -85,19 +85,19 @@ def differences(compute: Compute, reference: Reference) -> Differences:
     )
 
 
-def reference(
+def exact_outputs(
     model: Any, examples: list[Example], names: tuple[str, ...], folder: Path
-) -> Reference:
+) -> ExactOutputs:
     """Run the original on each example; the outputs ``names`` are stored in files in ``folder``."""
     outputs = run(model, [example.batch for example in examples], folder)
-    return Reference(names, examples, choose_outputs(outputs, names))
+    return ExactOutputs(names, examples, choose_outputs(outputs, names))
 
 
-def perplexity_in(reference: Reference) -> float | None:
+def perplexity_in(exact: ExactOutputs) -> float | None:
     """The perplexity of the original on a text; ``None`` if the examples are not scored."""
     scores = [
         text_loss(output[LOGITS], example.predicted)
-        for output, example in zip(reference.outputs, reference.examples, strict=True)
+        for output, example in zip(exact.outputs, exact.examples, strict=True)
         if example.predicted is not None
     ]
     if not scores:

@@ -43,11 +43,11 @@ from enjoyln_cli.quantisation.layer_costs import costly_layers
 from enjoyln_cli.quantisation.measure import (
     Compute,
     Differences,
-    Reference,
+    ExactOutputs,
     compared_outputs,
     differences,
+    exact_outputs,
     perplexity_in,
-    reference,
 )
 from enjoyln_cli.quantisation.quantised_checkpoints import WeightCount
 from enjoyln_cli.quantisation.schemes import FORMATS, OPENVINO, QuantisationScheme, require_scheme
@@ -262,7 +262,7 @@ def load_result(folder: Path, form: str, model_class: Any) -> Compute:
 
 def read_data(
     work: Workshop, data: UserData, inputs: int, used: Sequence[str]
-) -> tuple[Reference, Reference]:
+) -> tuple[ExactOutputs, ExactOutputs]:
     """Run the original on both halves of the data: the one to choose by, the one to measure on.
 
     ``used`` are the outputs that the class is used for.
@@ -270,12 +270,12 @@ def read_data(
     model, source = work.original.load(TurnedForm(ORIGINAL, None)), work.original.checkpoint.source
     halves = split(model, source.path, data, inputs, work.original.trust_remote_code)
     names = compared_outputs(run(model, [halves.choosing[0].batch])[0], used)
-    choosing = reference(model, halves.choosing, names, work.folder)
-    return choosing, reference(model, halves.held_out, names, work.folder)
+    choosing = exact_outputs(model, halves.choosing, names, work.folder)
+    return choosing, exact_outputs(model, halves.held_out, names, work.folder)
 
 
 def compare_candidate(
-    work: Workshop, candidate: TurnedForm, choosing: Reference, event: Event
+    work: Workshop, candidate: TurnedForm, choosing: ExactOutputs, event: Event
 ) -> Compared:
     """Write a candidate, quantised, and run it on the first half of the data."""
     event("stage", f"quantising: {candidate.name}")
@@ -297,7 +297,7 @@ class Measured:
     """The same for the original in float32, in the same program; calls take turns."""
 
 
-def measure(work: Workshop, chosen: TurnedForm, held_out: Reference) -> Measured:
+def measure(work: Workshop, chosen: TurnedForm, held_out: ExactOutputs) -> Measured:
     """Run the chosen candidate on the second half of the data, beside the original."""
     computes = {name: work.load(name) for name in (FLOAT, ORIGINAL, chosen.name)}
     found = {name: differences(computes[name], held_out) for name in {ORIGINAL, chosen.name}}

@@ -15,7 +15,7 @@ from enjoyln_cli.conversion.inspect import Opening, open_named
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.quantisation.candidates import ORIGINAL, FloatModel, TurnedForm
 from enjoyln_cli.quantisation.examples import split
-from enjoyln_cli.quantisation.measure import Differences, differences, perplexity_in, reference
+from enjoyln_cli.quantisation.measure import Differences, differences, exact_outputs, perplexity_in
 from enjoyln_cli.quantisation.quantize import INPUTS_IN_A_HALF, load_result
 from enjoyln_cli.quantisation.schemes import require_scheme
 from enjoyln_cli.text import number
@@ -66,7 +66,7 @@ def verify_quantised(
     original: Any = FloatModel(checkpoint, name, trusted).load(TurnedForm(ORIGINAL, None))
     examples = split(original, checkpoint.source.path, data, INPUTS_IN_A_HALF, trusted).held_out
     with TemporaryDirectory() as folder:
-        exact = reference(original, examples, names, Path(folder))
+        exact = exact_outputs(original, examples, names, Path(folder))
         measured = differences(load_result(out, form, type(original)), exact)
         perplexity = perplexity_in(exact)
     return QuantisedCheck(measured, perplexity, len(examples), limit, measured.error <= limit)

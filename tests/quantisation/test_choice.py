@@ -17,7 +17,7 @@ from enjoyln_cli.comparison.text_scores import perplexity, with_predicted_tokens
 from enjoyln_cli.quantisation.candidates import FloatModel, candidates, rotation_plan
 from enjoyln_cli.quantisation.examples import Example
 from enjoyln_cli.quantisation.layer_costs import costly_layers
-from enjoyln_cli.quantisation.measure import Differences, Reference, differences
+from enjoyln_cli.quantisation.measure import Differences, ExactOutputs, differences
 from enjoyln_cli.quantisation.quantize import Compared, best
 from enjoyln_cli.quantisation.schemes import SCHEMES
 
@@ -70,7 +70,7 @@ def test_the_differences_of_a_model_whose_logits_move(gpt2: torch.nn.Module) -> 
             return {"logits": gpt2(**batch).logits}
 
     outputs = [exact(example.batch) for example in examples]
-    expected = Reference(("logits",), examples, outputs)
+    expected = ExactOutputs(("logits",), examples, outputs)
     same = differences(exact, expected)
     assert (same.error, same.top1) == (0.0, 1.0) and same.kl == pytest.approx(0.0, abs=1e-12)
     own, count = perplexity(gpt2, [example.batch for example in examples], None, 0)
@@ -140,5 +140,5 @@ def test_the_layer_that_rounding_hurts_most_is_named_first(gpt2: torch.nn.Module
     with torch.no_grad():
         outputs = [{"logits": model(**example.batch).logits} for example in examples]
     scheme = replace(SCHEMES["w4a16"], weight_bits=3)
-    worst = costly_layers(model, scheme, Reference(("logits",), examples, outputs))
+    worst = costly_layers(model, scheme, ExactOutputs(("logits",), examples, outputs))
     assert len(worst) == 12 and worst[0] == costly

@@ -1,0 +1,82 @@
+"""Rotate a live transformers model in place: prove on a copy without weights, then turn weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from enjoyln_cli.analysis import untying
+from enjoyln_cli.analysis.analyze import analyze_module
+from enjoyln_cli.analysis.stored_names import Candidate
+from enjoyln_cli.checkpoint.config import require_unfolded
+from enjoyln_cli.errors import NothingToFold, UnsupportedModel
+from enjoyln_cli.models.load import stored_weights
+from enjoyln_cli.models.meta_device import copy_without_weights
+from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.rewrite.in_memory import centre_parameters
+from enjoyln_cli.rewrite.preconditions import why_nothing_changes
+from enjoyln_cli.runtime.adapters import quantisation_of
+
+
+def rotate(
+    model: Any,
+    *,
+    seed: int = 0,
+    untie: bool = True,
+    values: bool = True,
+    outputs: Sequence[str] = (),
+) -> Plan:
+    """Turn the features of ``model``, a loaded transformers model, by orthogonal matrices.
+
+    The model is changed in place and computes the same function, as the result of
+    ``enjoyln rotate`` does; ``save_pretrained`` saves it as a checkpoint of the stock class. Each
+    weight is edited in float64 and rounded once to its dtype. The parameters:
+
+    * ``seed`` chooses the matrices.
+    * ``untie``: a head that is tied to the embedding gets a copy of its own, if the config allows
+      that. Without it the stream of a LayerNorm model cannot turn if its head is tied.
+    * ``values``: also turn the values of each attention head.
+    * ``outputs``: the outputs that must stay unchanged, as names or patterns; by default those
+      that the class is used for.
+
+    Returns the plan, which says what has turned. Raises ``NothingToFold`` if nothing can turn,
+    ``AlreadyFolded`` for a converted model, ``UnsupportedModel`` for a quantised one or one that is
+    not of transformers, and ``TraceFailed``; nothing is changed then.
+    """
+    name = type(model).__name__
+    config: Any = getattr(model, "config", None)
+    if not isinstance(model, nn.Module) or config is None:
+        raise UnsupportedModel(
+            f"{name} is no model of transformers; use analyze and centre_parameters"
+        )
+    require_unfolded(config, name)
+    for path, parameter in model.named_parameters():
+        if kind := quantisation_of(parameter):
+            raise UnsupportedModel(f"{path} is quantised ({kind}); rotate the model before that")
+    copied: Any = copy_without_weights(model)
+    apart = _apart(copied) if untie else None
+    options = Options(fold=False, rotate=True, values=values, seed=seed)
+    plan = analyze_module(copied, outputs=outputs, options=options).plan
+    if not plan.turned:
+        raise NothingToFold(why_nothing_changes(plan, name))
+    plan = untying.untie(plan, apart) if apart else plan
+    centre_parameters(model, plan)
+    return plan
+
+
+def _apart(model: Any) -> untying.Apart | None:
+    """Untie the parameters of ``model`` in place; ``None`` if none is tied, or all stay tied."""
+    weights = stored_weights(model)
+    found = Candidate(model, {name: (name,) for name in weights}, {}, ())
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    try:
+        apart = untying.apart(model.config, [found], shapes, None)
+    except UnsupportedModel:  # a saved checkpoint would load tied
+        return None
+    for copy in apart.untied if apart else ():
+        owner, _, name = copy.parameter.rpartition(".")
+        parameter = nn.Parameter(weights[copy.source].detach().clone())
+        setattr(model.get_submodule(owner), name, parameter)
+    return apart
