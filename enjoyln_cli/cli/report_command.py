@@ -53,6 +53,11 @@ from enjoyln_cli.fs.staging import check_file, write_file
     metavar="FILE",
     help="Draw the model, or the norm of --why: .svg, .png, .pdf, .dot.",
 )
+@click.option(
+    "--mappings",
+    type=click.Choice(["llm-compressor"]),
+    help="Print which linear layers read each norm, as its recipes take it.",
+)
 @click.option("--format", "form", type=FORMATS, help="How to print the report (default: table).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each model.")
 @hub_options
@@ -61,6 +66,7 @@ def report(
     types: Names,
     why: str | None,
     save: Path | None,
+    mappings: str | None,
     form: str | None,
     as_json: bool,
     opening: Options,
@@ -80,6 +86,8 @@ def report(
         )
     if why and form != "table":
         raise click.UsageError("--why cannot be combined with --format or --json.")
+    if mappings and (why or save or show["picture"] or form != "table" or len(models or types) > 1):
+        raise click.UsageError("--mappings takes one MODEL and no other output.")
     if show["picture"]:
         _check_picture(models or types, show["picture"])
     if save:
@@ -89,10 +97,15 @@ def report(
         require_models(*models)
     from enjoyln_cli.cli.progress import watch_job
 
-    with watch_job(form != "table", f"analysing {names[0]}") as watch:
+    with watch_job(form != "table" or bool(mappings), f"analysing {names[0]}") as watch:
         from enjoyln_cli.cli.console import say, write_reports, write_tree
-        from enjoyln_cli.conversion.inspect import recipe_text  # takes seconds
+        from enjoyln_cli.conversion.inspect import mappings_text, recipe_text  # takes seconds
 
+        if mappings:
+            click.echo(
+                mappings_text(names[0], make_opening(opening), is_type=bool(types)), nl=False
+            )
+            return
         found, failed = _inspect_all(names, bool(types), opening, watch.event)
         if not (save or why or show["picture"]):
             reports = [one.report(show["paper"], show["options"]) for one in found]

@@ -239,3 +239,16 @@ def recipe_text(found: Sequence[Inspection]) -> str:
         recipe_of(one.analysis.plan, config=one.config, options=one.options) for one in found
     ]
     return dump_recipe(recipes[0] if len(recipes) == 1 else merge_recipes(recipes))
+
+
+def mappings_text(name: str, opening: Opening, *, is_type: bool = False) -> str:
+    """Which linear layers read each norm of a model, as recipes of llm-compressor take it."""
+    from enjoyln_cli.report.quantiser_mappings import llm_compressor_text
+
+    merging = Options(fold=False, rotate=True, merge="affine", untie=True)
+    try:
+        found = inspect(name, replace(opening, options=merging), is_type=is_type)
+    except UnsupportedModel:  # what is tied stays tied
+        merging = replace(merging, untie=False)
+        found = inspect(name, replace(opening, options=merging), is_type=is_type)
+    return llm_compressor_text(found.analysis.plan, found.analysis.subject.reference.model)

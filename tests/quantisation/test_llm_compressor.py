@@ -1,19 +1,26 @@
-"""Recipes of llm-compressor: the modifier that rotates, in an environment that has the library."""
+"""Recipes of llm-compressor: the modifier that rotates, and the mappings that ``report`` prints.
+
+They are skipped where the library is not installed.
+"""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
+from commands import good
 from live_models import CHECKPOINTS
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from enjoyln_cli import NothingToFold
 
 pytestmark = pytest.mark.slow
 llmcompressor = pytest.importorskip("llmcompressor")
+datasets = pytest.importorskip("datasets")
 
 IDS = torch.arange(3, 43)[None]
 
@@ -72,3 +79,98 @@ def test_a_model_that_cannot_turn_stops_the_recipe() -> None:
     model = loaded("gpt2")
     with pytest.raises(NothingToFold):
         llmcompressor.oneshot(model=model, recipe=EnjoylnRotateModifier(untie=False, values=False))
+
+
+def llama() -> Any:
+    """A Llama whose parameters are all random, with fewer heads for keys than for queries."""
+    torch.manual_seed(4)
+    config = LlamaConfig(
+        vocab_size=101,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def sections(model: Any, folder: Path) -> dict[str, Any]:
+    """What ``report --mappings`` prints for a model, by the name of the modifier."""
+    model.save_pretrained(folder)
+    found: dict[str, Any] = yaml.safe_load(good("report", folder, "--mappings", "llm-compressor"))
+    return found
+
+
+def calibrated(model: Any, recipe: Any) -> None:
+    """Carry out a recipe, which runs the model on four rows of ids."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, 100, (4, 24), generator=generator).tolist()
+    rows = {"input_ids": ids, "attention_mask": [[1] * 24] * 4}
+    llmcompressor.oneshot(
+        model=model,
+        recipe=recipe,
+        dataset=datasets.Dataset.from_dict(rows),
+        processor=AutoTokenizer.from_pretrained(CHECKPOINTS / "opt"),
+        pipeline="basic",
+    )
+
+
+@pytest.mark.parametrize("name", ["opt", "phi", "bloom", "llama"])
+def test_smoothing_by_the_mappings_keeps_the_function(name: str, tmp_path: Path) -> None:
+    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+
+    model = llama() if name == "llama" else loaded(name)
+    found = sections(model, tmp_path / name)["SmoothQuantModifier"]
+    model = type(model).from_pretrained(tmp_path / name)
+    before, exact = copy.deepcopy(model.state_dict()), logits(model)
+    modifier = SmoothQuantModifier(smoothing_strength=0.7, **found)
+    calibrated(model, modifier)
+    assert error(logits(model), exact) < 1e-5
+    norms = {n for n, m in model.named_modules() if type(m).__name__.endswith("Norm")}
+    smoothed = {n for n in norms if not torch.equal(before[f"{n}.weight"], weight_of(model, n))}
+    final = {"model.decoder.final_layer_norm", "model.final_layernorm", "transformer.ln_f"}
+    first = {"transformer.word_embeddings_layernorm", "model.norm"}
+    between = {n for n in norms if "q_layernorm" in n or "k_layernorm" in n}
+    assert smoothed == norms - final - first - between
+
+
+def weight_of(model: Any, module: str) -> torch.Tensor:
+    weight: torch.Tensor = model.get_parameter(f"{module}.weight").data
+    return weight
+
+
+def test_awq_finds_the_layers_of_the_mappings(tmp_path: Path) -> None:
+    from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+
+    model, at = llama(), "model.layers.1"
+    found = sections(model, tmp_path / "model")["AWQModifier"]["mappings"]
+    modifier = AWQModifier(mappings=[AWQMapping(**mapping) for mapping in found])
+    for module in model.modules():  # AWQ leaves layers that are not to be quantised
+        if isinstance(module, torch.nn.Linear):
+            module.quantization_scheme = None  # type: ignore[assignment]
+    modifier._set_resolved_mappings(model)  # it runs on GPUs only
+    resolved = {one.smooth_name: set(one.balance_names) for one in modifier._resolved_mappings}
+    assert len(resolved) == 4
+    assert resolved[f"{at}.input_layernorm"] == {f"{at}.self_attn.{n}_proj" for n in "qkv"}
+    readers = {f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"}
+    assert resolved[f"{at}.post_attention_layernorm"] == readers
+
+
+def test_spinquant_fuses_the_norms_of_the_mappings(tmp_path: Path) -> None:
+    from llmcompressor.modifiers.transform.spinquant import SpinQuantModifier
+    from llmcompressor.modifiers.transform.spinquant.norm_mappings import NormMapping
+
+    model = llama()
+    found = sections(model, tmp_path / "model")["SpinQuantModifier"]["norm_mappings"]
+    exact = logits(model)
+    modifier = SpinQuantModifier(norm_mappings=[NormMapping(**mapping) for mapping in found])
+    modifier._fuse_norms(model)
+    assert error(logits(model), exact) < 1e-5
+    norms = [m for m in model.modules() if type(m).__name__ == "LlamaRMSNorm"]
+    assert len(norms) == 5 and all(bool((m.weight == 1).all()) for m in norms)

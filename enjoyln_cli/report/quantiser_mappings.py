@@ -1,0 +1,143 @@
+"""Which linear layers read each norm, as recipes of llm-compressor name them.
+
+    W (g * x + v) = (W diag(s)) ((g / s) * x + v / s)
+
+SmoothQuant and AWQ scale the features of a norm by such ``s``, and SpinQuant takes ``s = g``, which
+is right only for a norm without a bias. All of them need to know every layer that reads the norm,
+which a plan with merged norms has proven.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from enjoyln_cli.plan.plan import Merge, Plan
+from enjoyln_cli.recipe.yaml_text import Block, dump
+from enjoyln_cli.report.layer_names import compact
+
+HEADER = "# The linear layers that read each norm of {name}, for recipes of llm-compressor.\n"
+NONE = "# No mapping is proven. A class with a head may have some: --model-class.\n"
+
+
+@dataclass(frozen=True)
+class NormMapping:
+    """A norm, or several that differ in layer numbers, and the linear layers that read them.
+
+    Each name is a path, or ``re:`` and a regular expression that matches these paths and no others.
+    """
+
+    norm: str
+    layers: tuple[str, ...]
+    has_bias: bool
+    reads_head: bool
+    """Whether one of the layers computes the logits, or has a tied weight."""
+
+
+def norm_mappings(plan: Plan, model: Any) -> list[NormMapping]:
+    """The mappings of all norms whose readers are ``nn.Linear``.
+
+    ``plan`` merges all norms that can be merged, and ``model`` is its class, with or without
+    weights.
+    """
+    modules = dict(model.named_modules())
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    tied = {name for copy in plan.untied for name in (copy.parameter, copy.source)}
+    alike: dict[tuple[str, tuple[str, ...], bool, bool], list[Merge]] = {}
+    for merge in plan.merged:
+        if _why_none(merge, model):
+            continue
+        layers, weights = _layers(merge), {reader.weight.parameter for reader in merge.readers}
+        reads_head = any(modules[layer] is head for layer in layers) or bool(weights & tied)
+        patterns = tuple(dict.fromkeys(map(_pattern, layers)))
+        key = _pattern(merge.norm), patterns, bool(merge.bias or merge.divided), reads_head
+        alike.setdefault(key, []).append(merge)
+    mappings = []
+    for (norm, patterns, has_bias, reads_head), merges in alike.items():
+        proven = {path for merge in merges for path in (merge.norm, *_layers(merge))}
+        matched = {path for path in modules if _pattern(path) in (norm, *patterns)}
+        if matched == proven and all(map(_is_inside, merges)):
+            expressions = tuple(map(_expression, patterns))
+            mappings.append(NormMapping(_expression(norm), expressions, has_bias, reads_head))
+            continue
+        mappings += [
+            NormMapping(merge.norm, tuple(_layers(merge)), has_bias, reads_head) for merge in merges
+        ]
+    return mappings
+
+
+def _layers(merge: Merge) -> list[str]:
+    """The paths of the layers that read the norm."""
+    return [reader.weight.parameter.rpartition(".")[0] for reader in merge.readers]
+
+
+def _numbers(path: str) -> list[str]:
+    """The layer numbers in a path, outermost first."""
+    return [word for word in path.split(".") if word.isdigit()]
+
+
+def _is_inside(merge: Merge) -> bool:
+    """Whether all layers have the layer numbers of the norm, and perhaps more."""
+    numbers = _numbers(merge.norm)
+    return all(_numbers(layer)[: len(numbers)] == numbers for layer in _layers(merge))
+
+
+def _pattern(path: str) -> str:
+    """``h.3.ln_1`` as ``h.*.ln_1``."""
+    return ".".join("*" if word.isdigit() else word for word in path.split("."))
+
+
+def _expression(pattern: str) -> str:
+    """The pattern as a regular expression; a path without a layer number as it is."""
+    parts = [re.escape(part) for part in pattern.split("*")]
+    return pattern if len(parts) == 1 else "re:" + r"\d+".join(parts) + "$"
+
+
+def llm_compressor_text(plan: Plan, model: Any) -> str:
+    """The mappings as YAML, by the name of the modifier that takes them."""
+    found = norm_mappings(plan, model)
+    smoothed = [mapping for mapping in found if not mapping.reads_head]
+    fused = [mapping for mapping in found if not mapping.has_bias]
+    sections: dict[str, Mapping[str, Any]] = {
+        "SmoothQuantModifier": {"mappings": [[list(m.layers), m.norm] for m in smoothed]},
+        "AWQModifier": {
+            "mappings": [
+                Block(smooth_layer=m.norm, balance_layers=list(m.layers)) for m in smoothed
+            ]
+        },
+        "SpinQuantModifier": {
+            "norm_mappings": [Block(norm=m.norm, linears=list(m.layers)) for m in fused]
+        },
+    }
+    taken = {name: Block(section) for name, section in sections.items() if any(section.values())}
+    left = _left_out(plan, model)
+    return HEADER.format(name=plan.model_class) + left + (dump(Block(taken)) if taken else NONE)
+
+
+def _left_out(plan: Plan, model: Any) -> str:
+    """A comment for each reason why norms have no mapping."""
+    reasons: dict[str, list[str]] = {}
+    for norm in plan.unmerged:
+        reasons.setdefault(norm.reason, []).append(norm.norm)
+    for merge in plan.merged:
+        if reason := _why_none(merge, model):
+            reasons.setdefault(reason, []).append(merge.norm)
+    return "".join(
+        f"# without a mapping, since {reason}: {', '.join(compact(norms))}\n"
+        for reason, norms in reasons.items()
+    )
+
+
+def _why_none(merge: Merge, model: Any) -> str:
+    """Why a norm has no mapping although it could be merged; empty if it has one."""
+    for reader in merge.readers:
+        layer = model.get_submodule(reader.weight.parameter.rpartition(".")[0])
+        if not isinstance(layer, nn.Linear):
+            return f"it is read by {type(layer).__name__}, which is no nn.Linear"
+        if reader.outer * reader.inner > 1:
+            return "a layer reads its result for several tokens at once"
+    return ""
