@@ -14,6 +14,7 @@ from enjoyln_cli.checkpoint.config import require_unfolded
 from enjoyln_cli.errors import NothingToFold, UnsupportedModel
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import copy_without_weights
+from enjoyln_cli.models.outputs import as_names
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.rewrite.preconditions import why_nothing_changes
@@ -26,7 +27,7 @@ def rotate(
     seed: int = 0,
     untie: bool = True,
     values: bool = True,
-    outputs: Sequence[str] = (),
+    outputs: str | Sequence[str] = (),
 ) -> Plan:
     """Turn the features of ``model``, a loaded transformers model, by orthogonal matrices.
 
@@ -58,7 +59,7 @@ def rotate(
     copied: Any = copy_without_weights(model)
     apart = _apart(copied) if untie else None
     options = Options(fold=False, rotate=True, values=values, seed=seed)
-    plan = analyze_module(copied, outputs=outputs, options=options).plan
+    plan = analyze_module(copied, outputs=as_names(outputs), options=options).plan
     if not plan.turned:
         raise NothingToFold(why_nothing_changes(plan, name))
     plan = untying.untie(plan, apart) if apart else plan

@@ -32,6 +32,9 @@ from enjoyln_cli.text import first_line
 GROUPS = (128, 64, 32)
 """How many inputs of a 4-bit weight share a scale: the first of these that divides all widths."""
 
+LIBRARIES = ("llmcompressor", "compressed_tensors")
+"""They write progress to loguru."""
+
 
 @dataclass(frozen=True)
 class WeightCount:
@@ -73,7 +76,8 @@ def write(
             _oneshot(made, scheme, group, skipped, folder)
     rounded = [name for name, module in made.named_modules() if _is_rounded(module)]
     total = sum(parameter.numel() for parameter in model.parameters())
-    return WeightCount(total, total - sum(layers[name].weight.numel() for name in rounded))
+    count = sum(model.get_parameter(f"{name}.weight").numel() for name in rounded)
+    return WeightCount(total, total - count)
 
 
 def _layers_to_round(model: Any, form: str, keep: Sequence[str]) -> Mapping[str, nn.Linear]:
@@ -108,14 +112,12 @@ def _torchao_config(scheme: QuantisationScheme, group: int | None) -> Any:
         PerGroup,
     )
 
+    if scheme.weight_bits == 8 and scheme.input_bits:
+        return Int8DynamicActivationInt8WeightConfig()
     if scheme.weight_bits == 8:
-        return (
-            Int8DynamicActivationInt8WeightConfig() if scheme.input_bits else Int8WeightOnlyConfig()
-        )
-    bits, scales = (
-        getattr(torch, f"int{scheme.weight_bits}"),
-        PerGroup(group) if group else PerAxis(0),
-    )
+        return Int8WeightOnlyConfig()
+    bits = getattr(torch, f"int{scheme.weight_bits}")
+    scales: Any = PerGroup(group) if group else PerAxis(0)
     if scheme.input_bits:
         return Int8DynamicActivationIntxWeightConfig(bits, scales)
     return IntxWeightOnlyConfig(bits, scales)
@@ -130,15 +132,19 @@ def _oneshot(
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from loguru import logger
 
-    for library in ("llmcompressor", "compressed_tensors"):
-        logger.disable(library)
     name = f"W{scheme.weight_bits}A{scheme.input_bits or 16}"
     preset: Any = preset_name_to_scheme(name, ["Linear"])
     scales = {"group_size": group, "strategy": "group" if group else "channel"}
     preset.weights = preset.weights.model_copy(update=scales)
     modifier = QuantizationModifier(config_groups={"group_0": preset}, ignore=skipped)
-    oneshot(model=model, recipe=modifier)
-    model.save_pretrained(folder)  # what ``oneshot`` saves has a new tokenizer
+    for library in LIBRARIES:
+        logger.disable(library)
+    try:
+        oneshot(model=model, recipe=modifier)
+        model.save_pretrained(folder)  # ``oneshot`` would save a tokenizer of its own as well
+    finally:
+        for library in LIBRARIES:
+            logger.enable(library)
 
 
 def _is_rounded(module: nn.Module) -> bool:

@@ -173,8 +173,8 @@ def quantize(
         compared = [compare_candidate(work, candidate, choosing, event) for candidate in forms]
         chosen = forms[best(compared)]
         event("stage", f"measuring on the other half: {chosen.name}")
-        measured = measure(work, chosen, held_out)
         limit = settings.max_error if max_error is None else max_error
+        measured = measure(work, chosen, held_out, limit)
         if not measured.chosen.error <= limit:
             worst = costly_layers(original.load(chosen), settings, choosing)
             raise VerificationFailed(
@@ -292,17 +292,20 @@ class Measured:
     plain: Differences
     """Of the original, quantised in the same way."""
     milliseconds: float | None = None
-    """Median time of a call on one input; ``None`` if a format is not timed."""
+    """Median time of a call on one input; ``None`` if it was not timed."""
     float_milliseconds: float | None = None
     """The same for the original in float32, in the same program; calls take turns."""
 
 
-def measure(work: Workshop, chosen: TurnedForm, held_out: ExactOutputs) -> Measured:
-    """Run the chosen candidate on the second half of the data, beside the original."""
+def measure(work: Workshop, chosen: TurnedForm, held_out: ExactOutputs, limit: float) -> Measured:
+    """Run the chosen candidate on the second half of the data, beside the original.
+
+    Nothing is timed if the error is above the ``limit``.
+    """
     computes = {name: work.load(name) for name in (FLOAT, ORIGINAL, chosen.name)}
     found = {name: differences(computes[name], held_out) for name in {ORIGINAL, chosen.name}}
     result = Measured(found[chosen.name], found[ORIGINAL])
-    if not FORMATS[work.form].is_timed:
+    if not (FORMATS[work.form].is_timed and result.chosen.error <= limit):
         return result
     batch = held_out.examples[0].batch
 

@@ -12,9 +12,6 @@ from importlib.metadata import version
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export.requirements import require_packages
 
-EXPORTERS = (5, 24)
-"""The first transformers whose exporters take a quantiser."""
-
 
 @dataclass(frozen=True)
 class QuantisationScheme:
@@ -47,6 +44,8 @@ class TargetFormat:
     schemes: tuple[str, ...]
     packages_to_run: tuple[str, ...] = ()
     """What has to be installed to run a result; ``packages`` by default."""
+    transformers: tuple[int, int] = (5, 24)
+    """The oldest version that it was tested with, and whose exporters take a quantiser."""
     is_checkpoint: bool = False
     """Whether ``from_pretrained`` loads it; otherwise ``transformers.exporters`` write it."""
     is_timed: bool = True
@@ -64,6 +63,7 @@ FORMATS: Mapping[str, TargetFormat] = {
         ("llmcompressor",),
         ("w8a8", "w8a16", "w4a16"),
         ("compressed_tensors",),
+        transformers=(5, 17),
         is_checkpoint=True,
         is_timed=False,
     ),
@@ -84,8 +84,8 @@ def require_scheme(scheme: str, form: str, to_run: bool = False) -> Quantisation
     packages = target.packages_to_run if to_run and target.packages_to_run else target.packages
     require_packages(packages, f"{'running' if to_run else 'quantising to'} {form}")
     installed = version("transformers")
-    if not target.is_checkpoint and tuple(map(int, installed.split(".")[:2])) < EXPORTERS:
-        needed = ".".join(map(str, EXPORTERS))
+    if tuple(map(int, installed.split(".")[:2])) < target.transformers:
+        needed = ".".join(map(str, target.transformers))
         raise UnsupportedModel(
             f"{form} needs transformers {needed} or newer, and {installed} is installed"
         )
