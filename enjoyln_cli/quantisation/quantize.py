@@ -171,7 +171,7 @@ def quantize(
         choosing, held_out = read_data(work, data, inputs, plan.outputs if plan else ())
         forms = candidates(plan, seeds, head_is_rounded=not FORMATS[form].is_checkpoint)
         compared = [compare_candidate(work, candidate, choosing, event) for candidate in forms]
-        chosen = forms[best(compared)]
+        chosen = forms[best(compared, size_of(work.place(FLOAT)))]
         event("stage", f"measuring on the other half: {chosen.name}")
         limit = settings.max_error if max_error is None else max_error
         measured = measure(work, chosen, held_out, limit)
@@ -345,14 +345,16 @@ def require_float(model: str) -> None:
         raise UnsupportedModel(f"{model} is quantised already; pass the model it was made from")
 
 
-def best(compared: Sequence[Compared]) -> int:
+def best(compared: Sequence[Compared], float_size: int) -> int:
     """Which candidate to write: the cheapest, if it is clearly better than the original.
 
-    The original is the first one.
+    The original is the first one. Others have to be smaller than the model in float32, of
+    ``float_size`` bytes: an untied head can take more than rounding saves.
     """
     costs = [candidate.differences.cost for candidate in compared]
-    cheapest = min(costs)
-    return costs.index(cheapest) if cheapest <= MARGIN * costs[0] else 0
+    larger = [candidate.size >= float_size for candidate in compared]
+    cheapest = min(range(len(costs)), key=lambda at: (larger[at] and at > 0, costs[at]))
+    return cheapest if costs[cheapest] <= MARGIN * costs[0] else 0
 
 
 def size_of(folder: Path) -> int:

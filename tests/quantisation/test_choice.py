@@ -21,9 +21,15 @@ from enjoyln_cli.quantisation.measure import Differences, ExactOutputs, differen
 from enjoyln_cli.quantisation.quantize import Compared, best
 from enjoyln_cli.quantisation.schemes import SCHEMES
 
+FLOAT_SIZE = 1000
 
-def compared(name: str, kl: float | None, error: float = 0.1) -> Compared:
-    return Compared(name, Differences(error, kl, None, None), 0)
+
+def compared(name: str, kl: float | None, error: float = 0.1, size: int = 400) -> Compared:
+    return Compared(name, Differences(error, kl, None, None), size)
+
+
+def chosen_of(*candidates: Compared) -> str:
+    return candidates[best(candidates, FLOAT_SIZE)].name
 
 
 @pytest.mark.parametrize(
@@ -36,17 +42,24 @@ def compared(name: str, kl: float | None, error: float = 0.1) -> Compared:
     ],
 )
 def test_another_form_has_to_be_clearly_better(costs: dict[str, float], chosen: str) -> None:
-    assert list(costs)[best([compared(name, cost) for name, cost in costs.items()])] == chosen
+    assert chosen_of(*(compared(name, cost) for name, cost in costs.items())) == chosen
 
 
 def test_a_result_with_nan_is_never_chosen() -> None:
-    assert best([compared("original", 1.0), compared("rotated", 0.0, inf)]) == 0
-    assert best([compared("original", 1.0), compared("rotated", 0.0, nan)]) == 0
-    assert best([compared("original", 0.0, nan), compared("rotated", 1.0)]) == 1
+    assert chosen_of(compared("original", 1.0), compared("rotated", 0.0, inf)) == "original"
+    assert chosen_of(compared("original", 1.0), compared("rotated", 0.0, nan)) == "original"
+    assert chosen_of(compared("original", 0.0, nan), compared("rotated", 1.0)) == "rotated"
 
 
 def test_models_without_logits_are_compared_by_their_error() -> None:
-    assert best([compared("original", None, 0.2), compared("rotated", None, 0.1)]) == 1
+    assert chosen_of(compared("original", None, 0.2), compared("rotated", None, 0.1)) == "rotated"
+
+
+def test_another_form_has_to_be_smaller_than_the_model_in_float32() -> None:
+    original, values = compared("original", 1.0), compared("values only", 0.8)
+    assert chosen_of(original, compared("rotated", 0.1, size=1000), values) == "values only"
+    assert chosen_of(original, compared("rotated", 0.1, size=1000)) == "original"
+    assert chosen_of(original, compared("rotated", 0.1, size=999), values) == "rotated"
 
 
 @pytest.fixture(scope="module")
