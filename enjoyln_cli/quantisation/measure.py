@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.embedding import EMBEDDING
 from enjoyln_cli.comparison.metrics import distances_of, largest, pool_distances, relative
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.comparison.text_scores import divergence, perplexity_of, text_loss
@@ -19,6 +20,7 @@ from enjoyln_cli.quantisation.examples import Example
 Outputs = dict[str, torch.Tensor]
 Compute = Callable[[Batch], Outputs]
 """Runs a model on one batch; returns its outputs by name."""
+Embed = Callable[[Outputs, Batch], Outputs]
 LOGITS = "logits"
 
 
@@ -44,9 +46,10 @@ class Differences:
 
 
 def compared_outputs(outputs: Outputs, used: Sequence[str]) -> tuple[str, ...]:
-    """The outputs to compare: the logits, or all that the class is ``used`` for."""
-    if LOGITS in outputs:
-        return (LOGITS,)
+    """The outputs to compare: logits, a sentence embedding, or what the class is ``used`` for."""
+    for name in (LOGITS, EMBEDDING):
+        if name in outputs:
+            return (name,)
     return tuple(name for name in outputs if not used or name in used)
 
 
@@ -59,6 +62,8 @@ class ExactOutputs:
     examples: list[Example]
     outputs: list[Outputs]
     """One for each example."""
+    embed: Embed | None = None
+    """Adds the sentence embedding of a sentence-transformers pipeline to the outputs."""
 
 
 def differences(compute: Compute, exact: ExactOutputs) -> Differences:
@@ -66,7 +71,7 @@ def differences(compute: Compute, exact: ExactOutputs) -> Differences:
     names, distances, loss, tokens = exact.names, [], 0.0, 0
     kl = top1 = positions = 0.0
     for example, expected in zip(exact.examples, exact.outputs, strict=True):
-        got = compute(example.batch)
+        got = with_embedding(compute(example.batch), example.batch, exact.embed)
         distances.append(
             distances_of({n: got[n] for n in names if n in got}, {n: expected[n] for n in names})
         )
@@ -86,11 +91,22 @@ def differences(compute: Compute, exact: ExactOutputs) -> Differences:
 
 
 def exact_outputs(
-    model: Any, examples: list[Example], names: tuple[str, ...], folder: Path
+    model: Any,
+    examples: list[Example],
+    names: tuple[str, ...],
+    folder: Path,
+    embed: Embed | None = None,
 ) -> ExactOutputs:
     """Run the original on each example; the outputs ``names`` are stored in files in ``folder``."""
-    outputs = run(model, [example.batch for example in examples], folder)
-    return ExactOutputs(names, examples, choose_outputs(outputs, names))
+    batches = [example.batch for example in examples]
+    found = zip(run(model, batches, folder), batches, strict=True)
+    outputs = [with_embedding(outputs, batch, embed) for outputs, batch in found]
+    return ExactOutputs(names, examples, choose_outputs(outputs, names), embed)
+
+
+def with_embedding(outputs: Outputs, batch: Batch, embed: Embed | None) -> Outputs:
+    """The outputs of a model for a batch, and what ``embed`` adds to them."""
+    return embed(outputs, batch) if embed else outputs
 
 
 def perplexity_in(exact: ExactOutputs) -> float | None:

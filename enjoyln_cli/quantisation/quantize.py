@@ -24,6 +24,7 @@ from enjoyln_cli.checkpoint.config import load_config, require_unfolded
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint, other_files
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, is_own
+from enjoyln_cli.comparison.embedding import embedder
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.conversion.inspect import Opening, open_named
@@ -43,11 +44,13 @@ from enjoyln_cli.quantisation.layer_costs import costly_layers
 from enjoyln_cli.quantisation.measure import (
     Compute,
     Differences,
+    Embed,
     ExactOutputs,
     compared_outputs,
     differences,
     exact_outputs,
     perplexity_in,
+    with_embedding,
 )
 from enjoyln_cli.quantisation.quantised_checkpoints import WeightCount
 from enjoyln_cli.quantisation.schemes import FORMATS, OPENVINO, QuantisationScheme, require_scheme
@@ -168,7 +171,8 @@ def quantize(
     ):
         work = Workshop(Path(scratch), form, settings, tuple(keep), original)
         event("stage", "running the original on the data")
-        choosing, held_out = read_data(work, data, inputs, plan.outputs if plan else ())
+        embed = embedder(source, event)
+        choosing, held_out = read_data(work, data, inputs, plan.outputs if plan else (), embed)
         forms = candidates(plan, seeds, head_is_rounded=not FORMATS[form].is_checkpoint)
         compared = [compare_candidate(work, candidate, choosing, event) for candidate in forms]
         chosen = forms[best(compared, size_of(work.place(FLOAT)))]
@@ -261,17 +265,18 @@ def load_result(folder: Path, form: str, model_class: Any) -> Compute:
 
 
 def read_data(
-    work: Workshop, data: UserData, inputs: int, used: Sequence[str]
+    work: Workshop, data: UserData, inputs: int, used: Sequence[str], embed: Embed | None
 ) -> tuple[ExactOutputs, ExactOutputs]:
     """Run the original on both halves of the data: the one to choose by, the one to measure on.
 
-    ``used`` are the outputs that the class is used for.
+    ``used`` are the outputs that the class is used for; ``embed`` adds one.
     """
     model, source = work.original.load(TurnedForm(ORIGINAL, None)), work.original.checkpoint.source
     halves = split(model, source.path, data, inputs, work.original.trust_remote_code)
-    names = compared_outputs(run(model, [halves.choosing[0].batch])[0], used)
-    choosing = exact_outputs(model, halves.choosing, names, work.folder)
-    return choosing, exact_outputs(model, halves.held_out, names, work.folder)
+    batch = halves.choosing[0].batch
+    names = compared_outputs(with_embedding(run(model, [batch])[0], batch, embed), used)
+    choosing = exact_outputs(model, halves.choosing, names, work.folder, embed)
+    return choosing, exact_outputs(model, halves.held_out, names, work.folder, embed)
 
 
 def compare_candidate(

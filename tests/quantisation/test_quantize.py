@@ -16,6 +16,7 @@ import torch
 from commands import GPT2, good, refused
 from live_models import CHECKPOINTS, ROOT
 from safetensors.torch import load_file, save_file
+from sentence_encoder import sentence_encoder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
@@ -177,3 +178,15 @@ def test_too_little_data_is_refused(tmp_path: Path) -> None:
     text.write_text(LICENCE.read_text()[:800])
     line = refused("quantize", GPT2, "-o", tmp_path / "out", "--text", text)
     assert "too little data" in line and "8 are needed" in line
+
+
+@pytest.mark.slow
+def test_sentence_embeddings_are_compared(tmp_path: Path) -> None:
+    pytest.importorskip("sentence_transformers")
+    model, out = sentence_encoder(tmp_path / "model"), tmp_path / "out"
+    good("quantize", model, "-o", out, "--text", LICENCE, *SOME)
+    found = json.loads((out / QUANTISATION_FILE).read_text())
+    assert found["outputs"] == ["sentence_embedding"]
+    assert 1e-4 < found["held_out"]["error"] < 0.1
+    again = json.loads(good("verify", out, "--text", LICENCE, "--json"))
+    assert again["passed"] and 1e-4 < again["differences"]["error"] < 0.1

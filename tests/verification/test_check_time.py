@@ -16,6 +16,7 @@ import transformers
 from click.testing import CliRunner
 from live_models import CHECKPOINTS
 from safetensors.torch import load_file, save_file
+from sentence_encoder import sentence_encoder
 
 from enjoyln_cli import VerificationFailed, fold, verify
 from enjoyln_cli.cli.main import main
@@ -267,35 +268,10 @@ def test_a_text_for_a_model_that_takes_images_too() -> None:
         runnable(model, [{"input_ids": torch.zeros(1, 900, dtype=torch.int64)}], torch.float32, run)
 
 
-def pipeline(folder: Path) -> Path:
-    """A sentence encoder: BERT, the mean over its tokens, and a dense layer."""
-    shutil.copytree(CHECKPOINTS / "bert", folder)
-    model = transformers.BertModel.from_pretrained(folder)
-    model.save_pretrained(folder)
-    kinds, types = ["Pooling", "Dense"], "sentence_transformers.models"
-    listed = [{"idx": 0, "name": "0", "path": "", "type": f"{types}.Transformer"}]
-    listed += [
-        {"idx": i, "name": str(i), "path": f"{i}_{kind}", "type": f"{types}.{kind}"}
-        for i, kind in enumerate(kinds, 1)
-    ]
-    (folder / "modules.json").write_text(json.dumps(listed))
-    width = model.config.hidden_size
-    for i, kind in enumerate(kinds, 1):
-        (folder / f"{i}_{kind}").mkdir()
-    pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    dense = {"in_features": width, "out_features": 9, "bias": True}
-    dense["activation_function"] = "torch.nn.modules.activation.Tanh"
-    (folder / "2_Dense" / "config.json").write_text(json.dumps(dense))
-    weights = {"linear.weight": torch.randn(9, width), "linear.bias": torch.randn(9)}
-    save_file(weights, folder / "2_Dense" / "model.safetensors")
-    return folder
-
-
 def test_sentence_embeddings_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sentence_transformers")
     out = tmp_path / "out"
-    fold(pipeline(tmp_path / "in"), out)
+    fold(sentence_encoder(tmp_path / "in"), out)
     text = sentences(tmp_path)
     few = verify(out, write=False, samples=2)
     assert "sentence_embedding" in few.undecided_outputs, "9 numbers of each of 2 texts"
@@ -309,7 +285,7 @@ def test_sentence_embeddings_without_their_library(
 ) -> None:
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     monkeypatch.setitem(sys.modules, "sentence_transformers.models", None)
-    fold(pipeline(tmp_path / "in"), tmp_path / "out", verify=False)
+    fold(sentence_encoder(tmp_path / "in"), tmp_path / "out", verify=False)
     stages: list[str] = []
     found = verify(tmp_path / "out", write=False, on_event=lambda _, text: stages.append(text))
     assert found.passed
