@@ -71,8 +71,6 @@ class Inspection:
 
     def report(self, paper: bool = False, options: bool = False) -> ModelReport:
         """The report; on request with the paper's norms, or with the plan for each option."""
-        from enjoyln_cli.report.placement import norm_places  # imports torch's tracing
-
         found = self.analysis
         allowed = {
             name: _plan_under(found, replace(self.options, **setting))
@@ -85,7 +83,6 @@ class Inspection:
             found.gains(),
             allowed,
             () if options else suggestions(found, self.options),
-            norm_places(found),
         )
 
 

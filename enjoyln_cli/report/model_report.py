@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from enjoyln_cli.analysis.output_gains import OutputGain
     from enjoyln_cli.analysis.suggest import Suggestion
     from enjoyln_cli.plan.plan import Plan
-    from enjoyln_cli.report.placement import Kind, Place
 
 _LEFT_OUT = frozenset({"needs", "mlps", "covered", "given"})
 """Fields of a plan that only a proof needs, or that are no plain data."""
@@ -66,8 +65,6 @@ class ModelReport:
     """From the name of an option to the plan with this option added."""
     suggestions: Sequence[Suggestion] = ()
     """Options of ``fold`` that convert more norms."""
-    norm_places: Mapping[Kind, Mapping[Place, int]] = field(default_factory=dict)
-    """How many norms of each kind stand where."""
 
     @property
     def counts(self) -> Counts:
@@ -90,7 +87,6 @@ class ModelReport:
                 "calls": self.calls,
                 "gains": self.gains,
                 "suggestions": self.suggestions,
-                "norm_places": self.norm_places,
                 **({} if self.paper is None else {"paper": self.paper}),
                 "options": {name: vars(counts_of(plan)) for name, plan in self.options.items()},
             }

@@ -87,10 +87,9 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
     plan, already = report.plan, sum(many for _, many in report.plan.other_norms)
     if not plan.norms and not plan.bases:
         if already:
-            line = f"{report.model}: {already} norms are RMSNorm already, no LayerNorm to convert"
-            return [line, *_place_lines(report)]
+            return [f"{report.model}: {already} norms are RMSNorm already, no LayerNorm to convert"]
         return [f"{report.model}: no LayerNorm in this model"]
-    lines = [f"{report.model} ({plan.model_class})", *_place_lines(report)]
+    lines = [f"{report.model} ({plan.model_class})"]
     if plan.outputs:
         lines.append(f"  only these outputs stay the same: {', '.join(plan.outputs)}")
     for op in plan.ops:
@@ -140,15 +139,6 @@ def _because(some: Iterable[Kept]) -> list[str]:
     """One line with what prevents the change of all; none if nothing is named."""
     culprits = compact(dict.fromkeys(kept.culprit for kept in some if kept.culprit))
     return [f"    because of {'; '.join(culprits)}"] if culprits else []
-
-
-def _place_lines(report: ModelReport) -> list[str]:
-    """Where the norms of each kind stand; ``docs/commands/report.md`` explains the places."""
-    lines = []
-    for kind, places in report.norm_places.items():
-        counts = (f"{count} {place.replace('_', ' ')}" for place, count in places.items())
-        lines.append(f"  {kind}s: {', '.join(counts)}")
-    return lines
 
 
 def _proven_calls(calls: Sequence[str], other: str) -> str:
