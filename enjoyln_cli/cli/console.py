@@ -17,8 +17,8 @@ from rich.tree import Tree as RichTree
 
 from enjoyln_cli.cli.output_lines import console, say
 from enjoyln_cli.report.layer_names import compact
-from enjoyln_cli.report.model_report import ModelReport
-from enjoyln_cli.report.notes import as_csv, as_markdown, cells, counts, notes
+from enjoyln_cli.report.model_report import ModelReport, counts_of
+from enjoyln_cli.report.notes import counts, notes
 from enjoyln_cli.report.verification_table import (
     Texts,
     count_inputs,
@@ -77,43 +77,49 @@ def write_json(found: Any) -> None:
     print(json.dumps(found))
 
 
+COLUMNS = {
+    "layernorms": "LayerNorms",
+    "become_rmsnorm": "become RMSNorm",
+    "with_added_subtraction": "of these with an added mean subtraction",
+    "stay_layernorm": "stay",
+}
+"""The fields of ``Counts`` that a report's table shows, and the heads of their columns."""
 FOR_A_GPU = "for a GPU: fold with --merge bias; torch computes RMSNorm without a bias in one kernel"
 
 
-def write_reports(reports: Sequence[ModelReport], form: str) -> None:
-    """Print reports as ``table``, ``markdown``, ``csv``, or ``json``: one line per model."""
-    if form == "table":
-        _write_table(reports)
-    elif form == "json":
-        for report in reports:
-            write_json(report.to_json())
-    else:
-        print(as_csv(reports) if form == "csv" else as_markdown(reports), end="")
-
-
-def _write_table(reports: Sequence[ModelReport]) -> None:
+def write_reports(reports: Sequence[ModelReport]) -> None:
+    """Print a table with a row for each model, and below it the notes about each."""
     shown = [report for report in reports if report.plan.norms]
     if shown:
-        head, body = cells(shown)
-        table = Table()
-        table.add_column(head[0], overflow="fold")
-        for name in head[1:]:
-            table.add_column(name, justify="right", overflow="fold")
-        for report, texts in zip(shown, body, strict=True):
-            style = _colour(len(report.plan.folded), len(report.plan.norms))
-            numbers = [f"{int(text):,}" for text in texts[1:]]
-            table.add_row(texts[0], numbers[0], Text(numbers[1], style=style), *numbers[2:])
-        _show(table)
-        if any(report.options for report in shown):
-            say("with an option: how many become RMSNorm without an added mean subtraction", "dim")
-        if any(report.paper is not None for report in shown):
-            say("paper's Algorithm 1: as printed; never used to convert", "dim")
+        _write_counts(shown)
     for report in reports:
         for line in notes(report):
             say(line)
     plans = [report.plan for report in reports]
     if any(plan.folded and not plan.merged and not plan.unmerged for plan in plans):
         say(FOR_A_GPU, "dim")
+
+
+def _write_counts(reports: Sequence[ModelReport]) -> None:
+    options = list(dict.fromkeys(name for report in reports for name in report.options))
+    has_paper = any(report.paper is not None for report in reports)
+    table = Table()
+    table.add_column("model", overflow="fold")
+    heads = [*COLUMNS.values(), *(f"with --{name}" for name in options)]
+    for head in [*heads, *["paper's Algorithm 1"] * has_paper]:
+        table.add_column(head, justify="right", overflow="fold")
+    for report in reports:
+        numbers = [getattr(report.counts, field) for field in COLUMNS]
+        numbers += [counts_of(report.options[name]).in_weights_alone for name in options]
+        numbers += [len(report.paper or ())] * has_paper
+        layernorms, folded, *others = (f"{number:,}" for number in numbers)
+        style = _colour(len(report.plan.folded), len(report.plan.norms))
+        table.add_row(report.model, layernorms, Text(folded, style=style), *others)
+    _show(table)
+    if options:
+        say("with an option: how many become RMSNorm without an added mean subtraction", "dim")
+    if has_paper:
+        say("paper's Algorithm 1: as printed; never used to convert", "dim")
 
 
 def _colour(some: int, all_of_them: int) -> str:

@@ -47,7 +47,7 @@ GROUPS = {
         "run_dtype",
         "device",
     ),
-    "Printing": ("form", "as_json", "quiet", "paper", "options", "why", "picture", "save"),
+    "Printing": ("as_json", "quiet", "paper", "options", "why", "picture", "save"),
 }
 """Sections of the help to the parameters in each; all other options come first."""
 

@@ -34,7 +34,6 @@ NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 DTYPES = click.Choice(["float32", "float16", "bfloat16"])
 POSITIVE = click.FloatRange(min=0, min_open=True)
 COMPUTE_DTYPES = click.Choice(["float64", "float32", "float16", "bfloat16"])
-FORMATS = click.Choice(["table", "json", "markdown", "csv"])
 
 OPENING_FIELDS = (
     "revision",

@@ -12,7 +12,6 @@ from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import require_models
 from enjoyln_cli.cli.group import complain
 from enjoyln_cli.cli.options import (
-    FORMATS,
     NEW_FILE,
     Names,
     Options,
@@ -58,7 +57,6 @@ from enjoyln_cli.fs.staging import check_file, write_file
     type=click.Choice(["llm-compressor"]),
     help="Print which linear layers read each norm, as its recipes take it.",
 )
-@click.option("--format", "form", type=FORMATS, help="How to print the report (default: table).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each model.")
 @hub_options
 def report(
@@ -67,15 +65,11 @@ def report(
     why: str | None,
     save: Path | None,
     mappings: str | None,
-    form: str | None,
     as_json: bool,
     opening: Options,
     **show: Any,
 ) -> None:
     """Show which LayerNorms can become RMSNorm, and why others stay. Reads no weights."""
-    if as_json and form not in (None, "json"):
-        raise click.UsageError(f"--json cannot be combined with --format {form}.")
-    form = "json" if as_json else form or "table"
     if bool(models) == bool(types):
         raise click.UsageError("name at least one MODEL, or use --model-type instead.")
     if why and len(models or types) > 1:
@@ -84,9 +78,9 @@ def report(
         raise click.UsageError(
             f"--write-recipe cannot be combined with {'--why' if why else '--save'}."
         )
-    if why and form != "table":
-        raise click.UsageError("--why cannot be combined with --format or --json.")
-    if mappings and (why or save or show["picture"] or form != "table" or len(models or types) > 1):
+    if why and as_json:
+        raise click.UsageError("--why cannot be combined with --json.")
+    if mappings and (why or save or show["picture"] or as_json or len(models or types) > 1):
         raise click.UsageError("--mappings takes one MODEL and no other output.")
     if show["picture"]:
         _check_picture(models or types, show["picture"])
@@ -97,8 +91,8 @@ def report(
         require_models(*models)
     from enjoyln_cli.cli.progress import watch_job
 
-    with watch_job(form != "table" or bool(mappings), f"analysing {names[0]}") as watch:
-        from enjoyln_cli.cli.console import say, write_reports, write_tree
+    with watch_job(as_json or bool(mappings), f"analysing {names[0]}") as watch:
+        from enjoyln_cli.cli.console import say, write_json, write_reports, write_tree
         from enjoyln_cli.conversion.inspect import mappings_text, recipe_text  # takes seconds
 
         if mappings:
@@ -116,8 +110,11 @@ def report(
     elif save and not failed:
         write_file(save, recipe_text(found).encode())
         say(f"wrote {save}")
+    elif as_json and not save:
+        for each in reports:
+            write_json(each.to_json())
     elif not save:
-        write_reports(reports, form)
+        write_reports(reports)
     if failed:
         raise click.exceptions.Exit(1)
 

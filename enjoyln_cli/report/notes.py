@@ -1,9 +1,7 @@
-"""A report as plain text: for CSV, for Markdown, and as lines for the terminal."""
+"""A report as lines of text: what is added or merged, and why norms stay."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, TypeVar
@@ -31,40 +29,6 @@ UNTIED = "an engine that ignores the copy gives wrong results; docs/untied_heads
 
 MOST_CALLS = 3
 """Number of proven calls that are named in one line."""
-
-_COLUMNS = {
-    "LayerNorms": "layernorms",
-    "become RMSNorm": "become_rmsnorm",
-    "of these with an added mean subtraction": "with_added_subtraction",
-    "stay": "stay_layernorm",
-}
-"""Column heads of the report's table, and the field of ``Counts`` for each."""
-_FURTHER_COLUMNS = {
-    "added mean subtractions": "added_subtractions",
-    "tensors centred": "tensors_centred",
-    "parameters centred": "parameters_centred",
-}
-"""Further columns of CSV and Markdown, which have no notes below the table."""
-
-
-def cells(
-    reports: Sequence[ModelReport], further: bool = False
-) -> tuple[list[str], list[list[str]]]:
-    """The column heads, and one list of cell texts for each model."""
-    columns = _COLUMNS | (_FURTHER_COLUMNS if further else {})
-    options = list(dict.fromkeys(name for report in reports for name in report.options))
-    paper = any(report.paper is not None for report in reports)
-    head = ["model", *columns, *(f"with --{name}" for name in options)]
-    head += ["paper's Algorithm 1"] * paper
-    body = []
-    for report in reports:
-        counts_here = report.counts
-        texts = [report.model, *(str(getattr(counts_here, key)) for key in columns.values())]
-        texts += [str(counts_of(report.options[name]).in_weights_alone) for name in options]
-        texts += [str(len(report.paper or ()))] if paper else []
-        body.append(texts)
-    return head, body
-
 
 Kept = Verdict | UnmergedNorm | Basis
 """Something that stays as it is."""
@@ -263,31 +227,3 @@ def counts(plan: Plan) -> str:
     shown = [f"{counted(len(some), noun)} {what}" for some, noun, what in more if some]
     centred = f"{tensors} centred ({many.parameters_centred:,} parameters)"
     return f"{norms}, {using}; {', '.join([centred, *shown])}"
-
-
-def as_csv(reports: Sequence[ModelReport]) -> str:
-    """A line of column heads, then one line per model."""
-    head, body = cells(reports, further=True)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*head, "why they stay"])
-    for report, texts in zip(reports, body, strict=True):
-        writer.writerow([*texts, _reason_counts(report.plan)])
-    return text.getvalue()
-
-
-def as_markdown(reports: Sequence[ModelReport]) -> str:
-    """A Markdown table, for example for a README or a pull request."""
-    head, body = cells(reports, further=True)
-    lines = ["| " + " | ".join([*head, "why they stay"]) + " |"]
-    lines.append("|---|" + "---:|" * (len(head) - 1) + "---|")
-    for report, texts in zip(reports, body, strict=True):
-        line = [text.replace("|", "\\|") for text in [*texts, _reason_counts(report.plan)]]
-        lines.append("| " + " | ".join(line) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _reason_counts(plan: Plan) -> str:
-    if not plan.norms and plan.other_norms:
-        return "RMSNorm already"
-    return "; ".join(f"{len(kept)} x {reason}" for reason, kept in by_reason(plan.kept).items())

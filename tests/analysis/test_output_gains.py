@@ -186,7 +186,7 @@ def test_report_prints_the_gain_and_the_choice(source: Path) -> None:
     assert (
         "only these outputs stay the same: logits_*, *_embeds" in text and "may change" not in text
     )
-    found = json.loads(good("report", source, "--format", "json"))
+    found = json.loads(good("report", source, "--json"))
     assert found["gains"][0]["without"] == [UNREAD] and "outputs" not in found["plan"]
 
 

@@ -475,9 +475,8 @@ def test_the_command_line_says_what_is_untied_and_what_it_costs() -> None:
 
 @pytest.mark.slow
 def test_a_report_of_options_shows_the_gain_in_the_weights() -> None:
-    text = good("report", CHECKPOINTS / "gpt2", "--options", "--format", "csv")
-    head, body = (line.split(",") for line in text.splitlines()[:2])
-    assert body[head.index("become RMSNorm")] == "7" and body[head.index("with --untie")] == "7"
+    counts = json.loads(good("report", CHECKPOINTS / "gpt2", "--options", "--json"))
+    assert counts["become_rmsnorm"] == counts["options"]["untie"]["in_weights_alone"] == 7
     always = tf.ViltConfig(**SMALL, intermediate_size=40, image_size=16, patch_size=8)
     found = Inspection("x", always, analyze_config(always, model_class="ViltForMaskedLM"))
     shown = found.report(options=True).to_json()

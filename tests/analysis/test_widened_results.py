@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -457,16 +458,16 @@ def test_a_dry_run_knows_the_size(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_report_of_what_options_gain() -> None:
     alone = ("report", SOURCE, "--model-class", "BertModel")
-    table = enjoyln(*alone, "--options", "--format", "csv").stdout.splitlines()
-    head, body = (line.split(",") for line in table[:2])
-    assert body[head.index("become RMSNorm")] == "1"
-    assert body[head.index("with --widen-mlp")] == "4"
-    found = json.loads(enjoyln(*alone, "--options", "--format", "json").stdout)
+    found = json.loads(enjoyln(*alone, "--options", "--json").stdout)
+    assert found["become_rmsnorm"] == 1
     gained = found["options"]["widen-mlp"]
     assert (gained["become_rmsnorm"], gained["in_weights_alone"]) == (4, 4)
     assert (gained["with_added_subtraction"], gained["added_subtractions"]) == (0, 0)
-    assert json.loads(enjoyln(*alone, "--format", "json").stdout)["options"] == {}
+    assert json.loads(enjoyln(*alone, "--json").stdout)["options"] == {}
     shown = enjoyln(*alone, "--options").stdout
+    head, row = (re.split("[│┃]", line) for line in shown.splitlines()[1:4:2])
+    numbers = dict(zip(map(str.strip, head), map(str.strip, row), strict=True))
+    assert (numbers["become RMSNorm"], numbers["with --widen-mlp"]) == ("1", "4")
     assert "with an option: how many become RMSNorm without an added mean subtraction" in " ".join(
         shown.split()
     )

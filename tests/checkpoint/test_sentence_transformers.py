@@ -142,7 +142,7 @@ def test_every_command_takes_the_whole_pipeline(
 ) -> None:
     pipeline(tmp_path / "source", kind, inside)
     monkeypatch.chdir(tmp_path)
-    done = enjoyln("report", "source", "--format", "json")
+    done = enjoyln("report", "source", "--json")
     assert json.loads(done.output)["become_rmsnorm"] == 1, done.output
     monkeypatch.chdir(tmp_path / "source")
     done = enjoyln("fold", ".", "-o", "../out", "--json")

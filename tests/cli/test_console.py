@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from dataclasses import fields, replace
@@ -118,31 +116,9 @@ def test_a_model_without_layernorm_says_why() -> None:
     assert notes.notes(ModelReport("vgg", bare)) == ["vgg: no LayerNorm in this model"]
 
 
-def test_csv_can_be_read_back() -> None:
-    text = notes.as_csv([ModelReport("m", PLAN), ModelReport("LLaMA", ONLY_RMS)])
-    lines = list(csv.DictReader(io.StringIO(text)))
-    assert [line["model"] for line in lines] == ["m", "LLaMA"]
-    assert (lines[0]["LayerNorms"], lines[0]["become RMSNorm"], lines[0]["stay"]) == ("5", "2", "3")
-    assert lines[0]["why they stay"] == f"2 x {REASON}; 1 x gelu | tanh"
-    assert lines[1]["why they stay"] == "RMSNorm already"
-
-
-def test_markdown_has_as_many_columns_in_every_line() -> None:
-    lines = notes.as_markdown([ModelReport("m", PLAN, paper=())]).splitlines()
-    bars = [line.replace("\\|", "").count("|") for line in lines]
-    assert len(lines) == 3 and len(set(bars)) == 1
-
-
-def test_json_is_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
-    both = [ModelReport("m", PLAN), ModelReport("LLaMA", ONLY_RMS)]
-    console.write_reports(both, "json")
-    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert shown == [report.to_json() for report in both]
-
-
 def test_the_table_shows_the_counts(capsys: pytest.CaptureFixture[str]) -> None:
     reports = [ModelReport("m", PLAN, ("h.0.ln",)), ModelReport("LLaMA", ONLY_RMS)]
-    console.write_reports(reports, "table")
+    console.write_reports(reports)
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if line.startswith("│ m "))
     assert [cell.strip() for cell in line.strip("│").split("│")] == [
@@ -153,7 +129,7 @@ def test_the_table_shows_the_counts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_form_for_gpus_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
-    console.write_reports([ModelReport("m", PLAN), ModelReport("n", PLAN)], "table")
+    console.write_reports([ModelReport("m", PLAN), ModelReport("n", PLAN)])
     assert capsys.readouterr().out.count("for a GPU: fold with --merge bias") == 1
     kept = tuple(Verdict(one.norm, "kept", reason=REASON) for one in PLAN.norms)
     unmerged = (UnmergedNorm("h.0.ln", "a sum reads it"),)
@@ -162,12 +138,12 @@ def test_the_form_for_gpus_is_named_once(capsys: pytest.CaptureFixture[str]) -> 
         replace(PLAN, merged=(MERGED,)),
         replace(PLAN, unmerged=unmerged),
     ):
-        console.write_reports([ModelReport("m", other)], "table")
+        console.write_reports([ModelReport("m", other)])
         assert "for a GPU" not in capsys.readouterr().out
 
 
 def test_without_layernorms_there_is_no_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
-    console.write_reports([ModelReport("LLaMA", ONLY_RMS)], "table")
+    console.write_reports([ModelReport("LLaMA", ONLY_RMS)])
     assert capsys.readouterr().out == (
         "LLaMA: 33 norms are RMSNorm already, no LayerNorm to convert\n"
     )
@@ -275,7 +251,7 @@ from enjoyln_cli.cli import console, progress
 from enjoyln_cli.proof.explain import Tree
 from enjoyln_cli.report.model_report import ModelReport
 reports = [ModelReport("a/long/model/名前", PLAN, ()), ModelReport("LLaMA", ONLY_RMS)]
-console.write_reports(reports, "table")
+console.write_reports(reports)
 console.write_tree(Tree("→ root", True, (Tree("leaf", False),)))
 console.write_verification(CHECKED)
 with progress.watch_job(False, "écrire") as watch:
@@ -323,7 +299,7 @@ def every_table() -> None:
     names = ("tests/checkpoints/gpt2", "sentence-transformers/all-mpnet-base-v2")
     options = {"untie": PLAN, "widen-mlp": PLAN}
     for more in ({}, {"options": options}, {"options": options, "paper": ("h.0.ln",)}):
-        console.write_reports([ModelReport(name, PLAN, **more) for name in names], "table")
+        console.write_reports([ModelReport(name, PLAN, **more) for name in names])
     rotated = {f"W{bits}A8": {"original": 0.125, "converted": 0.0625} for bits in (4, 8)}
     console.write_verification(replace(CHECKED, quantised=rotated))
     files = tuple(File(name, 10**9) for name in ("config.json", "model.safetensors"))

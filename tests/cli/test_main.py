@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import re
@@ -76,7 +74,7 @@ def test_version() -> None:
     [
         (["fodl", GPT2], "fold"),
         (["fold", GPT2, "-o", "x", "--dryrun"], "--dry-run"),
-        (["report", GPT2, "--formt", "json"], "--format"),
+        (["report", GPT2, "--jsno"], "--json"),
         (["fold", GPT2, "-o", "x", "--dtype", "int8"], "bfloat16"),
         (["fold", GPT2, "-o", "x", "--max-shard-size", "huge"], "5GB"),
         (["fold", GPT2, "-o", "x", "--max-shard-size", "0"], "5GB"),
@@ -95,7 +93,7 @@ def test_version() -> None:
         (["verify", "x", "--text", __file__, "--image", __file__], "--text and --image"),
         (["report", GPT2, "--save", "p.svg", "--write-recipe", "r.yaml"], "combined with --save"),
         (["report", GPT2, "--why", "x", "--write-recipe", "r.yaml"], "combined with --why"),
-        (["report", GPT2, "--why", "x", "--format", "json"], "combined with --format"),
+        (["report", GPT2, "--why", "x", "--json"], "combined with --json"),
         (["fold", GPT2, "-o", "x", "--private"], "--private needs --push-to-hub"),
         (["fold", GPT2, "-o", "x", "--no-private"], "--no-private needs --push-to-hub"),
         (["fold", GPT2, "-o", "x", "--create-pr"], "--create-pr needs --push-to-hub"),
@@ -111,7 +109,7 @@ def test_usage_errors_exit_with_2_and_a_hint(arguments: list[str], hint: str) ->
 def test_options_that_look_like_these_and_go_together(tmp_path: Path) -> None:
     """``--yes`` may stand in a script that pushes one time and not the other."""
     assert "nothing was written" in good("fold", GPT2, "--dry-run", "--yes")
-    assert "ln_f" in good("report", GPT2, "--why", "transformer.ln_f", "--format", "table")
+    assert "ln_f" in good("report", GPT2, "--why", "transformer.ln_f")
     norm, picture = "transformer.ln_f", tmp_path / "p.dot"
     assert str(picture) in good("report", GPT2, "--why", norm, "--save", picture).replace("\n", "")
 
@@ -120,7 +118,7 @@ def test_options_that_look_like_these_and_go_together(tmp_path: Path) -> None:
 
 
 def test_report_as_json_has_one_object_per_model(llama: Path) -> None:
-    lines = good("report", GPT2, llama, "--format", "json", "--paper").splitlines()
+    lines = good("report", GPT2, llama, "--json", "--paper").splitlines()
     gpt2, other = (json.loads(line) for line in lines)
     assert (gpt2["model"], gpt2["plan"]["model_class"]) == (GPT2, "GPT2LMHeadModel")
     assert gpt2["layernorms"] == gpt2["become_rmsnorm"] == len(gpt2["paper"]) == 7
@@ -130,27 +128,18 @@ def test_report_as_json_has_one_object_per_model(llama: Path) -> None:
 
 
 @pytest.mark.slow
-def test_report_has_the_option_of_the_other_commands(llama: Path) -> None:
-    assert good("report", GPT2, llama, "--json") == good("report", GPT2, llama, "--format", "json")
-    good("report", llama, "--json", "--format", "json")
-    assert "--format csv" in refused("report", llama, "--json", "--format", "csv", status=2)
-
-
-@pytest.mark.slow
 def test_report_names_what_forbids(tmp_path: Path) -> None:
     """From a config alone: BERT with its tied head keeps every norm."""
     shutil.copy(CHECKPOINTS / "bert" / "config.json", tmp_path)
-    found = json.loads(good("report", tmp_path, "--format", "json"))
+    found = json.loads(good("report", tmp_path, "--json"))
     assert found["become_rmsnorm"] == 0 and found["stay_layernorm"] == found["layernorms"] > 0
     assert all(kept["reason"] and kept["culprit"] for kept in found["plan"]["norms"])
 
 
 def test_report_can_be_narrowed_to_a_class() -> None:
     """Without the head the embedding can be centred, so no operation is needed."""
-    text = good("report", GPT2, "--model-class", "GPT2Model", "--format", "csv")
-    (found,) = csv.DictReader(io.StringIO(text))
-    added = found["of these with an added mean subtraction"]
-    assert (found["LayerNorms"], found["become RMSNorm"], added, found["stay"]) == tuple("7700")
+    counts = json.loads(good("report", GPT2, "--model-class", "GPT2Model", "--json"))
+    assert counts["layernorms"] == counts["become_rmsnorm"] == counts["in_weights_alone"] == 7
 
 
 def test_report_of_a_type_needs_no_files() -> None:

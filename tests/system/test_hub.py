@@ -78,7 +78,7 @@ def token_files(folder: Path) -> list[Path]:
 
 
 def test_a_report_fetches_the_config_alone(hub: Hub, home: Path, tmp_path: Path) -> None:
-    call = ["report", "org/gpt2", "--format", "json", "--cache-dir", tmp_path]
+    call = ["report", "org/gpt2", "--json", "--cache-dir", tmp_path]
     (done,) = enjoyln(hub, home, call)
     assert json.loads(done.out)["become_rmsnorm"] == 7
     assert hub.fetched() == ["config.json"]

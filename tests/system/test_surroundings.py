@@ -36,7 +36,7 @@ def started(words: list[object], redirected: str = "", **environment: str) -> li
 def test_a_reader_that_goes_away() -> None:
     """``| head`` closes the pipe like this once it has its lines."""
     words = [GPT2, GPT2]
-    process = running("report", *words, "--format", "json")
+    process = running("report", *words, "--json")
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() == 1
