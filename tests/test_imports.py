@@ -69,7 +69,6 @@ OWNERS = {
         "quantisation.llm_compressor_modifier",
         "quantisation.quantised_checkpoints",
     },
-    "matplotlib": {"benchmark.plot"},
     "networkx": {"proof.min_cut"},
     "onnxruntime": {"onnx_export.runtimes", "quantisation.onnxruntime_quantiser"},
     "onnxscript": {"onnx_export.onnx_program"},

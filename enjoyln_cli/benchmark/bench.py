@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli import kernels
 from enjoyln_cli.benchmark.cases import BenchOptions, Case, planned_cases, time_cases
 from enjoyln_cli.benchmark.speedups import Bench, Row
-from enjoyln_cli.benchmark.timing import TimeIsUp, time_limit
+from enjoyln_cli.benchmark.timing import TimeIsUp
 from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.config import load_config, raw_config
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
@@ -30,9 +29,7 @@ from enjoyln_cli.clock import Clock, Progress, duration
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event, default_listener, write_or_warn
 from enjoyln_cli.models.load import load
-from enjoyln_cli.recipe.read import tried_to_merge
 from enjoyln_cli.runtime.loading import optimize
-from enjoyln_cli.runtime.neutral import kinds_of_norms
 from enjoyln_cli.text import counted, first_line
 from enjoyln_cli.verification.verify import compute_dtype, dtype_name, original_of
 
@@ -65,8 +62,8 @@ def bench(
     warning is issued. ``on_event`` receives stages and warnings. ``on_progress`` receives the
     seconds that have passed and those that the whole run should take (0 while that is not known).
 
-    The run ends after ``asked.seconds``, even while a model is compiled; outside of Python's main
-    thread, and on Windows, the case that has begun is finished first. Downloads are not included.
+    The run ends after ``asked.seconds``; a call of a model that has begun is finished first, and so
+    is its compilation. Downloads are not included.
 
     Raises ``BadCheckpoint`` if ``out`` was not converted, or not from that original,
     ``ModelNotFound`` if the original is missing, and ``UnsupportedModel`` if the machine or the
@@ -97,24 +94,22 @@ def bench(
     rows: list[Row] = []
     reasons: list[str] = []
     try:
-        with time_limit(asked.seconds):
-            before = _load_model(original, marker, chosen, trust_remote_code)
-            load_seconds = clock.spent
-            after = optimize(_load_model(folded, marker, chosen, trust_remote_code))
-            if hint := _merge_hint(after, marker, folded.source.path, place):
-                event("warning", hint)
-            cases, left_out = planned_cases(before, asked)
-            event("stage", f"measuring {_plan_in_words(len(cases), asked)}")
-            norms = (*marker.rmsnorm, *marker.layernorm)
-            timed = time_cases(before, after, norms, cases, asked.repeats, place, clock)
-            for row in timed if cases else ():
-                if isinstance(row, Row):
-                    rows.append(row)
-                    event("stage", _line(row))
-                else:
-                    reasons.append(row)
-                done = len(rows) + len(reasons)
-                clock.tell((len(cases) - done) * (clock.spent - load_seconds) / done)
+        before = _load_model(original, marker, chosen, trust_remote_code)
+        load_seconds = clock.spent
+        after = optimize(_load_model(folded, marker, chosen, trust_remote_code))
+        if clock.left <= 0:
+            raise TimeIsUp
+        cases, left_out = planned_cases(before, asked)
+        event("stage", f"measuring {_plan_in_words(len(cases), asked)}")
+        norms = (*marker.rmsnorm, *marker.layernorm)
+        timed = time_cases(before, after, norms, cases, asked.repeats, place, clock)
+        for row in timed if cases else ():
+            if isinstance(row, Row):
+                rows.append(row)
+                event("stage", _line(row))
+            else:
+                reasons.append(row)
+            clock.tell()
     except TimeIsUp:
         if not rows:
             raise UnsupportedModel(
@@ -133,10 +128,6 @@ def bench(
         device=str(place),
         repeats=asked.repeats,
         load_seconds=load_seconds,
-        weight_bytes={
-            "original": before.get_memory_footprint(),
-            "folded": after.get_memory_footprint(),
-        },
         seconds=clock.spent,
         warnings=tuple(warned),
     )
@@ -152,7 +143,7 @@ def _plan_in_words(cases: int, asked: BenchOptions) -> str:
 
 
 def _line(row: Row) -> str:
-    text = f"{row.case}: original {row.ms['original'].median:.4g} ms"
+    text = f"{row.case}: original {row.median_ms('original'):.4g} ms"
     return f"{text}, folded {row.speedup.median:.3f} times as fast"
 
 
@@ -192,18 +183,3 @@ def _load_model(of: Checkpoint, marker: Marker, dtype: torch.dtype, trust_remote
     config = load_config(of.source, trust_remote_code)
     model = load(of.source.path, marker.model_class, config, dtype, trust_remote_code)
     return model.requires_grad_(False)
-
-
-def _merge_hint(folded: Any, marker: Marker, folder: Path, place: torch.device) -> str:
-    """A hint to merge biases, if torch computes RMSNorm without a bias in one kernel there.
-
-    Empty if ``folder`` was folded with ``--merge``: the biases that are left cannot be merged.
-    """
-    kinds = kinds_of_norms(folded, marker.weightless, marker.biasless)
-    biased = sum(kind.bias for _, kind in kinds)
-    if not biased or not kernels.torch_fuses(place.type) or tried_to_merge(folder):
-        return ""
-    return (
-        f"{counted(biased, 'folded norm')} with a bias: on this device torch computes RMSNorm in "
-        "one kernel without a bias only; fold with --merge bias"
-    )

@@ -16,7 +16,7 @@ import torch
 from enjoyln_cli.benchmark.baselines import fresh_compiler, in_mode, variants
 from enjoyln_cli.benchmark.choices import GRID_LENGTHS, GRID_ROWS, SECONDS
 from enjoyln_cli.benchmark.speedups import Row
-from enjoyln_cli.benchmark.timing import Task, TimeIsUp, time_rounds
+from enjoyln_cli.benchmark.timing import time_rounds
 from enjoyln_cli.benchmark.workload import PHASES, Size, decode, prefill, prompt, sizes
 from enjoyln_cli.calls.calls import keeps_cache
 from enjoyln_cli.checkpoint.marker import blame_marker
@@ -25,7 +25,7 @@ from enjoyln_cli.runtime.loading import optimize
 from enjoyln_cli.runtime.modules import Folded
 
 GRID = tuple(product(GRID_ROWS, GRID_LENGTHS))
-"""Rows and tokens that are measured by default; ``--full`` measures all of them."""
+"""Rows and tokens that are measured by default."""
 SHORT = (1, 32)
 """Rows and tokens that come first by default, for models that are slow or have few positions."""
 
@@ -79,7 +79,7 @@ def time_cases(
     Both models are in memory, on the CPU. ``norms`` are the paths of all LayerNorms. Yields the row
     of each case, or a sentence that says why there is none.
 
-    Raises ``TimeIsUp`` before a case for which ``clock`` has no time left.
+    Raises ``TimeIsUp`` if ``clock`` has no time left for enough rounds of a case.
     """
     original, folded = original.to(device), folded.to(device)
     if device.type != "cpu" and any(isinstance(module, Folded) for module in folded.modules()):
@@ -89,11 +89,9 @@ def time_cases(
             prefill(folded, cases[0].size.to(device).inputs).run(None)
         models = variants(original, folded, norms)
         for number, case in enumerate(cases):
-            if clock.left <= 0:
-                raise TimeIsUp
             share = clock.left / (len(cases) - number)
             try:
-                yield _time_case(models, case, device, repeats, share)
+                yield _time_case(models, case, device, repeats, share, clock.left)
             except torch.OutOfMemoryError:
                 yield f"{case}: does not fit in the memory of {device}"
 
@@ -103,10 +101,18 @@ def _no_cache(model: Any) -> str:
 
 
 def _time_case(
-    models: Mapping[str, Any], case: Case, device: torch.device, repeats: int, seconds: float
+    models: Mapping[str, Any],
+    case: Case,
+    device: torch.device,
+    repeats: int,
+    seconds: float,
+    limit: float,
 ) -> Row | str:
-    """Time one case within about ``seconds``. Returns the row, or why there is none."""
-    size, mode, steps = case.size.to(device), case.mode, None
+    """Time one case within about ``seconds``. Returns the row, or why there is none.
+
+    Raises ``TimeIsUp`` if that takes more than ``limit`` seconds.
+    """
+    size, mode = case.size.to(device), case.mode
     with fresh_compiler(mode):
         if case.phase == "decode":
             if size.tokens == 1:
@@ -114,33 +120,9 @@ def _time_case(
             text = prompt(models["original"], size)
             if text is None:
                 return _no_cache(models["original"])
-            steps = text.steps
             tasks = {name: decode(model, text) for name, model in in_mode(models, mode).items()}
         else:
             ready = in_mode(models, mode)
             tasks = {name: prefill(model, size.inputs) for name, model in ready.items()}
-        times = time_rounds(tasks, repeats, seconds)
-        peaks = None
-        if device.type == "cuda":
-            peaks = {name: _peak(task, device) for name, task in tasks.items()}
-    return Row(
-        size=str(size),
-        batch_size=size.rows,
-        seq_len=size.tokens,
-        phase=case.phase,
-        mode=mode,
-        items=size.rows if case.phase == "decode" else size.items,
-        times=times,
-        peak_bytes=peaks,
-        decode_steps=steps,
-    )
-
-
-def _peak(task: Task, device: torch.device) -> int:
-    """Bytes of memory that one run adds on a GPU."""
-    prepared = task.prepare()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    task.run(prepared)
-    torch.cuda.synchronize(device)
-    return int(torch.cuda.max_memory_allocated(device)) - before
+        times = time_rounds(tasks, repeats, seconds, limit)
+    return Row(str(size), size.rows, size.tokens, case.phase, mode, times)

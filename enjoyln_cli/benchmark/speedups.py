@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from enjoyln_cli.benchmark.timing import WARM_UP
 from enjoyln_cli.kernels.environment import kernels_on
+from enjoyln_cli.plan import schema
 from enjoyln_cli.text import counted
 from enjoyln_cli.version import versions
 
@@ -47,22 +47,17 @@ DOUBT = 0.05
 """Probability that the true median lies outside of its interval."""
 
 
-class Spread(NamedTuple):
-    """The median of many measurements, and what lies around it."""
+class Estimate(NamedTuple):
+    """The median of the values of all rounds."""
 
-    low: float
-    """The lower quartile."""
     median: float
-    high: float
-    """The upper quartile."""
     interval: tuple[float, float] | None
-    """The 95 % interval of the median; ``None`` for fewer than six measurements."""
+    """The 95 % interval of the median; ``None`` for fewer than six rounds."""
 
 
-def spread(values: Sequence[float]) -> Spread:
-    """The spread of at least two values."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(low, middle, high, median_interval(values))
+def estimate(values: Sequence[float]) -> Estimate:
+    """The median of at least one value."""
+    return Estimate(statistics.median(values), median_interval(values))
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -86,46 +81,34 @@ class Row:
     seq_len: int | None
     phase: str
     mode: str
-    items: int
-    """Tokens of one run, or rows if the inputs have no length to choose."""
     times: Mapping[str, Sequence[float]]
     """From each model to the seconds of a run in each round; in decode, of one token per row."""
-    peak_bytes: Mapping[str, int] | None = None
-    """From each model to the peak of the memory that a run adds; on a GPU only."""
-    decode_steps: int | None = None
-    """Tokens in one run of decode; ``times`` has the mean over them."""
 
     @property
     def case(self) -> str:
         """``8 x 512 tokens, prefill, eager``."""
         return f"{self.size}, {self.phase}, {self.mode}"
 
-    @property
-    def rounds(self) -> int:
-        """How many rounds were measured."""
-        return len(self.times["original"])
-
-    @property
-    def ms(self) -> dict[str, Spread]:
-        """From each model to the milliseconds of one run."""
-        return {n: spread([1e3 * value for value in t]) for n, t in self.times.items()}
+    def median_ms(self, model: str) -> float:
+        """The milliseconds of one run of a model."""
+        return 1e3 * statistics.median(self.times[model])
 
     def _ratios(self, model: str) -> list[float]:
         return [a / b for a, b in zip(self.times["original"], self.times[model], strict=True)]
 
-    def faster(self, model: str) -> Spread:
+    def faster(self, model: str) -> Estimate:
         """Original / ``model`` within a round: how many times as fast the model is."""
-        return spread(self._ratios(model))
+        return estimate(self._ratios(model))
 
     @property
-    def speedup(self) -> Spread:
+    def speedup(self) -> Estimate:
         """How many times as fast the folded model is."""
         return self.faster("folded")
 
     @property
-    def norm_cost(self) -> Spread:
+    def norm_cost(self) -> Estimate:
         """(Original - no_norm) / original within a round: the share of the time that norms cost."""
-        return spread([1 - 1 / ratio for ratio in self._ratios("no_norm")])
+        return estimate([1 - 1 / ratio for ratio in self._ratios("no_norm")])
 
     @property
     def cost_is_measurable(self) -> bool:
@@ -134,77 +117,63 @@ class Row:
         return interval is not None and interval[0] > 0
 
     @property
-    def _saved_share(self) -> float:
-        """The share of the norm cost that folding saves, if both are measurable."""
-        return (1 - 1 / self.speedup.median) / self.norm_cost.median
+    def saved_share(self) -> float | None:
+        """The share of the norm cost that is saved; ``None`` if no gain is claimed."""
+        return self._saved if self.verdict == "faster" else None
 
     @property
-    def _judgement(self) -> tuple[str, str]:
-        """The verdict, and why a gain that the interval shows is not claimed."""
-        interval = self.speedup.interval
-        if interval is None:
-            return NO_GAIN, f"{self.rounds} rounds are too few to tell"
-        if interval[0] <= 1:
-            return "slower" if interval[1] < 1 else NO_GAIN, ""
-        if not self.cost_is_measurable:
-            return NO_GAIN, "noise, as the norm cost is too small to measure"
-        if self._saved_share > 1:
-            return NO_GAIN, "more than norms cost, so the measurement is not consistent"
-        return "faster", ""
+    def _saved(self) -> float:
+        return (1 - 1 / self.speedup.median) / self.norm_cost.median
 
     @property
     def verdict(self) -> str:
         """``faster``, ``slower``, or ``no gain here`` if neither can be claimed."""
-        return self._judgement[0]
+        interval = self.speedup.interval
+        if interval is not None and interval[1] < 1:
+            return "slower"
+        gains = interval is not None and interval[0] > 1
+        return "faster" if gains and not self.reason else NO_GAIN
 
     @property
     def reason(self) -> str:
         """Why no gain is claimed; empty if the interval itself shows none."""
-        return self._judgement[1]
-
-    @property
-    def recovered(self) -> float | None:
-        """The share of the norm cost that is saved; ``None`` if no gain is claimed."""
-        return self._saved_share if self.verdict == "faster" else None
-
-    def throughput(self, model: str) -> float:
-        """Items per second: from the original's median time, multiplied by ``faster(model)``."""
-        return 1e3 * self.items / self.ms["original"].median * self.faster(model).median
+        interval = self.speedup.interval
+        if interval is None:
+            return f"{len(self.times['original'])} rounds are too few to tell"
+        if interval[0] <= 1:
+            return ""
+        if not self.cost_is_measurable:
+            return "noise, as the norm cost is too small to measure"
+        return "more than norms cost, so the measurement is not consistent" * (self._saved > 1)
 
     def to_json(self) -> dict[str, Any]:
         """The row as plain values; docs/commands/bench.md explains the keys."""
-        return {
+        faster = {name: self.faster(name) for name in self.times}
+        models = {
+            name: {
+                "median_ms": self.median_ms(name),
+                "times_as_fast": ratio.median,
+                "times_as_fast_interval": ratio.interval,
+            }
+            for name, ratio in faster.items()
+        }
+        row = {
             "case": self.case,
             "batch_size": self.batch_size,
             "seq_len": self.seq_len,
             "phase": self.phase,
             "mode": self.mode,
-            "rounds": self.rounds,
-            "decode_steps": self.decode_steps,
-            "models": {name: self._model_json(name) for name in self.times},
+            "rounds": len(self.times["original"]),
+            "models": models,
             "speedup": self.speedup.median,
-            "speedup_interval": _listed(self.speedup.interval),
+            "speedup_interval": self.speedup.interval,
             "norm_cost": self.norm_cost.median,
-            "norm_cost_interval": _listed(self.norm_cost.interval),
-            "saved_share": self.recovered,
+            "norm_cost_interval": self.norm_cost.interval,
+            "saved_share": self.saved_share,
             "verdict": self.verdict,
             "reason": self.reason,
         }
-
-    def _model_json(self, name: str) -> dict[str, Any]:
-        ms, faster = self.ms[name], self.faster(name)
-        return {
-            "median_ms": ms.median,
-            "quartiles_ms": [round(value, 6) for value in (ms.low, ms.median, ms.high)],
-            "times_as_fast": faster.median,
-            "times_as_fast_interval": _listed(faster.interval),
-            "items_per_second": self.throughput(name),
-            "peak_bytes": None if self.peak_bytes is None else self.peak_bytes[name],
-        }
-
-
-def _listed(interval: tuple[float, float] | None) -> list[float] | None:
-    return None if interval is None else list(interval)
+        return schema.to_json(row)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -221,8 +190,6 @@ class Bench:
     repeats: int
     load_seconds: float
     """Time to load the original."""
-    weight_bytes: Mapping[str, int]
-    """Memory of the weights, before (``original``) and after (``folded``)."""
     seconds: float
     """Time of the whole run."""
     warnings: tuple[str, ...] = ()
@@ -242,23 +209,13 @@ class Bench:
 
     def to_json(self) -> dict[str, Any]:
         """The content of ``enjoyln_bench.json``: the result, versions and hardware."""
-        return {
+        about = {
             "version": VERSION,
             "date": date.today().isoformat(),
             "hardware": self.hardware,
-            "device": self.device,
             "threads": torch.get_num_threads(),
             "kernels": kernels_on(torch.device(self.device).type),
             "versions": versions("torch", "transformers") | {"python": platform.python_version()},
-            "source": self.source,
-            "model_class": self.model_class,
-            "dtype": self.dtype,
-            "warm_up": WARM_UP,
-            "repeats": self.repeats,
-            "seconds": self.seconds,
-            "load_seconds": self.load_seconds,
-            "weight_bytes": dict(self.weight_bytes),
-            "rows": [row.to_json() for row in self.rows],
-            "left_out": list(self.left_out),
-            "warnings": list(self.warnings),
         }
+        rows = [row.to_json() for row in self.rows]
+        return schema.to_json({**about, **vars(self), "rows": rows})  # type: ignore[no-any-return]

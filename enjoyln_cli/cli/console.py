@@ -316,14 +316,13 @@ def write_bench(found: Bench) -> None:
         column.justify = "right"
     for row in found.rows:
         others = (f"{row.faster(name).median:.3f}x" for name in list(LABELS)[1:])
-        table.add_row(row.case, f"{row.ms['original'].median:.4g} ms", *others)
+        table.add_row(row.case, f"{row.median_ms('original'):.4g} ms", *others)
     _show(table)
     say("original: median time of a run; the others: times as fast as the original", "dim")
     say("all are medians over the rounds, in brackets their 95 % intervals", "dim")
     for row in found.rows:
         say(_bench_line(row), "green" if row.verdict == "faster" else "")
-    before, after = (size(found.weight_bytes[name]) for name in ("original", "folded"))
-    say(f"{found.dtype} on {found.hardware}; weights {before} before, {after} after")
+    say(f"{found.dtype} on {found.hardware}")
     for line in found.left_out:
         say(f"left out: {line}")
 
@@ -338,14 +337,7 @@ def _bench_line(row: SpeedRow) -> str:
         text += f"; norms cost {row.norm_cost.median:.1%}"
     elif not row.reason:
         text += "; norm cost too small to measure"
-    text += "" if row.recovered is None else f", of which {row.recovered:.0%} is saved"
-    before, after = (_rate(row.throughput(name)) for name in ("original", "folded"))
-    return f"{text}; {before} {'tokens' if row.seq_len else 'rows'} a second, folded {after}"
-
-
-def _rate(value: float) -> str:
-    """A rate with at least four digits."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    return text + ("" if row.saved_share is None else f", of which {row.saved_share:.0%} is saved")
 
 
 def write_push(found: Upload) -> None:

@@ -40,7 +40,6 @@ GROUPS = {
         "repeats",
         "samples",
         "seconds",
-        "full",
         "inputs",
         "rotations",
         "max_error",
@@ -83,7 +82,6 @@ EXAMPLES = {
         "enjoyln bench gpt2-rms",
         "enjoyln bench gpt2-rms --seconds 600 --json",
         "enjoyln bench gpt2-rms --batch-size 1,4 --seq-len 128,512 --mode eager,compile",
-        "enjoyln bench gpt2-rms --plot gpt2.png",
     ),
     "export": (
         "enjoyln export gpt2-rms -o gpt2.onnx",

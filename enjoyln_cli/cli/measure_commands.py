@@ -16,7 +16,6 @@ from enjoyln_cli.cli.options import (
     COMPUTE_DTYPES,
     DTYPES,
     FOLDER,
-    NEW_FILE,
     Names,
     Options,
     bench_options,
@@ -128,15 +127,11 @@ def _verify_quantised(out: Path, data: Options, opening: Options, against: str |
 @click.option(
     "--device", metavar="DEVICE", help="cpu, cuda or mps (default: a GPU if there is one)."
 )
-@click.option(
-    "--plot", "picture", type=NEW_FILE, metavar="FILE", help="Draw the results: .png or .svg."
-)
 @quiet_option
 @json_option
 @hub_options
 def bench(
     out: Path,
-    picture: Path | None,
     quiet: bool,
     as_json: bool,
     opening: Options,
@@ -150,10 +145,6 @@ def bench(
     """
     from enjoyln_cli.cli.progress import watch_job
 
-    if picture:
-        from enjoyln_cli.benchmark import plot
-
-        plot.check(picture)
     require_models(out, options["against"])
     require_folded(out)
     with watch_job(quiet or as_json, f"opening {out}") as watch:
@@ -169,8 +160,6 @@ def bench(
         write_json(found.to_json())
     elif not quiet:
         write_bench(found)
-    if picture:
-        plot.save(found.to_json(), picture)
 
 
 @help.command()

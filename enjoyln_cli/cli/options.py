@@ -6,7 +6,6 @@ Torch and transformers are imported inside the functions, as in the commands.
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable
 from itertools import product
@@ -236,23 +235,14 @@ def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def gathered(**options: Any) -> Any:
         asked = {name: options.pop(name) for name in BENCH_FIELDS}
-        rows, lengths, full = (options.pop(n) for n in ("batch_sizes", "seq_lens", "full"))
-        if full and (rows or lengths):
-            raise click.UsageError("--full sets the sizes; drop --batch-size and --seq-len.")
-        if full:
-            rows, lengths = GRID_ROWS, GRID_LENGTHS
-        asked["seconds"] = asked["seconds"] or (math.inf if full else SECONDS)
+        rows, lengths = options.pop("batch_sizes"), options.pop("seq_lens")
+        asked["seconds"] = asked["seconds"] or SECONDS
         if rows or lengths:
             asked["pairs"] = tuple(product(rows or GRID_ROWS[:1], lengths or GRID_LENGTHS[:1]))
         return command(asked=asked, **options)
 
     wrapped: Callable[..., Any] = gathered
     for option in (
-        click.option(
-            "--full",
-            is_flag=True,
-            help="Measure 1 and 8 rows of 128, 512 and 1024 tokens, however long that takes.",
-        ),
         click.option(
             "--seconds",
             type=POSITIVE,
@@ -261,7 +251,7 @@ def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--repeats",
-            type=click.IntRange(min=3),
+            type=click.IntRange(min=1),
             metavar="N",
             default=15,
             show_default=True,

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
-import time
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 import pytest
@@ -21,7 +18,7 @@ from commands import enjoyln
 from live_models import CHECKPOINTS, moved
 from rounding import IDENTITY, relative
 
-from enjoyln_cli import Options, analyze, fold, kernels
+from enjoyln_cli import analyze, fold
 from enjoyln_cli.benchmark.baselines import COLUMNS, in_mode, share_weights, variants
 from enjoyln_cli.benchmark.bench import bench, busy
 from enjoyln_cli.benchmark.cases import GRID, BenchOptions, planned_cases, time_cases
@@ -190,9 +187,7 @@ def test_every_case_is_measured(measured: Bench) -> None:
     assert [(r.batch_size, r.seq_len, r.phase, r.mode) for r in measured.rows] == [
         (*pair, phase, "eager") for pair in SMALL.pairs for phase in ("prefill", "decode")
     ]
-    assert all(tuple(r.ms) == COLUMNS for r in measured.rows)
-    items = {(r.batch_size, r.seq_len, r.phase): r.items for r in measured.rows}
-    assert items[2, 12, "prefill"] == 24 and items[2, 12, "decode"] == 2
+    assert all(tuple(r.times) == COLUMNS for r in measured.rows)
     assert measured.left_out == ()
 
 
@@ -201,15 +196,8 @@ def test_columns_fit_together(measured: Bench) -> None:
     for r in measured.to_json()["rows"]:
         assert r["rounds"] == 3 and r["speedup_interval"] is None, "too few for an interval"
         assert r["verdict"] == "no gain here" and r["reason"] == "3 rounds are too few to tell"
-        before = r["models"]["original"]
-        items = r["batch_size"] * (r["seq_len"] if r["phase"] == "prefill" else 1)
-        assert before["items_per_second"] == pytest.approx(1e3 * items / before["median_ms"])
         for name in COLUMNS:
-            one = r["models"][name]
-            low, middle, high = one["quartiles_ms"]
-            assert 0 < low <= middle <= high and one["median_ms"] == pytest.approx(middle, abs=1e-6)
-            rate = before["items_per_second"] * one["times_as_fast"]
-            assert one["items_per_second"] == pytest.approx(rate)
+            assert r["models"][name]["median_ms"] > 0
 
 
 def test_the_file_tells_where_it_was_measured(out: Path, measured: Bench) -> None:
@@ -219,9 +207,6 @@ def test_the_file_tells_where_it_was_measured(out: Path, measured: Bench) -> Non
     assert found["threads"] == 1 and found["repeats"] == 3
     assert found["seconds"] > found["load_seconds"] > 0
     assert isinstance(found["warnings"], list)
-    weights = found["weight_bytes"]
-    header = (out / "model.safetensors").stat().st_size - weights["folded"]
-    assert weights["original"] == weights["folded"] and 0 < header < 20_000
     assert len(found["rows"]) == len(measured.rows)
 
 
@@ -242,7 +227,7 @@ def test_a_model_without_a_cache_or_a_length_is_measured_as_it_is(tmp_path: Path
         "pixel_values 1 x 3 x 32 x 32, prefill, eager",
         "pixel_values 2 x 3 x 32 x 32, prefill, eager",
     ]
-    assert [(r.seq_len, r.items) for r in found.rows] == [(None, 1), (None, 2)]
+    assert [(r.seq_len, r.batch_size) for r in found.rows] == [(None, 1), (None, 2)]
     assert found.left_out == ("decode: ViTForImageClassification has no cache",)
     assert not (vit / "enjoyln_bench.json").exists()
 
@@ -262,31 +247,15 @@ def test_a_single_token_is_read_and_not_decoded(out: Path) -> None:
     assert found.left_out == ("1 x 1 tokens, decode, eager: needs at least two tokens",)
 
 
-def test_the_original_may_have_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_original_may_have_moved(tmp_path: Path) -> None:
     shutil.copytree(CHECKPOINTS / "gpt2", tmp_path / "here")
     fold(tmp_path / "here", tmp_path / "out", model_class="GPT2LMHeadModel", verify=False)
     (tmp_path / "here").rename(tmp_path / "there")
     asked = BenchOptions(((1, 8),), phases=("prefill",), repeats=3)
     with pytest.raises(ModelNotFound, match="name the original with --against"):
         bench(tmp_path / "out", asked=asked)
-    monkeypatch.setattr(kernels, "torch_fuses", lambda device: device == "cpu")  # as on a GPU
     found = bench(tmp_path / "out", against=tmp_path / "there", asked=asked, device="cpu")
     assert found.source == str(tmp_path / "there") and len(found.rows) == 1
-    assert "7 folded norms with a bias" in str(found.warnings)
-    assert "fold with --merge bias" in str(found.warnings)
-
-
-@pytest.mark.parametrize("merge", [None, "bias"])
-def test_what_was_merged_already_is_not_advised_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merge: str | None
-) -> None:
-    """The bias of the folded norm of BERT cannot be merged."""
-    out, asked = tmp_path / "out", BenchOptions(((1, 8),), repeats=3)
-    options = Options(merge=merge)  # type: ignore[arg-type]
-    fold(CHECKPOINTS / "bert", out, options=options, model_class="BertModel", verify=False)
-    monkeypatch.setattr(kernels, "torch_fuses", lambda device: device == "cpu")  # as on a GPU
-    found = bench(out, asked=asked, device="cpu", write=False)
-    assert ("fold with --merge bias" in str(found.warnings)) == (merge is None)
 
 
 def test_folded_means_optimized(out: Path) -> None:
@@ -306,16 +275,14 @@ def bench_command(*arguments: object) -> Result:
 QUICK = ("--batch-size", "1", "--seq-len", "8", "--repeats", "3", "--device", "cpu")
 
 
-def test_the_command_prints_a_table_and_draws(out: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_the_command_prints_a_table(out: Path) -> None:
     plain = ("--dtype", "bfloat16", "--original", CHECKPOINTS / "gpt2")
-    result = bench_command(out, *QUICK, *plain, "--plot", tmp_path / "a.svg")
+    result = bench_command(out, *QUICK, *plain)
     assert result.exit_code == 0, result.output
     for words in ("1 x 8 tokens, prefill, eager", "1 x 8 tokens, decode, eager", "no norm"):
         assert words in result.stdout
     assert "bfloat16 on " in result.stdout
     assert "1 x 8 tokens, prefill, eager: " in result.stderr
-    assert "1 x 8 tokens, decode, eager" in (tmp_path / "a.svg").read_text()
 
 
 @pytest.mark.slow
@@ -334,8 +301,7 @@ def test_by_default_the_usual_sizes_are_measured(out: Path) -> None:
     [
         ((), {}),
         (("--seconds", "5"), {"seconds": 5.0}),
-        (("--full",), {"seconds": math.inf, "pairs": GRID}),
-        (("--full", "--seconds", "60"), {"seconds": 60.0, "pairs": GRID}),
+        (("--batch-size", "1,8", "--seq-len", "128,512,1024"), {"pairs": GRID}),
         (("--batch-size", "2,3"), {"pairs": ((2, 128), (3, 128))}),
         (("--seq-len", "9"), {"pairs": ((1, 9),)}),
     ],
@@ -363,35 +329,10 @@ def test_loading_that_takes_all_the_time_ends_the_run(out: Path) -> None:
     assert not any("measuring" in text for text in stages)
 
 
-def test_a_compilation_that_does_not_end_is_ended(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[Any] = []
-
-    def endless(*args: Any, **kwargs: Any) -> NoReturn:
-        begun.append(args)
-        time.sleep(600)
-        raise AssertionError("nobody has ended this call")
-
-    def compiled(model: Any) -> Any:
-        model.forward = endless  # of a copy
-        return model
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    for seconds in (2.0, 8.0, 32.0, 128.0):  # until it suffices for loading
-        asked = BenchOptions(((1, 8),), ("compile",), ("prefill",), seconds=seconds)
-        with pytest.raises(UnsupportedModel, match="allow more with --seconds"):
-            bench(out, asked=asked, write=False)
-        if begun:
-            break
-    assert begun
-
-
 def test_no_case_begins_without_time(out: Path) -> None:
-    """Where a call cannot be interrupted, the run ends before the next case."""
     original, folded, norms = parts("gpt2", **GPT2)
     cases, _ = planned_cases(original, BenchOptions(((1, 8), (2, 8)), phases=("prefill",)))
-    hands = iter([0.0, 0.0, 0.0, 99.0])
+    hands = iter([0.0, 0.0, 0.0, 0.0, 99.0])
     clock = Clock(lambda: next(hands), 60.0)
     timed = time_cases(original, folded, norms, cases, 3, torch.device("cpu"), clock)
     assert isinstance(next(timed), Row)
@@ -414,9 +355,8 @@ def test_json_is_one_object_and_nothing_else(out: Path) -> None:
         (["--seq-len", "0"], "'0' is not a list of positive whole numbers; write 1,8"),
         (["--mode", "eager,quick"], "known are eager, compile"),
         (["--mode", "eagre"], "'eagre' is not a mode; did you mean eager?"),
-        (["--repeats", "1"], "--repeats"),
+        (["--repeats", "0"], "--repeats"),
         (["--seconds", "0"], "--seconds"),
-        (["--full", "--seq-len", "8"], "--full sets the sizes; drop --batch-size and --seq-len"),
     ],
 )
 def test_usage_errors(out: Path, arguments: list[str], hint: str) -> None:
@@ -433,7 +373,6 @@ def test_usage_errors(out: Path, arguments: list[str], hint: str) -> None:
         (["--original", CHECKPOINTS / "bert"], "is of type bert and"),
         (["--device", "xla:0"], "--device xla:0 is not supported; use cpu, cuda, mps"),
         (["--seq-len", "4096"], "GPT2LMHeadModel takes at most 64; use a smaller --seq-len"),
-        (["--plot", "x.bmp"], "unsupported picture format '.bmp'; use .png or .svg"),
         (["--seconds", "0.01"], "are too short to load the models and measure a case"),
     ],
 )
@@ -485,11 +424,3 @@ def test_a_marker_that_the_model_cannot_run_with(tmp_path: Path) -> None:
     result = bench_command(tmp_path / "out", *QUICK)
     assert result.exit_code == 1
     assert "GPT2LMHeadModel does not run with the norms and" in result.stderr.splitlines()[-1]
-
-
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
-def test_a_picture_that_cannot_be_written_leaves_the_times(out: Path, tmp_path: Path) -> None:
-    result = bench_command(out, *QUICK, "--plot", tmp_path / f"{'a' * 300}.svg")
-    assert result.exit_code == 1
-    assert "cannot be written: File name too long" in result.stderr.splitlines()[-1]
-    assert "1 x 8 tokens, prefill, eager" in result.stdout

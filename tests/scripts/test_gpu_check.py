@@ -68,7 +68,7 @@ def bench(name: str, mode: str, faster: float, size: tuple[int, int]) -> dict[st
         "no_norm": [0.008 for _ in around],
     }
     rows, tokens = size
-    row = Row(f"{rows} x {tokens} tokens", *size, "prefill", mode, rows * tokens, times)
+    row = Row(f"{rows} x {tokens} tokens", *size, "prefill", mode, times)
     left_out = ["1 x 512 tokens, prefill: needs about 2 min"] if mode == "compile" else []
     about = {"hardware": SIMULATED, "dtype": "float32", "date": "2026-01-01", "versions": {}}
     seconds = {"fold_seconds": 0.25, "load_seconds": 0.75}
