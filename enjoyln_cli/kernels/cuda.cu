@@ -2,9 +2,9 @@
 //
 //     y = x / sqrt(mean(x^2) + eps) * weight + bias
 //
-// NVRTC compiles this file on the user's machine, for the GPU at hand, with two types defined: ROW
-// of x and y, and PARAMETER of weight and bias. A block computes a row. It
-// reads packs of 16 bytes where the alignment allows it. A test compiles the same file with a
+// torch compiles this file with NVRTC on the user's machine, for the GPU at hand, with two types
+// defined: ROW of x and y, and PARAMETER of weight and bias. A block computes a row. It reads packs
+// of 16 bytes where the alignment allows it. A test compiles the same file with a
 // stand-in for CUDA, and runs it on the CPU.
 #ifdef __CUDACC_RTC__  // has no headers of the C library
 typedef unsigned short uint16_t;

@@ -8,7 +8,6 @@ long as the process. ``ENJOYLN_TUNE=0`` and ``ENJOYLN_KERNELS=0`` switch this of
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -180,14 +179,14 @@ def fastest(times: Mapping[str, Times]) -> str:
 
 def kernel_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """RMSNorm by the kernel of this project (``cuda.cu``), on the GPU of ``x``, ``(..., d)``."""
-    packs, single = _loaded(x.device, *_dtypes(x, weight, bias))
     x, d = x.contiguous(), x.shape[-1]
     y = torch.empty_like(x)
     tensors = [x, y, x if weight is None else weight, x if bias is None else bias]
     parts = WEIGHT * (weight is not None) + BIAS * (bias is not None)
     aligned, threads = shape_of_launch(d, x.element_size(), [t.data_ptr() for t in tensors])
+    name = "rms_norm_packs" if aligned else "rms_norm_single"
+    kernel = _compiled(x.device, name, *_dtypes(x, weight, bias))
     with torch.cuda.device(x.device):
-        kernel = packs if aligned else single
         kernel((x.numel() // d, 1, 1), (threads, 1, 1), [*tensors, d, float(eps), parts])
     return y
 
@@ -210,43 +209,16 @@ def shape_of_launch(width: int, size: int, addresses: Iterable[int]) -> tuple[bo
 
 
 @cache
-def _loaded(device: torch.device, dtype: str, parameters: str) -> tuple[Any, Any]:
-    """The two functions of ``cuda.cu``, compiled for a GPU. Raises ``RuntimeError``."""
-    utils: Any = torch.cuda._utils
-    if torch.version.cuda is None or parameters not in (dtype, "float32") or dtype not in TYPES:
-        raise RuntimeError(f"there is no kernel for {dtype} with parameters of {parameters}")
-    major, minor = torch.cuda.get_device_capability(device)
-    nvrtc, names = utils._get_gpu_rtc_library(), ["rms_norm_packs", "rms_norm_single"]
-    with torch.cuda.device(device):
-        cubin = compiled(nvrtc, f"sm_{major}{minor}", dtype, parameters)
-        kernels = utils._cuda_load_module(cubin, names)
-    return kernels[names[0]], kernels[names[1]]
+def _compiled(device: torch.device, name: str, dtype: str, parameters: str) -> Any:
+    """The function ``name`` of ``cuda.cu``, which torch compiles for a GPU.
 
-
-def compiled(nvrtc: ctypes.CDLL, architecture: str, dtype: str, parameters: str) -> bytes:
-    """``cuda.cu`` compiled for an ``architecture`` such as ``sm_90``. Raises ``RuntimeError``.
-
-    ``torch.cuda._compile_kernel`` would need an installed CUDA toolkit, for headers that this
-    source does not include.
+    Raises ``RuntimeError`` or ``OSError`` if it cannot, for example without ``CUDA_HOME``.
     """
-    options = [f"--gpu-architecture={architecture}", "--std=c++17"]
-    options += [f"-DROW={TYPES[dtype]}", f"-DPARAMETER={TYPES[parameters]}"]
-    flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    source = SOURCE.read_bytes()
-    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"cuda.cu", 0, None, None):
-        raise RuntimeError("NVRTC does not start")
-    try:
-        failed = nvrtc.nvrtcCompileProgram(program, len(options), flags)
-        kind = "ProgramLog" if failed else "CUBIN"
-        getattr(nvrtc, f"nvrtcGet{kind}Size")(program, ctypes.byref(size))
-        result = ctypes.create_string_buffer(size.value)
-        getattr(nvrtc, f"nvrtcGet{kind}")(program, result)
-    finally:
-        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    if failed:
-        raise RuntimeError(f"NVRTC cannot compile the kernel: {result.value.decode().strip()}")
-    return result.raw
+    if parameters not in (dtype, "float32") or dtype not in TYPES:
+        raise RuntimeError(f"there is no kernel for {dtype} with parameters of {parameters}")
+    options = ["--std=c++17", f"-DROW={TYPES[dtype]}", f"-DPARAMETER={TYPES[parameters]}"]
+    with torch.cuda.device(device):
+        return torch.cuda._compile_kernel(SOURCE.read_text(), name, nvcc_options=options)
 
 
 def _dtypes(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from enjoyln_cli.benchmark.bench import bench
 from enjoyln_cli.benchmark.cases import BenchOptions
 from enjoyln_cli.kernels import formula, gpu
 
+os.environ.setdefault("CUDA_HOME", "/usr/local/cuda")  # torch wants it; the kernel needs none
 WIDTHS = (1, 7, 32, 129, 768, 1000, 1024, 1025, 4096, 8200, 65536)
 DTYPES = tuple(gpu.TYPES)
 

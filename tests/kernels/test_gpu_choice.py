@@ -181,18 +181,42 @@ def nvrtc(request: pytest.FixtureRequest) -> ctypes.CDLL:
     return ctypes.CDLL(str(request.param))
 
 
+def compiled(library: ctypes.CDLL, options: list[str]) -> bytes:
+    """``cuda.cu`` as a binary for a GPU. Raises ``AssertionError`` with what NVRTC says."""
+    flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    library.nvrtcCreateProgram(
+        ctypes.byref(program), gpu.SOURCE.read_bytes(), b"cuda.cu", 0, None, None
+    )
+    failed = library.nvrtcCompileProgram(program, len(options), flags)
+    kind = "ProgramLog" if failed else "CUBIN"
+    getattr(library, f"nvrtcGet{kind}Size")(program, ctypes.byref(size))
+    result = ctypes.create_string_buffer(size.value)
+    getattr(library, f"nvrtcGet{kind}")(program, result)
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    assert not failed, result.value.decode()
+    return result.raw
+
+
 @pytest.mark.parametrize("dtype", gpu.TYPES)
-def test_nvrtc_compiles_the_kernel(nvrtc: ctypes.CDLL, dtype: str) -> None:
-    for architecture, parameters in (("sm_75", "float32"), ("sm_90", dtype)):
-        cubin = gpu.compiled(nvrtc, architecture, dtype, parameters)
-        assert cubin.startswith(b"\x7fELF")
-        assert b"rms_norm_packs" in cubin and b"rms_norm_single" in cubin
-
-
-def test_what_nvrtc_refuses_is_said(
-    nvrtc: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_nvrtc_compiles_the_kernel(
+    nvrtc: ctypes.CDLL, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "cuda.cu").write_text("no such thing;")
-    monkeypatch.setattr(gpu, "SOURCE", tmp_path / "cuda.cu")
-    with pytest.raises(RuntimeError, match="NVRTC cannot compile the kernel: cuda.cu.*error"):
-        gpu.compiled(nvrtc, "sm_90", "float32", "float32")
+    """With the options that torch gets, without headers of CUDA's toolkit."""
+    given: list[list[str]] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    monkeypatch.setattr(
+        torch.cuda, "_compile_kernel", lambda source, name, nvcc_options: given.append(nvcc_options)
+    )
+    gpu._compiled.cache_clear()
+    for architecture, parameters in (("sm_75", "float32"), ("sm_90", dtype)):
+        gpu._compiled(torch.device("cuda"), f"for {architecture}", dtype, parameters)
+        binary = compiled(nvrtc, [f"--gpu-architecture={architecture}", *given[-1]])
+        assert binary.startswith(b"\x7fELF")
+        assert b"rms_norm_packs" in binary and b"rms_norm_single" in binary
+
+
+def test_there_is_no_kernel_for_other_dtypes() -> None:
+    for dtypes in (("float64", "float64"), ("float16", "bfloat16"), ("float32", "float16")):
+        with pytest.raises(RuntimeError, match=f"no kernel for {dtypes[0]} with parameters of"):
+            gpu._compiled(torch.device("cuda"), "rms_norm_packs", *dtypes)
