@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from enjoyln_cli.calls.call_text import to_text
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import dtype_of
-from enjoyln_cli.plan.call_text import named_sizes, names_in, to_text
 from enjoyln_cli.plan.covered_calls import (
     CallForm,
     Constant,
@@ -20,9 +20,11 @@ from enjoyln_cli.plan.covered_calls import (
     Form,
     Items,
     Length,
+    Size,
     TensorForm,
-    value_of,
+    named_sizes,
 )
+from enjoyln_cli.plan.size_conditions import holds
 
 _SIZES = (3, 2, 5, 4, 7, 6, 8, 9, 16, 32, 64, 1)
 """Sizes to try for each name, the most telling first."""
@@ -36,17 +38,17 @@ def covered_examples(model: nn.Module, covered: CoveredCalls) -> list[tuple[Call
     found for one.
     """
     forms = covered.calls_of(model).forms
-    found = [(form, _call(model, form)) for form in forms if not _takes_object(form)]
-    if not found:
+    examples = [(form, _call(model, form)) for form in forms if not _takes_object(form)]
+    if not examples:
         raise UnsupportedModel(
             f"{type(model).__name__}: the plan covers no call of it with tensors alone"
         )
-    return found
+    return examples
 
 
 def _takes_object(form: CallForm) -> bool:
     """Whether an argument is an object of transformers, such as a cache."""
-    return any(_has_object(one) for _, one in form.arguments)
+    return any(_has_object(argument) for _, argument in form.arguments)
 
 
 def _has_object(form: Form) -> bool:
@@ -59,7 +61,7 @@ def _call(model: nn.Module, form: CallForm) -> Call:
     sizes = next(_sizes_of(form), None)
     if sizes is None:
         raise UnsupportedModel(f"no example inputs could be found for the call {to_text(form)}")
-    made = {name: _value(one, sizes, dtype_of(model)) for name, one in form.arguments}
+    made = {name: _value(argument, sizes, dtype_of(model)) for name, argument in form.arguments}
     args = tuple(value for name, value in made.items() if name.startswith("*"))
     kwargs = {name: value for name, value in made.items() if not name.startswith("*")}
     return Call(to_text(form), ((args, kwargs),))
@@ -67,12 +69,11 @@ def _call(model: nn.Module, form: CallForm) -> Call:
 
 def _sizes_of(form: CallForm) -> Iterator[dict[str, int]]:
     """Sizes that meet the conditions of a form, by name; different ones first."""
-    own = named_sizes(form.arguments)
-    names = sorted(own.union(*(names_in(one) for one in form.conditions)))
+    names = sorted(named_sizes(form.arguments))
     trials = chain(permutations(_SIZES, len(names)), product(_SIZES, repeat=len(names)))
     for trial in islice(trials, _MAX_TRIALS):
         sizes = dict(zip(names, trial, strict=True))
-        if all(value_of(condition, sizes) for condition in form.conditions):
+        if all(holds(condition, sizes) for condition in form.conditions):
             yield sizes
 
 
@@ -80,12 +81,16 @@ def _value(form: Form, sizes: Mapping[str, int], dtype: torch.dtype) -> Any:
     if isinstance(form, Constant):
         return form.value
     if isinstance(form, Length):
-        return value_of(form.size, sizes)
+        return _size(form.size, sizes)
     if isinstance(form, TensorForm):
         kinds = {"float": dtype, "int": torch.int64, "bool": torch.bool}
-        shape = [value_of(size, sizes) for size in form.sizes]
+        shape = [_size(size, sizes) for size in form.sizes]
         return torch.zeros(shape, dtype=kinds.get(form.kind, torch.complex64))
-    inside = [_value(one, sizes, dtype) for one in form.values]
+    inside = [_value(value, sizes, dtype) for value in form.values]
     if form.kind == "dict":
         return dict(zip(form.keys, inside, strict=True))
     return tuple(inside) if form.kind == "tuple" else inside
+
+
+def _size(size: Size, sizes: Mapping[str, int]) -> int:
+    return sizes[size] if isinstance(size, str) else size

@@ -20,9 +20,9 @@ from enjoyln_cli.checkpoint.config import MARKER, require_folded
 from enjoyln_cli.checkpoint.headers import MAX_ELEMENTS
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.errors import BadCheckpoint, UnprovenCall, UnsupportedModel
-from enjoyln_cli.plan import call_text, schema
+from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.covered_calls import CoveredCalls, Plain
+from enjoyln_cli.plan.covered_calls import CoveredCalls
 from enjoyln_cli.plan.mean_units import Units
 from enjoyln_cli.plan.plan import BasisKind, Centring, Plan
 from enjoyln_cli.text import first_line
@@ -65,12 +65,6 @@ def _complete(op: Centring) -> Centring:
     return op
 
 
-def _read_forms(texts: tuple[str, ...]) -> tuple[str, ...]:
-    for text in texts:
-        call_text.from_text(text)
-    return texts
-
-
 @dataclass(frozen=True)
 class CentredGroup:
     """Parameters that have zero mean over the same axis."""
@@ -87,16 +81,6 @@ class MergedNorms:
     """Norms whose weight (or 1 + weight) is ones now."""
     bias: Names
     """Norms whose bias is zeros now."""
-
-
-@dataclass(frozen=True)
-class Calls:
-    """The only calls that are proven."""
-
-    proven: Annotated[Names, schema.checked(_read_forms)]
-    """Such as ``Net(x=float[a, b, 16]) if b <= 64 else refused`` (see ``plan.call_text``)."""
-    attributes: Mapping[str, Mapping[str, Plain]]
-    """By class: values of attributes that ``forward`` may read."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +135,7 @@ class Marker:
     """Inputs of ``forward`` that have to be centred."""
     unproven: Names
     """Inputs with which the folded norms have to compute LayerNorm."""
-    calls: Calls | None
+    covered: CoveredCalls | None
     """The proven calls; ``None``: all calls without an input of ``unproven``."""
     rotated: Rotated | None = None
     nonfinite: bool = False
@@ -182,19 +166,6 @@ class Marker:
     def biasless(self) -> tuple[str, ...]:
         """Norms whose bias was merged into the layers after them, and is zeros now."""
         return self.merged.bias
-
-    @property
-    def covered(self) -> CoveredCalls | None:
-        """The proven calls, as in ``Plan.covered``."""
-        if self.calls is None:
-            return None
-        attributes = self.calls.attributes.items()
-        return CoveredCalls(
-            tuple(map(call_text.from_text, self.calls.proven)),
-            tuple(
-                (owner, name, value) for owner, held in attributes for name, value in held.items()
-            ),
-        )
 
 
 def marker(
@@ -235,7 +206,7 @@ def marker(
         untied={one.parameter: one.source for one in plan.untied},
         entry_inputs=plan.entry_inputs,
         unproven=plan.unproven,
-        calls=_calls(plan.covered),
+        covered=plan.covered,
         rotated=Rotated(plan.seed, turned) if turned else None,
         nonfinite=nonfinite,
         trained=trained,
@@ -243,15 +214,6 @@ def marker(
     )
     entry = {"version": found.version, **schema.plain(found)}
     return {**entry, "proof": proof_of(entry)}
-
-
-def _calls(covered: CoveredCalls | None) -> Calls | None:
-    if covered is None:
-        return None
-    attributes: dict[str, dict[str, Plain]] = {}
-    for owner, name, value in covered.attributes:
-        attributes.setdefault(owner, {})[name] = value
-    return Calls(tuple(map(call_text.to_text, covered.forms)), attributes)
 
 
 def _by_axis(plan: Plan) -> tuple[CentredGroup, ...]:

@@ -21,24 +21,23 @@ and sizes decide nothing but shapes. For such models every argument is covered u
 as unproven (``input_forms.optional_inputs``). A single module or base class from elsewhere ends the
 exception, since nothing is known about how its code uses an argument.
 
-As text, a form is a readable Python expression::
-
-    Net(x=float[a, b, 16], scale=2.0, pair=(int[a], None)) if b <= 64 else refused
+For people, a form is written as ``Net(x=float[a, b, 16], scale=2.0) if b <= 64`` (``call_text``).
 """
 
 from __future__ import annotations
 
 import inspect
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan.cache_argument import in_plans, is_same_argument
+from enjoyln_cli.plan.schema import checked, distinct
+from enjoyln_cli.plan.size_conditions import holds, names_in, require_condition
 from enjoyln_cli.plan.trusted_code import is_defined_in
 
 OTHER_CALLS = "any other call"
@@ -47,17 +46,7 @@ OTHER_CALLS = "any other call"
 Plain = bool | int | float | str | None
 Size = int | str
 """A number, or a name for a size that may have any value."""
-Expression = Any
-"""A number, the name of a size, or an operator of ``OPERATORS`` with its operands, as a tuple."""
-
 PLAIN_TYPES = (bool, int, float, str, type(None))
-
-OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv,
-    "%": operator.mod, "==": operator.eq, "!=": operator.ne, "<": operator.lt,
-    "<=": operator.le, ">": operator.gt, ">=": operator.ge, "min": min, "max": max,
-    "and": lambda a, b: a and b, "or": lambda a, b: a or b,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,7 +60,7 @@ class Constant:
 class TensorForm:
     """A tensor, by its kind (``float``, ``int``, ``bool``, ``complex``) and its sizes."""
 
-    kind: str
+    kind: Literal["float", "int", "bool", "complex"]
     sizes: tuple[Size, ...]
 
 
@@ -84,7 +73,7 @@ class Items:
     """
 
     kind: str
-    values: tuple[Any, ...]
+    values: tuple[Form, ...]
     keys: tuple[str, ...] = ()
 
 
@@ -109,6 +98,12 @@ def sizes_in(form: Form) -> Iterator[Any]:
             yield from sizes_in(value)
 
 
+def named_sizes(arguments: Iterable[tuple[str, Form]]) -> set[str]:
+    """The names of sizes in the arguments of a form."""
+    sizes = (size for _, form in arguments for size in sizes_in(form))
+    return {size for size in sizes if isinstance(size, str)}
+
+
 @dataclass(frozen=True)
 class CallForm:
     """One way to call a model of the class named ``owner``."""
@@ -116,15 +111,22 @@ class CallForm:
     owner: str
     arguments: tuple[tuple[str, Form], ...]
     """By name, without those equal to their default. Items of ``*args`` are ``*0``, ``*1`` ..."""
-    conditions: tuple[Expression, ...] = ()
-    """A call is covered only if all of these hold for its sizes."""
+    conditions: tuple[Annotated[str, checked(require_condition)], ...] = ()
+    """A call is covered only if all of these hold for its sizes (see ``plan.size_conditions``)."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a condition on a size that no argument has."""
+        sizes = named_sizes(self.arguments)
+        for condition in self.conditions:
+            if not names_in(condition) <= sizes:
+                raise ValueError(f"{condition:.80} is a condition on sizes that the call lacks")
 
 
 @dataclass(frozen=True)
 class CoveredCalls:
     """The calls that a proof covers, and the attributes of the model for which it holds."""
 
-    forms: tuple[CallForm, ...]
+    forms: Annotated[tuple[CallForm, ...], checked(distinct)]
     attributes: tuple[tuple[str, str, Plain], ...] = ()
     """Class, dotted name and value of each plain attribute that a ``forward`` may read."""
 
@@ -227,8 +229,9 @@ def form_of(value: Any) -> Form | None:
         return None
     if isinstance(value, dict):
         keys, value = tuple(value), value.values()
-    forms = tuple(map(form_of, value))
-    if None in forms or not all(type(key) is str for key in keys):
+    described = map(form_of, value)
+    forms = tuple(form for form in described if form is not None)
+    if len(forms) < len(value) or not all(type(key) is str for key in keys):
         return None
     return Items(cls.__name__, forms, keys)
 
@@ -246,7 +249,6 @@ def call_form(
     module: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    conditions: Iterable[Expression] = (),
 ) -> CallForm | None:
     """The form of one call; ``None`` if an argument cannot be described (see ``form_of``)."""
     arguments = signature_of(module).arguments(args, kwargs)
@@ -255,10 +257,10 @@ def call_form(
     if len(described) < len(forms):
         return None
     described.sort(key=lambda argument: not argument[0].startswith("*"))
-    return CallForm(type(module).__name__, tuple(described), tuple(conditions))
+    return CallForm(type(module).__name__, tuple(described))
 
 
-def kind_of(tensor: torch.Tensor) -> str:
+def kind_of(tensor: torch.Tensor) -> Literal["float", "int", "bool", "complex"]:
     """``float``, ``complex``, ``bool`` or ``int``: a form leaves the width open to allow casts."""
     if tensor.is_floating_point():
         return "float"
@@ -275,7 +277,7 @@ def _differing(form: CallForm, arguments: Mapping[str, Any]) -> list[str]:
     for name, proven in form.arguments:
         if name not in arguments or not _fits(proven, form_of(arguments[name]), sizes):
             differing.append(name)
-    if differing or all(value_of(condition, sizes) for condition in form.conditions):
+    if differing or all(holds(condition, sizes) for condition in form.conditions):
         return differing
     tensors = (name for name, proven in form.arguments if isinstance(proven, TensorForm))
     return [f"{name} of this size" for name in tensors]
@@ -314,14 +316,6 @@ def _is_size(size: Any, expected: Size, sizes: dict[str, int]) -> bool:
 
 def _same(value: Any, other: Any) -> bool:
     return type(value) is type(other) and type(value) in PLAIN_TYPES and value == other
-
-
-def value_of(expression: Expression, sizes: Mapping[str, int]) -> Any:
-    """The value of an expression, given the sizes by name."""
-    if isinstance(expression, tuple):
-        name, left, right = expression
-        return OPERATORS[name](value_of(left, sizes), value_of(right, sizes))
-    return sizes[expression] if isinstance(expression, str) else expression
 
 
 def attributes_of(model: nn.Module) -> tuple[tuple[str, str, Plain], ...]:

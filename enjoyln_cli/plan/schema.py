@@ -191,7 +191,11 @@ def _inside(kind: Any, step: int | str) -> Any:
     if is_dataclass(kind):
         return get_type_hints(kind, include_extras=True)[str(step)]
     inside = get_args(kind)
-    return inside[-1] if isinstance(step, str) else inside[0]
+    if get_origin(kind) in (Union, UnionType):  # the step is the name of a class
+        return next((cls for cls in inside if cls.__name__ == step), None)
+    if isinstance(step, int) and Ellipsis not in inside:
+        return inside[step]
+    return (inside[-1] if isinstance(step, str) else inside[0]) if inside else None
 
 
 def _class_of(kind: Any) -> Any:

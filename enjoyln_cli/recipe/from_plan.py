@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from enjoyln_cli.calls import call_text
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan import call_text, schema
+from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.plan import (
     PLAIN,
     Basis,

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan import call_text
 from enjoyln_cli.plan.covered_calls import PLAIN_TYPES
 from enjoyln_cli.plan.plan import PLAIN, Options
 from enjoyln_cli.plan.schema import NOT_STORED, checked, quote
@@ -55,11 +54,6 @@ def _one_line(value: Any) -> Any:
     return value
 
 
-def _call(value: str) -> str:
-    call_text.from_text(value)
-    return value
-
-
 Word = Annotated[str, checked(_word)]
 Words = tuple[Word, ...]
 Text = Annotated[str, checked(_one_line)]
@@ -92,7 +86,7 @@ class Variant:
     """New values of ``config.json`` entries, by name."""
     entry_inputs: Words = ()
     unproven: tuple[Text, ...] = ()
-    calls: tuple[Annotated[str, checked(_call)], ...] = ()
+    calls: tuple[str, ...] = ()
     """The only calls that are proven; empty if proven calls are not limited to a list."""
 
     def __post_init__(self) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from enjoyln_cli.plan import call_text, schema
+from enjoyln_cli.calls.call_text import to_text
+from enjoyln_cli.plan import schema
 
 if TYPE_CHECKING:
     from enjoyln_cli.analysis.output_gains import OutputGain
@@ -75,7 +76,7 @@ class ModelReport:
     def calls(self) -> tuple[str, ...] | None:
         """The forms of the proven calls as text; ``None`` if proven calls are not limited."""
         covered = self.plan.covered
-        return tuple(map(call_text.to_text, covered.forms)) if covered else None
+        return tuple(map(to_text, covered.forms)) if covered else None
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain data; ``docs/formats.md`` documents the keys."""

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
-from enjoyln_cli.plan import call_text
+from enjoyln_cli.calls.call_text import summary
+from enjoyln_cli.plan.covered_calls import CallForm
 from enjoyln_cli.plan.plan import (
     NOT_ASKED,
     Basis,
@@ -87,9 +88,9 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
         called = ", ".join(plan.by_example)
         lines.append(f"  proven on example inputs, whose values the code may read: {called}")
     only_rotated = plan.turned and not plan.folded
-    if report.calls is not None:
+    if plan.covered is not None:
         other = "may give wrong outputs" if only_rotated else "is refused"
-        lines.append(_proven_calls(report.calls, other))
+        lines.append(_proven_calls(plan.covered.forms, other))
     elif plan.unproven:
         unproven = ", ".join(compact(plan.unproven))
         what = "not proven for" if only_rotated else "LayerNorm is used in"
@@ -105,12 +106,12 @@ def _because(some: Iterable[Kept]) -> list[str]:
     return [f"    because of {'; '.join(culprits)}"] if culprits else []
 
 
-def _proven_calls(calls: Sequence[str], other: str) -> str:
+def _proven_calls(forms: Sequence[CallForm], other: str) -> str:
     """The proven calls in one short line; the marker and the JSON have them in full.
 
     ``other`` says what becomes of any other call.
     """
-    shown = list(dict.fromkeys(call_text.summary(text) for text in calls))
+    shown = list(dict.fromkeys(map(summary, forms)))
     if not shown:
         return "  no call could be proven, so the model cannot be converted"
     more = f" and {len(shown) - MOST_CALLS} more" if len(shown) > MOST_CALLS else ""

@@ -8,7 +8,6 @@ recordings are compared. A size of 1 stays 1, since torch broadcasts it.
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,19 +27,17 @@ from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.graph.in_place import replace_private_writes
 from enjoyln_cli.models.meta_device import copy_without_weights
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument
-from enjoyln_cli.plan.call_text import condition_of, names_in
 from enjoyln_cli.plan.covered_calls import (
     CallForm,
     Constant,
-    Expression,
     Form,
     Items,
     Length,
     TensorForm,
     call_form,
     sizes_in,
-    value_of,
 )
+from enjoyln_cli.plan.size_conditions import holds, names_in, require_condition
 from enjoyln_cli.trace.recorder import record_symbolic
 from enjoyln_cli.trace.steps import Steps, quiet, watch
 from enjoyln_cli.trace.trace import Trace
@@ -215,27 +212,27 @@ def _with_names(form: CallForm, earlier: list[Any], own: list[Any]) -> CallForm:
 
     arguments = tuple((name, _renamed(one, named)) for name, one in form.arguments)
     symbols = {one: type(one)(name) for one, name in names.items() if one.is_symbol}
-    conditions: list[Expression] = []
+    conditions: list[str] = []
     for expression, name in names.items():
         unknown = expression.free_symbols - set(symbols)
         if len(unknown) == 1 and len(expression.free_symbols) == 1:
             (one,) = unknown  # such as a length of which the cache adds one
             if (more := expression - one).is_number:
                 symbols[one] = type(one)(name) - more
-                conditions.append((">=", name, int(more)))
+                conditions.append(f"{name} >= {int(more)}")
     for expression, name in names.items():
         if not (expression.is_symbol or symbols.get(expression) == expression):
-            conditions.append(("==", name, _condition(expression, symbols)))
+            value = _condition(expression, symbols)
+            conditions += [f"{name} == {value}"] * (name != value)
     for place, left in enumerate((*earlier, *own)):
         if left == True or (  # noqa: E712 (sympy's own truth)
             place < len(earlier) and left.free_symbols.isdisjoint(symbols)
         ):
             continue
         conditions.append(_condition(left, symbols))
-    kept = [one for one in conditions if one[0] != "==" or one[1] != one[2]]
-    if not all(value_of(condition, exact) for condition in kept):
+    if not all(holds(condition, exact) for condition in conditions):
         raise ValueError("the sizes that were traced are not among those that are covered")
-    return CallForm(form.owner, arguments, tuple(dict.fromkeys(kept)))
+    return CallForm(form.owner, arguments, tuple(dict.fromkeys(conditions)))
 
 
 def _renamed(form: Form, named: Callable[[Any], Any]) -> Form:
@@ -255,11 +252,11 @@ def _sizes(form: CallForm | None) -> Iterator[Any]:
         yield from sizes_in(one)
 
 
-def _condition(expression: Any, symbols: dict[Any, Any]) -> Expression:
+def _condition(expression: Any, symbols: dict[Any, Any]) -> str:
     if not expression.free_symbols <= set(symbols):
         raise ValueError(f"{expression} depends on a size that is not the size of an input")
     renamed = expression.xreplace(symbols)
-    return condition_of(ast.parse(PythonPrinter().doprint(renamed), mode="eval").body)
+    return require_condition(PythonPrinter().doprint(renamed))
 
 
 def _letters() -> Iterator[str]:

@@ -26,6 +26,7 @@ from torch.fx import Graph, Node
 
 from enjoyln_cli.analysis.analyze import subject_in_memory
 from enjoyln_cli.analysis.problem import state_problem
+from enjoyln_cli.calls.call_text import to_text
 from enjoyln_cli.calls.covered_examples import covered_examples
 from enjoyln_cli.calls.labels import calls_with_labels
 from enjoyln_cli.checkpoint.marker import CentredTensor
@@ -35,7 +36,6 @@ from enjoyln_cli.graph.nodes import DROPOUTS, argument, aten, packet
 from enjoyln_cli.models import classes
 from enjoyln_cli.models.meta_device import without_weights
 from enjoyln_cli.models.outputs import config_returning
-from enjoyln_cli.plan.call_text import to_text
 from enjoyln_cli.plan.covered_calls import CallForm
 from enjoyln_cli.plan.plan import PLAIN, Plan
 from enjoyln_cli.proof.min_cut import Parameter, Problem

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan import call_text
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.covered_calls import CoveredCalls
+from enjoyln_cli.plan.covered_calls import CallForm, Constant, CoveredCalls, TensorForm
 from enjoyln_cli.plan.plan import (
     Basis,
     Centring,
@@ -137,7 +136,8 @@ def plan() -> Plan:
     heads = Axis(-1, 0, 4, 8, 1)
     attention = (Centring(f"h.{i}.attn", "input", heads, f"read by h.{i + 1}.ln_1") for i in LAYERS)
     unread = "it is read by something that is not linear"
-    form = call_text.from_text("ToyModel(input_ids=int[a, b], flag=True) if b <= 64 else refused")
+    arguments = (("input_ids", TensorForm("int", ("a", "b"))), ("flag", Constant(True)))
+    form = CallForm("ToyModel", arguments, ("b <= 64",))
     return Plan(
         model_type="toy",
         model_class="ToyModel",

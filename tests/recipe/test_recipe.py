@@ -548,10 +548,6 @@ HOSTILE = {
     "an unknown placeholder": (BODY + "{'a.{x}.b': fold}", "is not a dotted name"),
     "a placeholder twice": (BODY + "{'a.{i}.b.{i}': fold}", "same placeholder twice"),
     "a norm one layer below": (BODY + "{'a.{i-1}.b': fold}", "is not a dotted name"),
-    "a call that is none": (
-        BODY + "{a: fold}\n  calls: [import os]",
-        "calls[0]: import os is no call",
-    ),
     "a name for messages": (GOOD + "where: elsewhere\n", "where: 'elsewhere'"),
     "lines in a reason": (
         BODY + '{a: {keep: "a\\nb"}}',

@@ -401,7 +401,7 @@ def axis(*numbers: int) -> dict[str, int]:
         {"rmsnorm": ["a", "b", "a"]},
         {"centered": 2 * [{"axis": axis(0, 0, 1, 8, 1), "parameters": ["a"]}]},
         {"note": "mine"},
-        {"calls": {"proven": ["x"], "attributes": {}}},
+        {"covered": {"forms": ["x"]}},
         {"units": [{"first": "a", "bias": None, "second": "b", "dim": 2, "start": 0}]},
         {"centering": [{"module": "a", "place": "output", "axis": axis(-1, 0, 1, 8, True)}]},
         {"centering": ["a"]},
@@ -433,7 +433,7 @@ def test_a_malformed_marker_is_refused(source: Path, change: dict[str, Any]) -> 
         assert "malformed" in str(caught.value) or "version" in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["outputs", "centered", "units", "merged", "untied", "calls"])
+@pytest.mark.parametrize("key", ["outputs", "centered", "units", "merged", "untied", "covered"])
 def test_a_marker_that_lacks_an_entry_is_refused(source: Path, key: str) -> None:
     """Also if its digest fits: an entry that is missing must not be taken for an empty one."""
     entry = marker(plan_for({}, {}), opened(source).source)

@@ -24,19 +24,22 @@ from transformers import AutoModelForCausalLM
 import enjoyln_cli
 from enjoyln_cli import EnjoyLNError, TraceFailed, UnsupportedModel, analyze, fold
 from enjoyln_cli.analysis.analyze import analyze_calls
+from enjoyln_cli.calls import call_text
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.checkpoint.marker import proof_of, read_marker
 from enjoyln_cli.errors import BadCheckpoint, UnprovenCall
-from enjoyln_cli.plan import call_text
+from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument
 from enjoyln_cli.plan.covered_calls import (
     CallForm,
     Constant,
     CoveredCalls,
     Items,
+    Length,
     TensorForm,
     call_form,
 )
+from enjoyln_cli.plan.size_conditions import holds, require_condition
 from enjoyln_cli.plan.trusted_code import is_stock
 from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import notes
@@ -393,41 +396,62 @@ def test_one_compiled_graph_and_a_pickle() -> None:
             one(x(), style_labels=torch.ones(2, dtype=torch.float64))
 
 
-# As text.
+# As text and as data.
 
-FORMS = [
-    CallForm("Net", ()),
-    CallForm("Net", (("*0", TensorForm("int", ())), ("x", TensorForm("float", ("a", 2, "b"))))),
-    CallForm("Net", (("x", TensorForm("bool", ("a",))),), ((">", ("%", ("*", "a", 3), 4), 0),)),
-    CallForm("Net", tuple((f"v{i}", Constant(v)) for i, v in enumerate(
-        (None, True, 0, -3, 1.5, -2e-05, float("inf"), "it's \" if x else y\n")))),
-    CallForm("Net", (
-        ("pair", Items("tuple", (TensorForm("float", ("a",)),))),
-        ("both", Items("list", (Constant(None), Items("tuple", ())))),
-        ("batch", Items("dict", (TensorForm("complex", (2, "a")),), ("a b",))),
-    ), (("or", ("==", ("-", "a", 1), ("min", "a", 9)), ("<=", ("//", "a", 2), ("max", "a", 3))),
-        ("!=", "a", 4))),
-]  # fmt: skip
+FORMS = {
+    "Net()": CallForm("Net", ()),
+    "Net(int[()], x=float[a, 2, b])": CallForm(
+        "Net", (("*0", TensorForm("int", ())), ("x", TensorForm("float", ("a", 2, "b"))))
+    ),
+    "Net(x=bool[a]) if a * 3 % 4 > 0": CallForm(
+        "Net", (("x", TensorForm("bool", ("a",))),), ("a * 3 % 4 > 0",)
+    ),
+    r"""Net(v0=None, v1=True, v2=0, v3=-3, v4=1.5, v5=inf, v6="it's \" if x\n")""": CallForm(
+        "Net",
+        tuple(
+            (f"v{i}", Constant(value))
+            for i, value in enumerate((None, True, 0, -3, 1.5, float("inf"), "it's \" if x\n"))
+        ),
+    ),
+    'Net(pair=(float[a],), both=[None, ()], batch={"a b": complex[2, a]}, cache=Cache(seen=a)) '
+    "if (a - 1 == min(a, 9) or a // 2 <= max(a, 3)) and a != 4": CallForm(
+        "Net",
+        (
+            ("pair", Items("tuple", (TensorForm("float", ("a",)),))),
+            ("both", Items("list", (Constant(None), Items("tuple", ())))),
+            ("batch", Items("dict", (TensorForm("complex", (2, "a")),), ("a b",))),
+            ("cache", Items("Cache", (Length("a"),), ("seen",))),
+        ),
+        ("a - 1 == min(a, 9) or a // 2 <= max(a, 3)", "a != 4"),
+    ),
+}
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_form_survives_writing_and_reading(form: CallForm) -> None:
-    assert call_text.from_text(call_text.to_text(form)) == form
+@pytest.mark.parametrize(("text", "form"), FORMS.items(), ids=range(len(FORMS)))
+def test_a_form_survives_writing_and_reading(text: str, form: CallForm) -> None:
+    assert call_text.to_text(form) == text
+    stored = json.loads(json.dumps(schema.plain(form)))
+    assert schema.read(CallForm, stored) == form
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "", "1", "Net", "Net(x=y)", "Net(x=float)", "Net(x=float[1.5])", "Net(**x)", "a.b(x=1)",
-        "Net(x=float[a]) if b > 1 else LayerNorm", "Net(x=float[a]) if a.b else LayerNorm",
-        "Net(x=float[a]) if a // a > 1 else LayerNorm", "Net(x=quiet[a])", "Net(x={1: 2})",
-        "Net(x=float[a]) if a % 0 == 1 else LayerNorm", "Net(x=float[a]) if f(a) else LayerNorm",
-        "Net(" + "(" * 5000, "Net(x=" + "1" * 50_000 + ")", "Net(x=float[a]) if a ** a else B",
+        "", "a.b", "f(a)", "a ** a", "a if a else a", "a = 1", "min(a)", "max(a, key=a)", "'a' < 1",
+        "a < 1 < 2", "1.5 * a > 1", "(" * 1000, "-" * 1999 + "a", "1" * 5000, "a[0]", "not a",
+        "a\0",
     ],
 )  # fmt: skip
-def test_other_text_is_no_form(text: str) -> None:
-    with pytest.raises(ValueError, match=r"call|form|size|argument"):
-        call_text.from_text(text)
+def test_other_text_is_no_condition(text: str) -> None:
+    with pytest.raises(ValueError, match=r"condition|nested"):
+        require_condition(text)
+
+
+def test_a_condition_that_divides_by_zero_does_not_hold() -> None:
+    condition = require_condition("a % (b - 1) == 0")
+    assert condition == "a % (b - 1) == 0"
+    assert holds(condition, {"a": 4, "b": 3})
+    assert not holds(condition, {"a": 5, "b": 3}) and not holds(condition, {"a": 4, "b": 1})
 
 
 # Custom code on disk.
@@ -684,12 +708,13 @@ def test_a_config_that_says_something_else_is_refused(tmp_path: Path) -> None:
     calls = read_marker(config).covered
     assert calls is not None and any(form.owner == "OwnModel" for form in calls.forms)
     entry = config["enjoyln"]
-    assert "OwnModel(input_ids=int[a, b])" in entry["calls"]["proven"]
-
-    broken = {**entry, "calls": {**entry["calls"], "proven": ["OwnModel(x)"]}}
-    broken["proof"] = proof_of(broken)
-    with pytest.raises(BadCheckpoint, match="malformed: calls.proven: x is no form of an argument"):
-        read_marker({"enjoyln": broken})
+    form = {"owner": "OwnModel", "arguments": [["input_ids", {"kind": "int", "sizes": ["a", "b"]}]]}
+    assert form in entry["covered"]["forms"]
+    for condition, wrong in (("a.b", "a.b is no condition on sizes"), ("c > 1", "c > 1 is a")):
+        broken = {**entry, "covered": {"forms": [{**form, "conditions": [condition]}]}}
+        broken["proof"] = proof_of(broken)
+        with pytest.raises(BadCheckpoint, match=rf"malformed: covered.forms\[0\].*: {wrong}"):
+            read_marker({"enjoyln": broken})
 
 
 # Classes of transformers.

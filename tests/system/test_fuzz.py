@@ -269,7 +269,16 @@ MARKER = {
     "untied": {"lm_head.weight": "transformer.wte.weight"},
     "entry_inputs": ["inputs_embeds"],
     "unproven": [],
-    "calls": {"proven": ["Net(x=float[a, b, 16])"], "attributes": {"Net": {"flag": False}}},
+    "covered": {
+        "forms": [
+            {
+                "owner": "Net",
+                "arguments": [["x", {"kind": "float", "sizes": ["a", "b", 16]}]],
+                "conditions": ["b <= 64"],
+            }
+        ],
+        "attributes": [["Net", "flag", False]],
+    },
     "tool": "enjoyln 0.1.0",
 }
 

@@ -64,8 +64,8 @@ REPEATED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "centered": lambda entry: entry.update(centered=entry["centered"] * MANY),
     "parameters": lambda entry: entry["centered"][0].update(parameters=["wte.weight"] * MANY),
     "units": lambda entry: entry.update(units=[UNITS] * MANY),
-    "proven": lambda entry: entry.update(
-        calls={"proven": ["Net(x=float[a, 16])"] * MANY, "attributes": {}}
+    "forms": lambda entry: entry.update(
+        covered={"forms": [{"owner": "Net", "arguments": [["x", {"value": 1}]]}] * MANY}
     ),
 }
 

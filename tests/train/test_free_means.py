@@ -223,7 +223,7 @@ def test_calls_with_labels_return_a_loss(name: str, config: Any) -> None:
 
 def test_examples_of_covered_calls_meet_their_conditions() -> None:
     x, mask = TensorForm("float", ("a", "b", 5)), TensorForm("bool", ("a", "b"))
-    conditions = ((">", "a", 5), ("==", ("%", "b", 4), 0))
+    conditions = ("a > 5", "b % 4 == 0")
     pair = CallForm("Net", (("x", Items("tuple", (x, mask))),), conditions)
     cache = CallForm("Net", (("cache", Items("DynamicCache", ())),))
     net = Net()
@@ -233,6 +233,6 @@ def test_examples_of_covered_calls_meet_their_conditions() -> None:
     assert len(found) > 5 and found.shape[1] % 4 == 0
     with pytest.raises(UnsupportedModel, match="covers no call"):
         covered_examples(net, CoveredCalls((cache,)))
-    never = CallForm("Net", (("x", x),), (("<", "a", 0),))
+    never = CallForm("Net", (("x", x),), ("a < 0",))
     with pytest.raises(UnsupportedModel, match=r"no example inputs .*Net\(x=float\[a, b, 5\]\)"):
         covered_examples(net, CoveredCalls((never,)))
