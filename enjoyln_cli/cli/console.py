@@ -47,6 +47,14 @@ WORST = 3
 """How many of the largest input means of RMSNorms are shown."""
 
 
+def _table(*heads: str) -> Table:
+    """A table whose columns but the first are aligned to the right."""
+    table = Table()
+    for head in heads:
+        table.add_column(head, justify="right" if table.columns else "left", overflow="fold")
+    return table
+
+
 def _show(table: Table) -> None:
     """Print a table whose words are whole, except for those of the first column.
 
@@ -103,11 +111,8 @@ def write_reports(reports: Sequence[ModelReport]) -> None:
 def _write_counts(reports: Sequence[ModelReport]) -> None:
     options = list(dict.fromkeys(name for report in reports for name in report.options))
     has_paper = any(report.paper is not None for report in reports)
-    table = Table()
-    table.add_column("model", overflow="fold")
-    heads = [*COLUMNS.values(), *(f"with --{name}" for name in options)]
-    for head in [*heads, *["paper's Algorithm 1"] * has_paper]:
-        table.add_column(head, justify="right", overflow="fold")
+    heads = ["model", *COLUMNS.values(), *(f"with --{name}" for name in options)]
+    table = _table(*heads, *["paper's Algorithm 1"] * has_paper)
     for report in reports:
         numbers = [getattr(report.counts, field) for field in COLUMNS]
         numbers += [counts_of(report.options[name]).in_weights_alone for name in options]
@@ -237,9 +242,7 @@ MEASURED = {
 
 def write_quantised(found: Quantised) -> None:
     """Print the candidates, what was chosen, and how far the result is from the original."""
-    table = Table("candidate", "KL divergence", "top-1 agreement", "error", "size")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = _table("candidate", "KL divergence", "top-1 agreement", "error", "size")
     for one in found.candidates:
         style = "green" if one.name == found.chosen else ""
         measured = (one.differences.kl, one.differences.top1, one.differences.error)
@@ -248,9 +251,7 @@ def write_quantised(found: Quantised) -> None:
     as_original = "; no other form is clearly better" if found.chosen == "original" else ""
     say(f"wrote {found.scheme} as {found.format} to {found.out}: {found.chosen}{as_original}")
     say(f"on the other half of the data ({counted(found.inputs, 'input')}):")
-    table = Table("", "quantised", "original, quantised", "float32")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = _table("", "quantised", "original, quantised", "float32")
     for name, label in MEASURED.items():
         values = [getattr(found.held_out, name), getattr(found.plain, name)]
         exact = number(found.perplexity) if name == "perplexity" else ""
@@ -271,9 +272,7 @@ def write_quantised(found: Quantised) -> None:
 
 def write_quantised_check(found: QuantisedCheck) -> None:
     """Print how far a quantised result is from the original on the user's data."""
-    table = Table("", "quantised", "float32")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = _table("", "quantised", "float32")
     for name, label in MEASURED.items():
         value = getattr(found.differences, name)
         exact = number(found.perplexity) if name == "perplexity" else ""
@@ -311,9 +310,7 @@ def write_bench(found: Bench) -> None:
     """Print the speed of each model in every case, the verdicts, and the cases left out."""
     from enjoyln_cli.benchmark.baselines import LABELS
 
-    table = Table("case", *LABELS.values())
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = _table("case", *LABELS.values())
     for row in found.rows:
         others = (f"{row.faster(name).median:.3f}x" for name in list(LABELS)[1:])
         table.add_row(row.case, f"{row.median_ms('original'):.4g} ms", *others)
@@ -346,8 +343,7 @@ def write_push(found: Upload) -> None:
         say(f"pushed {upload_line(found)}", "green")
         say(found.url)
         return
-    table = Table("file", "size")
-    table.columns[1].justify = "right"
+    table = _table("file", "size")
     for file in found.files:
         table.add_row(file.name, size(file.size))
     _show(table)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from enjoyln_cli.cli.options import (
     OLD_FOLDER,
     WRITING,
     Options,
+    all_of,
     checking_options,
     data_options,
     hub_options,
@@ -38,76 +38,63 @@ from enjoyln_cli.cli.options import (
 from enjoyln_cli.cli.push_command import push_after
 from enjoyln_cli.rewrite import processes
 
-Command = Callable[..., Any]
+conversion_options = all_of(
+    hub_options,
+    json_option,
+    quiet_option,
+    push_options,
+    click.option(
+        "--push-to-hub",
+        "repo_id",
+        metavar="REPO_ID",
+        help="Then upload OUT to this repository.",
+    ),
+    click.option("--resume", is_flag=True, help="Continue an interrupted run, if there is one."),
+    click.option("--force", is_flag=True, help="Replace OUT if it exists."),
+    checking_options(60),
+    click.option("--no-verify", "verify", flag_value=False, default=True, help="Skip the check."),
+    click.option("--dry-run", is_flag=True, help="Show the plan and the sizes; write nothing."),
+    click.option(
+        "--stream",
+        is_flag=True,
+        help="Download, convert and delete one file at a time; not verified.",
+    ),
+    click.option(
+        "--allow-nonfinite",
+        is_flag=True,
+        help="Accept weights with NaN or Inf; the edits spread them within a tensor.",
+    ),
+    click.option(
+        "--jobs",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Parallel workers (default: number of cores).",
+    ),
+    click.option(
+        "--max-shard-size",
+        callback=parse_size,
+        metavar="SIZE",
+        help="Re-shard into files of at most this size, such as 5GB.",
+    ),
+    click.option(
+        "--dtype", type=DTYPES, help="Also convert all floating-point weights to this dtype."
+    ),
+)
+"""The options of a command that writes a converted checkpoint."""
 
 
-def conversion_options(command: Command) -> Command:
-    """Add the argument and options of a command that writes a converted checkpoint."""
-    for option in (
-        hub_options,
-        json_option,
-        quiet_option,
-        push_options,
-        click.option(
-            "--push-to-hub",
-            "repo_id",
-            metavar="REPO_ID",
-            help="Then upload OUT to this repository.",
-        ),
-        click.option(
-            "--resume", is_flag=True, help="Continue an interrupted run, if there is one."
-        ),
-        click.option("--force", is_flag=True, help="Replace OUT if it exists."),
-        checking_options(60),
-        click.option(
-            "--no-verify", "verify", flag_value=False, default=True, help="Skip the check."
-        ),
-        click.option("--dry-run", is_flag=True, help="Show the plan and the sizes; write nothing."),
-        click.option(
-            "--stream",
-            is_flag=True,
-            help="Download, convert and delete one file at a time; not verified.",
-        ),
-        click.option(
-            "--allow-nonfinite",
-            is_flag=True,
-            help="Accept weights with NaN or Inf; the edits spread them within a tensor.",
-        ),
-        click.option(
-            "--jobs",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="Parallel workers (default: number of cores).",
-        ),
-        click.option(
-            "--max-shard-size",
-            callback=parse_size,
-            metavar="SIZE",
-            help="Re-shard into files of at most this size, such as 5GB.",
-        ),
-        click.option(
-            "--dtype", type=DTYPES, help="Also convert all floating-point weights to this dtype."
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-def model_options(command: Command) -> Command:
-    """Add MODEL, OUT, and the options for what is proven about MODEL."""
-    for option in (
-        outputs_option,
-        model_class_option,
-        click.option(
-            "--recipe",
-            type=FILE,
-            help="Make only the edits of this recipe; refused if one is not proven.",
-        ),
-        click.option("-o", "--out", type=FOLDER, help="New directory for the result."),
-        click.argument("model", shell_complete=help.folders),
-    ):
-        command = option(command)
-    return command
+model_options = all_of(
+    outputs_option,
+    model_class_option,
+    click.option(
+        "--recipe",
+        type=FILE,
+        help="Make only the edits of this recipe; refused if one is not proven.",
+    ),
+    click.option("-o", "--out", type=FOLDER, help="New directory for the result."),
+    click.argument("model", shell_complete=help.folders),
+)
+"""MODEL, OUT, and the options for what is proven about MODEL."""
 
 
 @help.command()

@@ -91,30 +91,50 @@ def parse_size(ctx: click.Context, parameter: click.Parameter, value: str | None
     return int(nbytes)
 
 
-def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the Hub's options. All options for opening a model are passed as ``opening``."""
+Command = Callable[..., Any]
+Decorator = Callable[[Command], Command]
 
-    @functools.wraps(command)
-    def gathered(**options: Any) -> Any:
-        opening = {name: options.pop(name) for name in OPENING_FIELDS if name in options}
-        token, cache_dir = options.pop("token"), options.pop("cache_dir")
-        opening["access"] = HubAccess(token=token, cache_dir=cache_dir)
-        allowed = {name: options.pop(name) for name in PLAN_FIELDS if name in options}
-        if allowed:
-            opening["options"] = checked_plan_options(**allowed)
-        return command(opening=opening, **options)
 
-    wrapped: Callable[..., Any] = gathered
-    for option in (
-        click.option("--trust-remote-code", is_flag=True, help="Run code that comes with MODEL."),
-        click.option(
-            "--cache-dir", type=FOLDER, metavar="DIR", help="Where files from the Hub are stored."
-        ),
-        click.option("--token", metavar="TOKEN", help="Hub token, for gated and private models."),
-        click.option("--revision", metavar="REV", help="Branch, tag or commit on the Hub."),
-    ):
-        wrapped = option(wrapped)
-    return wrapped
+def all_of(*decorators: Decorator) -> Decorator:
+    """A decorator that adds several options; help shows the last one first."""
+
+    def add(command: Command) -> Command:
+        for decorator in decorators:
+            command = decorator(command)
+        return command
+
+    return add
+
+
+def gathered(change: Callable[[Options], Options]) -> Decorator:
+    """A decorator for a command that takes what ``change`` makes of its options."""
+
+    def decorate(command: Command) -> Command:
+        return functools.wraps(command)(lambda **options: command(**change(options)))
+
+    return decorate
+
+
+def _gather_opening(options: Options) -> Options:
+    opening = {name: options.pop(name) for name in OPENING_FIELDS if name in options}
+    token, cache_dir = options.pop("token"), options.pop("cache_dir")
+    opening["access"] = HubAccess(token=token, cache_dir=cache_dir)
+    allowed = {name: options.pop(name) for name in PLAN_FIELDS if name in options}
+    if allowed:
+        opening["options"] = checked_plan_options(**allowed)
+    return {"opening": opening, **options}
+
+
+hub_options = all_of(
+    gathered(_gather_opening),
+    click.option("--trust-remote-code", is_flag=True, help="Run code that comes with MODEL."),
+    click.option(
+        "--cache-dir", type=FOLDER, metavar="DIR", help="Where files from the Hub are stored."
+    ),
+    click.option("--token", metavar="TOKEN", help="Hub token, for gated and private models."),
+    click.option("--revision", metavar="REV", help="Branch, tag or commit on the Hub."),
+)
+"""The Hub's options. All options for opening a model are passed as ``opening``."""
 
 
 def checked_plan_options(
@@ -153,54 +173,46 @@ untie_option = click.option(
 )
 
 
-def rotation_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options for how a model is rotated."""
-    for option in (
-        click.option(
-            "--values/--no-values",
-            default=True,
-            help="Also turn the values of each attention head (default: yes).",
-        ),
-        click.option(
-            "--matrix", type=FILE, help="Turn by the matrices of this file, such as learned ones."
-        ),
-        click.option(
-            "--seed", type=int, metavar="N", help="Seed of the random matrix (default: 0)."
-        ),
-    ):
-        command = option(command)
-    return command
+rotation_options = all_of(
+    click.option(
+        "--values/--no-values",
+        default=True,
+        help="Also turn the values of each attention head (default: yes).",
+    ),
+    click.option(
+        "--matrix", type=FILE, help="Turn by the matrices of this file, such as learned ones."
+    ),
+    click.option("--seed", type=int, metavar="N", help="Seed of the random matrix (default: 0)."),
+)
+"""The options for how a model is rotated."""
 
 
-def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options for what a plan may change besides centring."""
-    command = rotation_options(command)
-    for option in (
-        click.option(
-            "--rotate",
-            is_flag=True,
-            help="Also turn the features by an orthogonal matrix, for quantisation.",
-        ),
-        untie_option,
-        click.option(
-            "--merge",
-            type=click.Choice(["bias", "affine"]),
-            help="Merge norm biases (or weights and biases) into the next linear layers.",
-        ),
-        click.option(
-            "--widen-to",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="Round the number of hidden units up to a multiple of N (default: 8).",
-        ),
-        click.option(
-            "--widen-mlp",
-            is_flag=True,
-            help="Add a few hidden units to each MLP so that more norms convert.",
-        ),
-    ):
-        command = option(command)
-    return command
+plan_options = all_of(
+    rotation_options,
+    click.option(
+        "--rotate",
+        is_flag=True,
+        help="Also turn the features by an orthogonal matrix, for quantisation.",
+    ),
+    untie_option,
+    click.option(
+        "--merge",
+        type=click.Choice(["bias", "affine"]),
+        help="Merge norm biases (or weights and biases) into the next linear layers.",
+    ),
+    click.option(
+        "--widen-to",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Round the number of hidden units up to a multiple of N (default: 8).",
+    ),
+    click.option(
+        "--widen-mlp",
+        is_flag=True,
+        help="Add a few hidden units to each MLP so that more norms convert.",
+    ),
+)
+"""The options for what a plan may change besides centring."""
 
 
 def parse_numbers(
@@ -229,60 +241,56 @@ def parse_modes(ctx: click.Context, parameter: click.Parameter, value: str) -> N
     return found
 
 
-def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of ``bench``, passed as ``asked``: the fields of ``BenchOptions``."""
+def _gather_bench(options: Options) -> Options:
+    asked = {name: options.pop(name) for name in BENCH_FIELDS}
+    rows, lengths = options.pop("batch_sizes"), options.pop("seq_lens")
+    asked["seconds"] = asked["seconds"] or SECONDS
+    if rows or lengths:
+        asked["pairs"] = tuple(product(rows or GRID_ROWS[:1], lengths or GRID_LENGTHS[:1]))
+    return {"asked": asked, **options}
 
-    @functools.wraps(command)
-    def gathered(**options: Any) -> Any:
-        asked = {name: options.pop(name) for name in BENCH_FIELDS}
-        rows, lengths = options.pop("batch_sizes"), options.pop("seq_lens")
-        asked["seconds"] = asked["seconds"] or SECONDS
-        if rows or lengths:
-            asked["pairs"] = tuple(product(rows or GRID_ROWS[:1], lengths or GRID_LENGTHS[:1]))
-        return command(asked=asked, **options)
 
-    wrapped: Callable[..., Any] = gathered
-    for option in (
-        click.option(
-            "--seconds",
-            type=POSITIVE,
-            metavar="S",
-            help="Time for the whole run; what does not fit is left out (default: 120).",
-        ),
-        click.option(
-            "--repeats",
-            type=click.IntRange(min=1),
-            metavar="N",
-            default=15,
-            show_default=True,
-            help="Number of rounds, fewer if time is short; each model runs once per round.",
-        ),
-        click.option(
-            "--mode",
-            "modes",
-            callback=parse_modes,
-            default="eager",
-            show_default=True,
-            metavar="MODES",
-            help=f"How the models run: {', '.join(MODES)}.",
-        ),
-        click.option(
-            "--seq-len",
-            "seq_lens",
-            callback=parse_numbers,
-            metavar="NUMBERS",
-            help="Tokens in a row, such as 128,512 (default: what the time allows).",
-        ),
-        click.option(
-            "--batch-size",
-            "batch_sizes",
-            callback=parse_numbers,
-            metavar="NUMBERS",
-            help="Batch sizes, such as 1,8 (default: what the time allows).",
-        ),
-    ):
-        wrapped = option(wrapped)
-    return wrapped
+bench_options = all_of(
+    gathered(_gather_bench),
+    click.option(
+        "--seconds",
+        type=POSITIVE,
+        metavar="S",
+        help="Time for the whole run; what does not fit is left out (default: 120).",
+    ),
+    click.option(
+        "--repeats",
+        type=click.IntRange(min=1),
+        metavar="N",
+        default=15,
+        show_default=True,
+        help="Number of rounds, fewer if time is short; each model runs once per round.",
+    ),
+    click.option(
+        "--mode",
+        "modes",
+        callback=parse_modes,
+        default="eager",
+        show_default=True,
+        metavar="MODES",
+        help=f"How the models run: {', '.join(MODES)}.",
+    ),
+    click.option(
+        "--seq-len",
+        "seq_lens",
+        callback=parse_numbers,
+        metavar="NUMBERS",
+        help="Tokens in a row, such as 128,512 (default: what the time allows).",
+    ),
+    click.option(
+        "--batch-size",
+        "batch_sizes",
+        callback=parse_numbers,
+        metavar="NUMBERS",
+        help="Batch sizes, such as 1,8 (default: what the time allows).",
+    ),
+)
+"""The options of ``bench``, passed as ``asked``: the fields of ``BenchOptions``."""
 
 
 def parse_samples(
@@ -303,92 +311,76 @@ def parse_samples(
     return number
 
 
-def checking_options(seconds: float | None) -> Callable[..., Any]:
-    """Add the options that limit a check; ``seconds`` is the default time."""
+def checking_options(seconds: float | None) -> Decorator:
+    """The options that limit a check; ``seconds`` is the default time."""
     default = "no limit" if seconds is None else f"about {seconds:g}"
-
-    def options(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in (
-            click.option(
-                "--seconds",
-                type=POSITIVE,
-                metavar="S",
-                help=f"Time for the check; fewer inputs run if it is short (default: {default}).",
-            ),
-            click.option(
-                "--samples",
-                callback=parse_samples,
-                metavar="N|FILE",
-                help="Run on N inputs, or on a FILE of texts, one on each line.",
-            ),
-        ):
-            command = option(command)
-        return command
-
-    return options
-
-
-def data_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options for the user's own inputs, gathered as ``data``; at most one is given."""
-
-    @functools.wraps(command)
-    def gathered(**options: Any) -> Any:
-        data = {name: options.pop(name) for name in ("text", "images", "audio", "tokens")}
-        return command(data=data, **options)
-
-    wrapped: Callable[..., Any] = gathered
-    for option in (
-        click.option("--tokens", type=FILE, help="Token ids: a JSON list of them on each line."),
-        click.option("--audio", type=OLD_FOLDER, metavar="DIR", help="Directory of recordings."),
+    return all_of(
         click.option(
-            "--image",
-            "images",
-            type=click.Path(exists=True, path_type=Path),
-            multiple=True,
-            metavar="FILE|DIR",
-            help="Image, or directory of images; may be repeated.",
-        ),
-        click.option("--text", type=FILE, help="Running text; a language model is scored on it."),
-    ):
-        wrapped = option(wrapped)
-    return wrapped
-
-
-def placing_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options for where weights are while a model runs, named as in ``from_pretrained``."""
-    for option in (
-        click.option(
-            "--max-memory",
-            callback=parse_size,
-            metavar="SIZE",
-            help="Memory limit of the process, such as 8GB (default: all free memory).",
+            "--seconds",
+            type=POSITIVE,
+            metavar="S",
+            help=f"Time for the check; fewer inputs run if it is short (default: {default}).",
         ),
         click.option(
-            "--device-map",
-            type=click.Choice(["auto", "cpu", "disk"]),
-            default="auto",
-            show_default=True,
-            help="Weights in memory: as many as fit (auto), all (cpu), none (disk).",
+            "--samples",
+            callback=parse_samples,
+            metavar="N|FILE",
+            help="Run on N inputs, or on a FILE of texts, one on each line.",
         ),
-    ):
-        command = option(command)
-    return command
+    )
 
 
-def push_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options for creating a repository and committing, named as in ``hf upload``."""
-    for option in (
-        click.option("--yes", "-y", is_flag=True, help="Push without asking."),
-        click.option("--commit-message", metavar="TEXT", help="First line of the commit."),
-        click.option("--create-pr", is_flag=True, help="Push as a pull request."),
-        click.option(
-            "--private/--no-private",
-            default=None,
-            help="Visibility of a new repository (default: public).",
-        ),
-    ):
-        command = option(command)
-    return command
+def _gather_data(options: Options) -> Options:
+    data = {name: options.pop(name) for name in ("text", "images", "audio", "tokens")}
+    return {"data": data, **options}
+
+
+data_options = all_of(
+    gathered(_gather_data),
+    click.option("--tokens", type=FILE, help="Token ids: a JSON list of them on each line."),
+    click.option("--audio", type=OLD_FOLDER, metavar="DIR", help="Directory of recordings."),
+    click.option(
+        "--image",
+        "images",
+        type=click.Path(exists=True, path_type=Path),
+        multiple=True,
+        metavar="FILE|DIR",
+        help="Image, or directory of images; may be repeated.",
+    ),
+    click.option("--text", type=FILE, help="Running text; a language model is scored on it."),
+)
+"""The options for the user's own inputs, passed as ``data``; at most one is given."""
+
+
+placing_options = all_of(
+    click.option(
+        "--max-memory",
+        callback=parse_size,
+        metavar="SIZE",
+        help="Memory limit of the process, such as 8GB (default: all free memory).",
+    ),
+    click.option(
+        "--device-map",
+        type=click.Choice(["auto", "cpu", "disk"]),
+        default="auto",
+        show_default=True,
+        help="Weights in memory: as many as fit (auto), all (cpu), none (disk).",
+    ),
+)
+"""The options for where weights are while a model runs, named as in ``from_pretrained``."""
+
+
+push_options = all_of(
+    click.option("--yes", "-y", is_flag=True, help="Push without asking."),
+    click.option("--commit-message", metavar="TEXT", help="First line of the commit."),
+    click.option("--create-pr", is_flag=True, help="Push as a pull request."),
+    click.option(
+        "--private/--no-private",
+        default=None,
+        help="Visibility of a new repository (default: public).",
+    ),
+)
+"""The options for creating a repository and committing, named as in ``hf upload``."""
 
 
 def refuse_push_options(options: Options) -> None:
