@@ -17,7 +17,7 @@ from rich.tree import Tree as RichTree
 
 from enjoyln_cli.cli.output_lines import console, say
 from enjoyln_cli.report.layer_names import compact
-from enjoyln_cli.report.model_report import ModelReport, counts_of
+from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import counts, notes
 from enjoyln_cli.report.verification_table import (
     Texts,
@@ -109,20 +109,15 @@ def write_reports(reports: Sequence[ModelReport]) -> None:
 
 
 def _write_counts(reports: Sequence[ModelReport]) -> None:
-    options = list(dict.fromkeys(name for report in reports for name in report.options))
     has_paper = any(report.paper is not None for report in reports)
-    heads = ["model", *COLUMNS.values(), *(f"with --{name}" for name in options)]
-    table = _table(*heads, *["paper's Algorithm 1"] * has_paper)
+    table = _table("model", *COLUMNS.values(), *["paper's Algorithm 1"] * has_paper)
     for report in reports:
         numbers = [getattr(report.counts, field) for field in COLUMNS]
-        numbers += [counts_of(report.options[name]).in_weights_alone for name in options]
         numbers += [len(report.paper or ())] * has_paper
         layernorms, folded, *others = (f"{number:,}" for number in numbers)
         style = _colour(len(report.plan.folded), len(report.plan.norms))
         table.add_row(report.model, layernorms, Text(folded, style=style), *others)
     _show(table)
-    if options:
-        say("with an option: how many become RMSNorm without an added mean subtraction", "dim")
     if has_paper:
         say("paper's Algorithm 1: as printed; never used to convert", "dim")
 

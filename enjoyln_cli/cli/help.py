@@ -46,7 +46,7 @@ GROUPS = {
         "run_dtype",
         "device",
     ),
-    "Printing": ("as_json", "quiet", "paper", "options", "why", "picture", "save"),
+    "Printing": ("as_json", "quiet", "paper", "why", "picture", "save"),
 }
 """Sections of the help to the parameters in each; all other options come first."""
 
@@ -55,7 +55,7 @@ EXAMPLES = {
         "enjoyln report gpt2",
         "enjoyln report gpt2 --why transformer.ln_f",
         "enjoyln report gpt2 --save gpt2.svg",
-        "enjoyln report --model-type bert --options",
+        "enjoyln report --model-type bert --widen-mlp",
     ),
     "fold": (
         "enjoyln fold gpt2 -o gpt2-rms",

@@ -31,7 +31,6 @@ from enjoyln_cli.fs.staging import check_file, write_file
     "--why", metavar="NORM", help="Show why this norm becomes RMSNorm or stays LayerNorm."
 )
 @click.option("--paper", is_flag=True, help="Add the count of Algorithm 1 of the Enjoy-LN paper.")
-@click.option("--options", is_flag=True, help="Add the counts with --widen-mlp and with --untie.")
 @model_class_option
 @outputs_option
 @plan_options
@@ -102,7 +101,7 @@ def report(
             return
         found, failed = _inspect_all(names, bool(types), opening, watch.event)
         if not (save or why or show["picture"]):
-            reports = [one.report(show["paper"], show["options"]) for one in found]
+            reports = [inspection.report(show["paper"]) for inspection in found]
     if show["picture"]:
         _draw(names[0], found[0].analysis, show["picture"], why)
     elif why:

@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
     from enjoyln_cli.analysis.analyze import Analysis
     from enjoyln_cli.calls.calls import ExampleCalls
-    from enjoyln_cli.plan.plan import Plan
-
-OPTIONS: dict[str, dict[str, Any]] = {"widen-mlp": {"widen_mlp": True}, "untie": {"untie": True}}
-"""Columns that a report can add: from a column's name to the options of its plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,29 +65,15 @@ class Inspection:
     analysis: Analysis
     options: Options = PLAIN
 
-    def report(self, paper: bool = False, options: bool = False) -> ModelReport:
-        """The report; on request with the paper's norms, or with the plan for each option."""
-        found = self.analysis
-        allowed = {
-            name: _plan_under(found, replace(self.options, **setting))
-            for name, setting in (OPTIONS if options else {}).items()
-        }
+    def report(self, paper: bool = False) -> ModelReport:
+        """The report; on request with the norms that the paper's algorithm would convert."""
         return ModelReport(
             self.name,
-            found.plan,
-            found.paper if paper else None,
-            found.gains(),
-            allowed,
-            () if options else suggestions(found, self.options),
+            self.analysis.plan,
+            self.analysis.paper if paper else None,
+            self.analysis.gains(),
+            suggestions(self.analysis, self.options),
         )
-
-
-def _plan_under(found: Analysis, options: Options) -> Plan:
-    """The plan with other options; the plan as it is if the model does not support them."""
-    try:
-        return found.under(options).plan
-    except UnsupportedModel:
-        return found.plan
 
 
 def analyze(

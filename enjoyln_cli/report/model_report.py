@@ -5,8 +5,8 @@ Nothing is decided or measured here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +62,6 @@ class ModelReport:
     """The norms that the paper's Algorithm 1 would convert, if they are to be shown."""
     gains: Sequence[OutputGain] = ()
     """Norms that could be converted too if some outputs may change."""
-    options: Mapping[str, Plan] = field(default_factory=dict)
-    """From the name of an option to the plan with this option added."""
     suggestions: Sequence[Suggestion] = ()
     """Options of ``fold`` that convert more norms."""
 
@@ -89,6 +87,5 @@ class ModelReport:
                 "gains": self.gains,
                 "suggestions": self.suggestions,
                 **({} if self.paper is None else {"paper": self.paper}),
-                "options": {name: vars(counts_of(plan)) for name, plan in self.options.items()},
             }
         )

@@ -28,7 +28,7 @@ from enjoyln_cli.analysis.untying import apart
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.conversion.fold import convert, prepare
-from enjoyln_cli.conversion.inspect import Inspection, Opening
+from enjoyln_cli.conversion.inspect import Opening
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, RecipeError, UnsupportedModel
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.recipe.compare import differences
@@ -471,16 +471,6 @@ def test_the_command_line_says_what_is_untied_and_what_it_costs() -> None:
     assert f"{size // 4:,} parameters more than the original" in counted
     why = good("report", source, "--untie", "--why", "transformer.h.0.ln_1")
     assert "transformer.wte.weight (dimension 1, 96 elements): centred in the weights" in why
-
-
-@pytest.mark.slow
-def test_a_report_of_options_shows_the_gain_in_the_weights() -> None:
-    counts = json.loads(good("report", CHECKPOINTS / "gpt2", "--options", "--json"))
-    assert counts["become_rmsnorm"] == counts["options"]["untie"]["in_weights_alone"] == 7
-    always = tf.ViltConfig(**SMALL, intermediate_size=40, image_size=16, patch_size=8)
-    found = Inspection("x", always, analyze_config(always, model_class="ViltForMaskedLM"))
-    shown = found.report(options=True).to_json()
-    assert shown["options"]["untie"]["become_rmsnorm"] == shown["become_rmsnorm"]
 
 
 def test_the_report_counts_the_copy() -> None:

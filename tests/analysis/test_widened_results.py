@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -453,24 +452,6 @@ def test_a_dry_run_knows_the_size(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert rows[1]["bytes_written"] - rows[0]["bytes_written"] == 3 * 8 * (2 * 80 + 1) * 4
     assert "3 MLPs widened" in enjoyln("fold", SOURCE, "--dry-run", "--widen-mlp").stdout
-
-
-@pytest.mark.slow
-def test_a_report_of_what_options_gain() -> None:
-    alone = ("report", SOURCE, "--model-class", "BertModel")
-    found = json.loads(enjoyln(*alone, "--options", "--json").stdout)
-    assert found["become_rmsnorm"] == 1
-    gained = found["options"]["widen-mlp"]
-    assert (gained["become_rmsnorm"], gained["in_weights_alone"]) == (4, 4)
-    assert (gained["with_added_subtraction"], gained["added_subtractions"]) == (0, 0)
-    assert json.loads(enjoyln(*alone, "--json").stdout)["options"] == {}
-    shown = enjoyln(*alone, "--options").stdout
-    head, row = (re.split("[│┃]", line) for line in shown.splitlines()[1:4:2])
-    numbers = dict(zip(map(str.strip, head), map(str.strip, row), strict=True))
-    assert (numbers["become RMSNorm"], numbers["with --widen-mlp"]) == ("1", "4")
-    assert "with an option: how many become RMSNorm without an added mean subtraction" in " ".join(
-        shown.split()
-    )
 
 
 @pytest.mark.slow

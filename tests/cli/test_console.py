@@ -297,9 +297,8 @@ def test_nothing_of_a_table_is_lost(
 def every_table() -> None:
     """Print each table that a command prints, with the widest columns that it can have."""
     names = ("tests/checkpoints/gpt2", "sentence-transformers/all-mpnet-base-v2")
-    options = {"untie": PLAN, "widen-mlp": PLAN}
-    for more in ({}, {"options": options}, {"options": options, "paper": ("h.0.ln",)}):
-        console.write_reports([ModelReport(name, PLAN, **more) for name in names])
+    for paper in (None, ("h.0.ln",)):
+        console.write_reports([ModelReport(name, PLAN, paper) for name in names])
     rotated = {f"W{bits}A8": {"original": 0.125, "converted": 0.0625} for bits in (4, 8)}
     console.write_verification(replace(CHECKED, quantised=rotated))
     files = tuple(File(name, 10**9) for name in ("config.json", "model.safetensors"))
@@ -346,10 +345,9 @@ PAGE = ROOT / "docs" / "formats.md"
 
 
 def test_every_key_of_a_report_is_documented() -> None:
-    found = ModelReport("m", PLAN, paper=(), options={"untie": PLAN}).to_json()
+    found = ModelReport("m", PLAN, paper=()).to_json()
     page = set(re.findall(r"`(\w+)`", PAGE.read_text(encoding="utf-8")))
-    named = set(found) | set(found["options"]["untie"])
-    named |= {field.name for field in fields(Plan) if field.name != "covered"}
+    named = set(found) | {field.name for field in fields(Plan) if field.name != "covered"}
     assert {"in_weights_alone", "writers", "calls"} <= named
     assert named <= page
 
