@@ -185,29 +185,22 @@ def _missing_edits(chosen: Plan, plan: Plan) -> Iterator[str]:
             )
     centred = {writer.parameter for writer in chosen.writers}
     mlps = {mlp.second.parameter for mlp in chosen.widened}
-    left = {op.module: op.place for op in plan.ops if op not in chosen.ops}
+    ops = {op.module for op in chosen.ops}
     for verdict in chosen.folded:
-        folds = f"folds {verdict.norm}, which needs"
-        for name in verdict.needs:
-            if name not in centred:
-                yield f"{folds} {name} centred; list that under centre, or keep the norm"
-        for name in verdict.mlps:
-            if name not in mlps:
+        for section, needed, listed, edit in (
+            ("centre", verdict.needs, centred, "{} centred"),
+            ("widen", verdict.mlps, mlps, "the MLP of {} to subtract a mean"),
+            ("centring_ops", verdict.ops, ops, "the centring of {}"),
+        ):
+            for name in (name for name in needed if name not in listed):
                 yield (
-                    f"{folds} the MLP of {name} to subtract a mean; "
-                    "list that under widen, or keep the norm"
-                )
-        for name in verdict.ops:
-            if name in left:
-                yield (
-                    f"{folds} the centring of {name} (its {left[name]}); "
-                    "list that under centring_ops, or keep the norm"
+                    f"folds {verdict.norm}, which needs {edit.format(name)}; list that under "
+                    f"{section}, or keep the norm"
                 )
     merged = {merge.norm for merge in chosen.merged}
     for basis in chosen.turned:
-        for name in basis.norms:
-            if name not in merged:
-                yield f"turns {basis.name}, which needs {name} merged; list that under merge"
+        for name in (name for name in basis.norms if name not in merged):
+            yield f"turns {basis.name}, which needs {name} merged; list that under merge"
     scales = {writer.scale for writer in chosen.writers if writer.scale}
     for writer in plan.writers:
         if writer.scale in scales and writer.parameter not in centred:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from enjoyln_cli.plan import schema
 from enjoyln_cli.recipe.model import SECTIONS, Recipe
-from enjoyln_cli.recipe.templates import KEEP
-from enjoyln_cli.recipe.yaml_text import Block, Inline, dump
+from enjoyln_cli.recipe.yaml_text import dump_inline
 
 _HEAD = """\
 # The LayerNorms of {model_type} that become RMSNorm, and the edits that keep the function the same.
@@ -18,20 +18,26 @@ _HEAD = """\
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The canonical text: the same recipe always gives the same bytes."""
-    data = schema.plain(recipe, {"where"})
-    for variant in data["variants"]:
-        variant |= {name: Block(map(_line, variant[name].items())) for name in SECTIONS
-                    if name in variant}  # fmt: skip
-    return _HEAD.format(model_type=recipe.model_type) + dump(data)
+    """The canonical text: the same recipe always gives the same bytes.
+
+    Every name of a variant's sections has a line of its own.
+    """
+    lines = [_HEAD.format(model_type=recipe.model_type)]
+    for key, value in schema.plain(recipe, {"where"}).items():
+        if key != "variants":
+            lines.append(f"{key}: {dump_inline(value)}\n")
+            continue
+        lines.append("variants:\n")
+        for variant in value:
+            for number, (field, data) in enumerate(variant.items()):
+                lines.append(f"{'  ' if number else '- '}{field}:")
+                lines += (
+                    _section(data) if data and field in SECTIONS else [f" {dump_inline(data)}\n"]
+                )
+    return "".join(lines)
 
 
-def _line(item: tuple[str, Any]) -> tuple[str, Any]:
-    """A line that gives a reason or has lines of its own stands on several."""
-    name, data = item
-    if not isinstance(data, dict):
-        return name, data
-    inner = [part for some in data.values() if isinstance(some, list) for part in some]
-    has_lines = any(isinstance(part, dict) for part in (*data.values(), *inner))
-    explains = not data.keys().isdisjoint({KEEP, "reason"})
-    return name, Block(data) if has_lines or explains else Inline(data)
+def _section(edits: Mapping[str, Any]) -> Iterator[str]:
+    yield "\n"
+    for name, edit in edits.items():
+        yield f"    {dump_inline(name)}: {dump_inline(edit)}\n"

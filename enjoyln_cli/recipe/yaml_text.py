@@ -29,32 +29,15 @@ class _Loader(_LOADER):  # type: ignore[misc, valid-type]
     }
 
 
-class Block(dict[str, Any]):
-    """A mapping with one line for each key."""
-
-
-class Inline(dict[str, Any]):
-    """A mapping on one line."""
-
-
 class _Dumper(yaml.SafeDumper):
-    """Plain YAML without anchors; what holds no other mapping or list stands on one line."""
+    """Plain YAML without anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def _mapping(dumper: yaml.SafeDumper, data: Block | Inline) -> yaml.Node:
-    flow = isinstance(data, Inline)
-    return dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=flow)
-
-
-_Dumper.add_representer(Block, _mapping)
-_Dumper.add_representer(Inline, _mapping)
-
-
 def dump(data: Any) -> str:
-    """The YAML text of ``data``; the same data always gives the same text."""
+    """The YAML text of ``data``; what holds no other mapping or list stands on one line."""
     options: dict[str, Any] = {"sort_keys": False, "width": 100, "allow_unicode": True}
     return str(yaml.dump(data, Dumper=_Dumper, default_flow_style=None, **options))
 

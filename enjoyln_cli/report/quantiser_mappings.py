@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from enjoyln_cli.plan.plan import Merge, Plan
-from enjoyln_cli.recipe.yaml_text import Block, dump
+from enjoyln_cli.recipe.yaml_text import dump
 from enjoyln_cli.report.layer_names import compact
 
 HEADER = "# The linear layers that read each norm of {name}, for recipes of llm-compressor.\n"
@@ -106,16 +106,16 @@ def llm_compressor_text(plan: Plan, model: Any) -> str:
         "SmoothQuantModifier": {"mappings": [[list(m.layers), m.norm] for m in smoothed]},
         "AWQModifier": {
             "mappings": [
-                Block(smooth_layer=m.norm, balance_layers=list(m.layers)) for m in smoothed
+                {"smooth_layer": m.norm, "balance_layers": list(m.layers)} for m in smoothed
             ]
         },
         "SpinQuantModifier": {
-            "norm_mappings": [Block(norm=m.norm, linears=list(m.layers)) for m in fused]
+            "norm_mappings": [{"norm": m.norm, "linears": list(m.layers)} for m in fused]
         },
     }
-    taken = {name: Block(section) for name, section in sections.items() if any(section.values())}
+    taken = {name: section for name, section in sections.items() if any(section.values())}
     left = _left_out(plan, model)
-    return HEADER.format(name=plan.model_class) + left + (dump(Block(taken)) if taken else NONE)
+    return HEADER.format(name=plan.model_class) + left + (dump(taken) if taken else NONE)
 
 
 def _left_out(plan: Plan, model: Any) -> str:

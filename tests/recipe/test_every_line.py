@@ -196,10 +196,10 @@ def test_the_recipe_says_the_whole_plan() -> None:
          "untie: decoder.weight: the recipe has {source: embed.tokens.weight}, the proof {source: "
          "embed.weight}"),
         ("n_kept: 3", "n_kept: 4", "config: n_kept: the recipe has 4, the proof 3"),
-        ("to: 64\n", "to: 72\n", "widen: other.down.weight: .*to: 72.*, the proof .*to: 64"),
+        ("to: 64,", "to: 72,", "widen: other.down.weight: .*to: 72.*, the proof .*to: 64"),
         ("first: {parameter: other.up.weight, dim: 1}", "first: other.up.weight",
          "other.down.weight: .*first: other.up.weight,.* the proof {first: {parameter: .*dim: 1}"),
-        ("      offset: 1.0\n", "", "merge: final: the recipe has {.*, the proof .*offset"),
+        (", offset: 1.0", "", "merge: final: the recipe has {.*, the proof .*offset"),
         ("fused.weight: {dim: 0, groups: true, part", "fused.weight: {dim: 0, groups: true, start",
          "h.0.fused.weight: the recipe has .*start: true}, the proof .*part: true}"),
         ("place: input", "place: output",

@@ -183,7 +183,7 @@ def test_culprits_one_layer_below_take_one_line_and_the_first_layer_another() ->
     small, large = (recipe_of(bert_plan(layers)) for layers in (3, 24))
     assert family(small) == family(large)
     assert len(large.variants[0].norms) == 4
-    assert "culprit: encoder.layer.{i-1}.output.LayerNorm" in family(large)
+    assert "culprit: 'encoder.layer.{i-1}.output.LayerNorm'" in family(large)
     assert "encoder.layer.0.attention.output.LayerNorm:" in family(large)
 
 
@@ -195,7 +195,7 @@ def test_names_inside_a_reason_follow_the_layer() -> None:
     )
     plan = Plan("toy", "Toy", ("Toy",), norms, (), ())
     text = dump_recipe(recipe_of(plan))
-    assert "culprit: h.{i}.w, read by h.{i+1}.q" in text
+    assert "culprit: 'h.{i}.w, read by h.{i+1}.q'" in text
     entries = [line for line in text.splitlines() if not line.startswith("#")]
     assert sum("keep: " in line for line in entries) == 3
     assert line_for_each(recipe_of(plan), plan).norms == variant_of(plan).norms
