@@ -184,15 +184,16 @@ def _missing_edits(chosen: Plan, plan: Plan) -> Iterator[str]:
                 "list that under widen too, or list no MLP of this attribute"
             )
     centred = {writer.parameter for writer in chosen.writers}
-    mlps = {mlp.second.parameter for mlp in chosen.widened}
-    ops = {op.module for op in chosen.ops}
+    left = {writer.parameter for writer in plan.writers} - centred
+    mlps = {mlp.second.parameter for mlp in plan.widened if mlp not in chosen.widened}
+    ops = {op.module for op in plan.ops if op not in chosen.ops}
     for verdict in chosen.folded:
-        for section, needed, listed, edit in (
-            ("centre", verdict.needs, centred, "{} centred"),
+        for section, needed, omitted, edit in (
+            ("centre", verdict.needs, left, "{} centred"),
             ("widen", verdict.mlps, mlps, "the MLP of {} to subtract a mean"),
             ("centring_ops", verdict.ops, ops, "the centring of {}"),
         ):
-            for name in (name for name in needed if name not in listed):
+            for name in (name for name in needed if name in omitted):
                 yield (
                     f"folds {verdict.norm}, which needs {edit.format(name)}; list that under "
                     f"{section}, or keep the norm"
