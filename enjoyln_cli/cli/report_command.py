@@ -49,7 +49,7 @@ from enjoyln_cli.fs.staging import check_file, write_file
     "picture",
     type=NEW_FILE,
     metavar="FILE",
-    help="Draw the model, or the norm of --why: .svg, .png, .pdf, .dot.",
+    help="Draw the model: .svg, .png, .pdf or .dot.",
 )
 @click.option(
     "--mappings",
@@ -73,10 +73,10 @@ def report(
         raise click.UsageError("name at least one MODEL, or use --model-type instead.")
     if why and len(models or types) > 1:
         raise click.UsageError("--why takes one MODEL.")
-    if save and (why or show["picture"]):
-        raise click.UsageError(
-            f"--write-recipe cannot be combined with {'--why' if why else '--save'}."
-        )
+    outputs = {"--why": why, "--save": show["picture"], "--write-recipe": save}
+    given = [name for name, value in outputs.items() if value]
+    if len(given) > 1:
+        raise click.UsageError(f"{given[0]} and {given[1]} cannot be combined.")
     if why and as_json:
         raise click.UsageError("--why cannot be combined with --json.")
     if mappings and (why or save or show["picture"] or as_json or len(models or types) > 1):
@@ -103,7 +103,7 @@ def report(
         if not (save or why or show["picture"]):
             reports = [inspection.report(show["paper"]) for inspection in found]
     if show["picture"]:
-        _draw(names[0], found[0].analysis, show["picture"], why)
+        _draw(names[0], found[0].analysis, show["picture"])
     elif why:
         write_tree(found[0].analysis.why(why))
     elif save and not failed:
@@ -127,12 +127,12 @@ def _check_picture(names: Names, file: Path) -> None:
     check(file)
 
 
-def _draw(name: str, analysis: Any, file: Path, norm: str | None) -> None:
+def _draw(name: str, analysis: Any, file: Path) -> None:
     from enjoyln_cli.cli.console import say
-    from enjoyln_cli.report.model_graph import picture
+    from enjoyln_cli.report.model_graph import model_picture
     from enjoyln_cli.report.picture import save
 
-    save(picture(name, analysis, norm), file)
+    save(model_picture(name, analysis), file)
     say(f"drew {file}")
 
 

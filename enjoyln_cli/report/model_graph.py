@@ -1,6 +1,6 @@
-"""Decides what a picture of a model shows, and what becomes one box.
+"""Decides what the picture of a model shows, and what becomes one box.
 
-The picture of a model shows, for the first traced graph:
+It shows, for the first traced graph:
 
 * the residual stream: the values that must have zero mean for norms to be converted;
 * the layers that write to it, the norms, and the added mean subtractions;
@@ -8,13 +8,11 @@ The picture of a model shows, for the first traced graph:
 * the model's inputs and outputs.
 
 Other operations are left out; a link says that one box is computed from the other. Layers that look
-alike are drawn once, with their number. The picture of one norm is its zero-mean graph (Enjoy-LN,
-Definition 4 and Figure 3), which shows for each value whether it has zero mean.
+alike are drawn once, with their number.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,14 +22,13 @@ from torch.fx import Node
 from enjoyln_cli.analysis.analyze import Analysis
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.graph.nodes import op_name, packet
-from enjoyln_cli.proof.explain import Tree, label
+from enjoyln_cli.proof.explain import label
 from enjoyln_cli.proof.flow import Value
 from enjoyln_cli.proof.min_cut import Item, Parameter
 from enjoyln_cli.proof.pullback import Opaque
-from enjoyln_cli.report.layer_groups import MAX_LINE_CHARS, ModelPart, collapse_groups, wrap_name
-from enjoyln_cli.report.layer_names import compact, layers_in
+from enjoyln_cli.report.layer_groups import ModelPart, collapse_groups
 from enjoyln_cli.report.notes import counts
-from enjoyln_cli.report.picture import Box, Link, Picture, Tone
+from enjoyln_cli.report.picture import Picture, Tone
 from enjoyln_cli.trace.trace import Trace
 
 VERDICTS: dict[str, tuple[Tone, str]] = {
@@ -57,13 +54,6 @@ class Sketch:
 
     def add(self, part: ModelPart) -> ModelPart:
         return self.parts.setdefault((part.kind, part.path), part)
-
-
-def picture(name: str, analysis: Analysis, norm: str | None = None) -> Picture:
-    """The picture of a model, or of its norm ``norm``. Raises ``EnjoyLNError`` if there is none."""
-    if norm is None:
-        return model_picture(name, analysis)
-    return norm_picture(name, norm, analysis.why(norm))
 
 
 def model_picture(name: str, analysis: Analysis) -> Picture:
@@ -262,52 +252,3 @@ def _sort_parts(sketch: Sketch) -> list[ModelPart]:
                 order.setdefault(part, at)
     last = len(sketch.trace.graph.nodes)
     return sorted(sketch.parts.values(), key=lambda p: (ends.get(p.kind, 0), order.get(p, last)))
-
-
-# The zero-mean graph of one norm.
-
-
-def norm_picture(name: str, norm: str, tree: Tree) -> Picture:
-    """The zero-mean graph of one norm, from its sources down to the norm; each value once."""
-    boxes: dict[Tree, Box] = {}
-    links: dict[Link, None] = {}
-
-    def visit(node: Tree) -> str:
-        if node not in boxes:
-            keys = [visit(child) for child in map(_merge_trees, _group_alike(node.children))]
-            boxes[node] = _vertex(f"{len(boxes)}", node)
-            links.update({Link(key, boxes[node].key): None for key in keys})
-        return boxes[node].key
-
-    visit(tree)
-    return Picture(f"{name}: {norm}", (tree.text,), tuple(boxes.values()), tuple(links))
-
-
-def _vertex(key: str, node: Tree) -> Box:
-    name, _, rest = node.text.partition(": ")
-    names = tuple(wrap_name(name.partition(" (dimension")[0]))
-    lines = tuple(textwrap.wrap(rest, MAX_LINE_CHARS))
-    return Box(key, names, lines, "zero" if node.zero_mean else "mean")
-
-
-def _group_alike(trees: Iterable[Tree]) -> list[list[Tree]]:
-    """Group trees that differ only in the numbers of layers."""
-    groups: dict[object, list[Tree]] = {}
-    for tree in trees:
-        groups.setdefault(_form(tree), []).append(tree)
-    return list(groups.values())
-
-
-def _form(tree: Tree) -> object:
-    pattern, _ = layers_in(tree.text)
-    return pattern, tree.zero_mean, tuple(map(_form, tree.children))
-
-
-def _merge_trees(trees: list[Tree]) -> Tree:
-    """One tree for several that differ only in the numbers of layers."""
-    first = trees[0]
-    if len(trees) == 1:
-        return first
-    children = tuple(map(_merge_trees, map(list, zip(*(t.children for t in trees), strict=True))))
-    text = compact(tree.text for tree in trees)[0]
-    return Tree(text, first.zero_mean, children)
