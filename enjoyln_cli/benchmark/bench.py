@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,6 @@ from enjoyln_cli.verification.verify import compute_dtype, dtype_name, original_
 
 DEVICES = ("cpu", "cuda", "mps")
 """The types of device that models can run on."""
-TAKEN = 0.5
-"""Cores that other programs may use without a warning: a load average is never exactly zero."""
 
 
 def bench(
@@ -69,13 +66,7 @@ def bench(
     ``ModelNotFound`` if the original is missing, and ``UnsupportedModel`` if the machine or the
     model does not support an option, or if ``asked.seconds`` suffices for no case.
     """
-    warned: list[str] = []
-
-    def event(level: str, text: str) -> None:
-        if level == "warning":
-            warned.append(text)
-        (on_event or default_listener)(level, text)
-
+    event = on_event or default_listener
     place = device_named(device)
     if not asked.seconds > 0:
         raise UnsupportedModel(f"seconds={asked.seconds:g} leaves no time to measure anything")
@@ -85,9 +76,6 @@ def bench(
     original = original_of(folded.source, marker, against, revision, access)
     chosen = compute_dtype(folded, dtype)
     clock = Clock(time.perf_counter, asked.seconds, on_progress)
-    threads = torch.get_num_threads() if place.type == "cpu" else 1
-    if warning := busy(threads, cores(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0):
-        event("warning", warning)
     event("stage", f"loading {original.source.model} and {folded.source.model}")
     clock.tell()
     cases: list[Case] = []
@@ -129,7 +117,6 @@ def bench(
         repeats=asked.repeats,
         load_seconds=load_seconds,
         seconds=clock.spent,
-        warnings=tuple(warned),
     )
     if write and not folded.source.cached:
         text = json.dumps(result.to_json(), indent=2)
@@ -160,23 +147,6 @@ def device_named(name: str | None) -> torch.device:
         first = first_line(error).split(". ")[0]
         raise UnsupportedModel(f"--device {name} is not available: {first}") from error
     return device
-
-
-def cores() -> int:
-    """The number of cores that this process may use."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return count or 1
-
-
-def busy(threads: int, count: int, load: float) -> str:
-    """A warning if other programs leave fewer of ``count`` cores free than the run has threads.
-
-    ``load`` is the load average before the run. The result is empty if there is nothing to warn of.
-    """
-    if load <= TAKEN or count - load >= threads - TAKEN:
-        return ""
-    text = f"other programs use about {min(load, count):.1f} of {count} cores"
-    return f"{text}; close them and measure again, as small differences are lost in the noise"
 
 
 def _load_model(of: Checkpoint, marker: Marker, dtype: torch.dtype, trust_remote_code: bool) -> Any:

@@ -192,8 +192,6 @@ class Bench:
     """Time to load the original."""
     seconds: float
     """Time of the whole run."""
-    warnings: tuple[str, ...] = ()
-    """Warnings of the run, such as other programs that use the cores."""
 
     @property
     def hardware(self) -> str:
