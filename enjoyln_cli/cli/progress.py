@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.text import Text
 
 from enjoyln_cli.cli.output_lines import console, say
-from enjoyln_cli.clock import duration
 from enjoyln_cli.text import size
 
 LINE_SECONDS = 5.0
@@ -70,17 +69,15 @@ def _ignore(done: float, total: float) -> None:
 
 
 class LastLine:
-    """The last line on a terminal: a bar that moves, and the time since the stage began.
+    """The last line on a terminal: rich's usual bar, with the time that is left and has passed.
 
     A stage that downloads has no line, since the Hub's library draws its own bars.
     """
 
     def __init__(self) -> None:
-        columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"))
-        shown = console(stderr=True)
-        self.bar = Progress(*columns, TimeElapsedColumn(), console=shown, transient=True)
+        columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
+        self.bar = Progress(*columns, console=console(stderr=True), transient=True)
         self._task = self.bar.add_task("working", total=None)
-        self._rate = Rate()
         self._is_timed = False
 
     def say(self, text: str, style: str) -> None:
@@ -97,52 +94,31 @@ class LastLine:
                 self.bar.reset(self._task, total=None, description="working")
 
     def count_bytes(self, done: int, total: int) -> None:
-        """Show the bytes done, their rate, and the time left until all is done."""
-        text = self._rate.text(done, total, time.monotonic())
-        self.bar.update(self._task, completed=done, total=total, description=text)
+        """Show the bytes done."""
+        self.bar.update(
+            self._task, completed=done, total=total, description=_bytes_done(done, total)
+        )
 
     def count_seconds(self, done: float, total: float) -> None:
-        """Show the time left."""
+        """Show the share of the time."""
         self._is_timed = True
-        text = f"about {duration(total - done)} left" if total > done else ""
-        self.bar.update(self._task, completed=done, total=total or None, description=text)
-
-
-@dataclass
-class Rate:
-    """The bytes a second of a job, without those that an earlier run has written.
-
-    An earlier run's bytes are reported first, all at once.
-    """
-
-    start: float = 0.0
-    before: int = 0
-
-    def text(self, done: int, total: int, now: float) -> str:
-        """How far the job is at the time ``now``: ``950.0 MB of 1.0 GB, 5.0 MB/s, 10 s left``."""
-        if not self.start or (done and not self.before and done < total):
-            self.start, self.before = now, done
-        rate = (done - self.before) / max(now - self.start, 1e-3)
-        text = f"{size(done)} of {size(total)}"
-        if rate:
-            text += f", {size(rate)}/s"
-        if rate and done < total:
-            text += f", {(total - done) / rate:.0f} s left"
-        return text
+        self.bar.update(self._task, completed=done, total=total or None)
 
 
 def _plain_lines() -> Callable[[int, int], None]:
     """Print a line every ``LINE_SECONDS`` at most, and one at the end."""
-    rate, last = Rate(), 0.0
+    last = 0.0
 
     def update(done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
-        if not rate.start:
-            last = now
-        text = rate.text(done, total, now)
+        last = last or now
         if now - last >= LINE_SECONDS or done >= total:
             last = now
-            say(text, stderr=True)
+            say(_bytes_done(done, total), stderr=True)
 
     return update
+
+
+def _bytes_done(done: int, total: int) -> str:
+    return f"{size(done)} of {size(total)}"
