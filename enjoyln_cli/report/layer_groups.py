@@ -7,9 +7,10 @@ from one of them to the next is left out.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from textwrap import wrap
 
 from enjoyln_cli.recipe.templates import layers_of
@@ -55,7 +56,7 @@ def collapse_groups(
     alike: dict[str, list[ModelPart]] = {}
     for part in parts:
         alike.setdefault(f"{part.kind} {addresses[part].path}", []).append(part)
-    boxes = tuple(_box(key, some, addresses[some[0]]) for key, some in alike.items())
+    boxes = tuple(_box(key, same, addresses[same[0]]) for key, same in alike.items())
     shown: dict[Link, None] = {}
     for (start, end), seen in links.items():
         here, there = addresses[start], addresses[end]
@@ -70,47 +71,37 @@ def collapse_groups(
 def addresses_of(parts: Sequence[ModelPart]) -> dict[ModelPart, Address]:
     """The address of each part; consecutive layers that look alike get the same box name."""
     words = {part: part.path.split(".") for part in parts}
-    original = {part: tuple(w) for part, w in words.items()}
     layers = layers_of(part.path for part in parts)
+    numbers: dict[ModelPart, dict[int, int]] = {part: {} for part in parts}
+    """From the position of each layer number in a part's name to that number."""
     for prefix in sorted(layers, key=lambda p: -p.count(".")):
-        at = prefix.count(".") + 1
-        under: dict[int, set[ModelPart]] = {}
-        for part, found in original.items():
-            if len(found) > at and ".".join(found[:at]) == prefix and found[at].isdigit():
-                under.setdefault(int(found[at]), set()).add(part)
-        alike: list[list[int]] = []
-        looks: list[frozenset[tuple[str, str, Tone]]] = []
-        for number in sorted(under):
-            look = frozenset((p.kind, ".".join(words[p][at + 1 :]), p.tone) for p in under[number])
-            if looks and look == looks[-1]:
-                alike[-1].append(number)
-            else:
-                alike.append([number])
-                looks.append(look)
-        for run in alike:
-            shown = str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
+        at, under = prefix.count(".") + 1, defaultdict[int, list[ModelPart]](list)
+        for part in parts:
+            number = part.path.removeprefix(f"{prefix}.").partition(".")[0]
+            if part.path.startswith(f"{prefix}.") and number.isdigit():
+                numbers[part][at] = int(number)
+                under[int(number)].append(part)
+        looks = {
+            number: {(p.kind, ".".join(words[p][at + 1 :]), p.tone) for p in inside}
+            for number, inside in under.items()
+        }
+        for _, group in groupby(sorted(under), key=looks.__getitem__):
+            run = list(group)
             for part in (part for number in run for part in under[number]):
-                words[part][at] = shown
-    held = Counter(
-        (".".join(words[p][: at + 1]))
-        for p in {(p.kind, *words[p]): p for p in parts}.values()
-        for at in _levels(original[p], layers)
-    )
-    found_addresses = {}
-    for part in parts:
-        levels = [
-            (".".join(words[part][: at + 1]), int(original[part][at]))
-            for at in _levels(original[part], layers)
-        ]
-        chain = tuple((name, number) for name, number in levels if held[name] > 1)
-        found_addresses[part] = Address(chain, ".".join(words[part]))
-    return found_addresses
-
-
-def _levels(words: Sequence[str], layers: dict[str, int]) -> list[int]:
-    return [
-        at for at in range(1, len(words)) if words[at].isdigit() and ".".join(words[:at]) in layers
-    ]
+                words[part][at] = f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])
+    distinct = {(part.kind, *words[part]): part for part in parts}.values()
+    inside = Counter(".".join(words[part][: at + 1]) for part in distinct for at in numbers[part])
+    return {
+        part: Address(
+            tuple(
+                (name, numbers[part][at])
+                for at in sorted(numbers[part])
+                if inside[name := ".".join(words[part][: at + 1])] > 1
+            ),
+            ".".join(words[part]),
+        )
+        for part in parts
+    }
 
 
 def _box(key: str, parts: Sequence[ModelPart], address: Address) -> Box:
