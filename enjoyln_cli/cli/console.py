@@ -80,9 +80,9 @@ def _show(table: Table) -> None:
                 say(f"  {head} {cell}".rstrip() if head else f"  {cell}")
 
 
-def write_json(found: Any) -> None:
+def write_json(data: Any) -> None:
     """Print one JSON object on one line of standard output."""
-    print(json.dumps(found))
+    print(json.dumps(data))
 
 
 COLUMNS = {
@@ -142,39 +142,39 @@ def write_tree(tree: Tree) -> None:
     console().print(root)
 
 
-def write_fold(report: ModelReport, found: Mapping[str, Any]) -> None:
+def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
     """Print the closing lines of a fold and the next command to run; for a dry run, the plan."""
     from enjoyln_cli.kernels.environment import lost_without_kernels
 
-    plan, dry = report.plan, found["dry_run"]
+    plan, dry = report.plan, result["dry_run"]
     does, did = ("convert", "converted") if plan.folded else ("rotate", "rotated")
     say(f"{f'would {does}' if dry else did} {counts(plan)}", "green")
-    for line in notes(report, found["bytes_added"]):
+    for line in notes(report, result["bytes_added"]):
         say(line)
     if dry:
         for name in compact(writer.tensor for writer in plan.writers):
             say(f"  centre {name}")
-        wrote = f"{found['tensors']} tensors, {size(found['bytes_written'])}"
+        wrote = f"{result['tensors']} tensors, {size(result['bytes_written'])}"
         say(f"would write {wrote}; nothing was written (dry run)")
-        if "would_push_to" in found:
-            say(f"would then push to {found['would_push_to']}")
+        if "would_push_to" in result:
+            say(f"would then push to {result['would_push_to']}")
         return
     kept = (
-        f" ({size(found['bytes_kept'])} of it to restore the original)"
-        if "bytes_kept" in found
+        f" ({size(result['bytes_kept'])} of it to restore the original)"
+        if "bytes_kept" in result
         else ""
     )
-    checked = found["verification"]
-    wrote = f"wrote {size(found['bytes_written'])} to {found['out']}{kept}"
-    wrote += f" in {found['seconds']:.1f} s"
+    checked = result["verification"]
+    wrote = f"wrote {size(result['bytes_written'])} to {result['out']}{kept}"
+    wrote += f" in {result['seconds']:.1f} s"
     if checked:
-        wrote += f", checked on {count_inputs(checked)} in {found['check_seconds']:.1f} s"
+        wrote += f", checked on {count_inputs(checked)} in {result['check_seconds']:.1f} s"
     say(wrote)
-    if found["resumed"]:
-        done = counted(found["resumed"], "weight file")
+    if result["resumed"]:
+        done = counted(result["resumed"], "weight file")
         say(f"{done} had been finished by an earlier run")
     unchecked = "not verified (--no-verify)"
-    if found["streamed"]:
+    if result["streamed"]:
         unchecked = (
             "not verified (--stream): that needs the whole original; do it with the next command"
         )
@@ -183,19 +183,19 @@ def write_fold(report: ModelReport, found: Mapping[str, Any]) -> None:
         _show_checks(checked, rows)
     if plan.folded and (lost := lost_without_kernels()):
         say(lost)
-    if "pushed" in found:
-        say(f"pushed to {found['pushed']['repo_id']}: {found['pushed']['url']}", "green")
+    if "pushed" in result:
+        say(f"pushed to {result['pushed']['repo_id']}: {result['pushed']['url']}", "green")
     else:
         is_partial = checked and checked["rows"] < checked["full_rows"]
         which = f" (runs all {checked['full_rows']} {checked['inputs_are']})" if is_partial else ""
-        say(f"next: enjoyln verify {found['out']}{which}")
+        say(f"next: enjoyln verify {result['out']}{which}")
 
 
-def write_unfold(found: Mapping[str, Any]) -> None:
+def write_unfold(result: Mapping[str, Any]) -> None:
     """Print what the new directory holds, and whether it is the original bit for bit."""
-    wrote = f"{size(found['bytes_written'])} to {found['back']} in {found['seconds']:.1f} s"
-    if found["restored"]:
-        say(f"restored {found['tensors']} tensors bit for bit", "green")
+    wrote = f"{size(result['bytes_written'])} to {result['back']} in {result['seconds']:.1f} s"
+    if result["restored"]:
+        say(f"restored {result['tensors']} tensors bit for bit", "green")
         say(f"wrote {wrote}")
         return
     say("it was folded without --keep-means, so the original cannot be restored bit for bit")
@@ -203,26 +203,29 @@ def write_unfold(found: Mapping[str, Any]) -> None:
     say(f"wrote {wrote}")
 
 
-def write_export(found: Exported) -> None:
+def write_export(result: Exported) -> None:
     """Print what the ONNX file computes, how its norms are written, and how it was verified."""
     norms = ", ".join(
-        f"{found.nodes[kind]} {kind}"
+        f"{result.nodes[kind]} {kind}"
         for kind in ("RMSNormalization", "LayerNormalization")
-        if kind in found.nodes
+        if kind in result.nodes
     )
-    ops = f", {counted(found.centrings, 'added mean subtraction')}" if found.centrings else ""
-    say(f"exported {found.model_class} ({found.dtype}, opset {found.opset}): {norms}{ops}", "green")
+    ops = f", {counted(result.centrings, 'added mean subtraction')}" if result.centrings else ""
+    say(
+        f"exported {result.model_class} ({result.dtype}, opset {result.opset}): {norms}{ops}",
+        "green",
+    )
     shapes = ", ".join(
-        f"{name} [{', '.join(map(str, axes))}]" for name, axes in found.inputs.items()
+        f"{name} [{', '.join(map(str, axes))}]" for name, axes in result.inputs.items()
     )
-    say(f"  from {shapes} to {', '.join(found.outputs)}")
-    if found.biased:
-        say(f"  {found.biased} RMSNorms add a bias in a second node; fold with --merge bias")
-    beside = f" and {found.data_file}" if found.data_file else ""
-    say(f"wrote {size(found.bytes_written)} to {found.file}{beside} in {found.seconds:.1f} s")
-    for check in found.checks:
+    say(f"  from {shapes} to {', '.join(result.outputs)}")
+    if result.biased:
+        say(f"  {result.biased} RMSNorms add a bias in a second node; fold with --merge bias")
+    beside = f" and {result.data_file}" if result.data_file else ""
+    say(f"wrote {size(result.bytes_written)} to {result.file}{beside} in {result.seconds:.1f} s")
+    for check in result.checks:
         say(f"verified in {check.runtime}: {check.summary}")
-    if not found.checks:
+    if not result.checks:
         say("not verified (--no-verify)")
 
 
@@ -278,44 +281,44 @@ def write_quantised_check(found: QuantisedCheck) -> None:
     say(found.summary, "green" if found.passed else "red")
 
 
-def _show_checks(found: Mapping[str, Any], rows: Sequence[Texts]) -> None:
-    table = Table(*verification_heads(found))
+def _show_checks(verification: Mapping[str, Any], rows: Sequence[Texts]) -> None:
+    table = Table(*verification_heads(verification))
     for column in table.columns[1:3]:
         column.justify = "right"
-    for one in rows:
-        table.add_row(*one)
+    for row in rows:
+        table.add_row(*row)
     _show(table)
-    for note in quantisation_notes(found):
+    for note in quantisation_notes(verification):
         say(note)
 
 
-def write_verification(found: Verification) -> None:
+def write_verification(verification: Verification) -> None:
     """Print each error next to the original's own rounding error, then the largest input means."""
-    checked = vars(found)
+    checked = vars(verification)
     _show_checks(checked, [*verification_rows(checked), *reader_rows(checked)])
-    own = f", {found.own_rows} of them your own" if found.own_rows else ""
-    say(f"{found.count}{own}; errors are relative to the original in float64", "dim")
-    means = [f"{number(mean)} ({name})" for name, mean in found.norm_input_mean.items()]
+    own = f", {verification.own_rows} of them your own" if verification.own_rows else ""
+    say(f"{verification.count}{own}; errors are relative to the original in float64", "dim")
+    means = [f"{number(mean)} ({name})" for name, mean in verification.norm_input_mean.items()]
     if means:
         say(f"  largest relative input means: {', '.join(means[:WORST])}")
-    say(found.summary, "green" if found.passed else "red")
+    say(verification.summary, "green" if verification.passed else "red")
 
 
-def write_bench(found: Bench) -> None:
+def write_bench(result: Bench) -> None:
     """Print the speed of each model in every case, the verdicts, and the cases left out."""
     from enjoyln_cli.benchmark.baselines import LABELS
 
     table = _table("case", *LABELS.values())
-    for row in found.rows:
+    for row in result.rows:
         others = (f"{row.faster(name).median:.3f}x" for name in list(LABELS)[1:])
         table.add_row(row.case, f"{row.median_ms('original'):.4g} ms", *others)
     _show(table)
     say("original: median time of a run; the others: times as fast as the original", "dim")
     say("all are medians over the rounds, in brackets their 95 % intervals", "dim")
-    for row in found.rows:
+    for row in result.rows:
         say(_bench_line(row), "green" if row.verdict == "faster" else "")
-    say(f"{found.dtype} on {found.hardware}")
-    for line in found.left_out:
+    say(f"{result.dtype} on {result.hardware}")
+    for line in result.left_out:
         say(f"left out: {line}")
 
 
@@ -332,52 +335,52 @@ def _bench_line(row: SpeedRow) -> str:
     return text + ("" if row.saved_share is None else f", of which {row.saved_share:.0%} is saved")
 
 
-def write_push(found: Upload) -> None:
+def write_push(upload: Upload) -> None:
     """Print what was pushed and where it is; for a dry run, each file and its size."""
-    if found.url:
-        say(f"pushed {upload_line(found)}", "green")
-        say(found.url)
+    if upload.url:
+        say(f"pushed {upload_line(upload)}", "green")
+        say(upload.url)
         return
     table = _table("file", "size")
-    for file in found.files:
+    for file in upload.files:
         table.add_row(file.name, size(file.size))
     _show(table)
-    say(f"would push {upload_line(found)}; nothing was sent (dry run)")
+    say(f"would push {upload_line(upload)}; nothing was sent (dry run)")
 
 
-def write_doubts(found: Upload) -> None:
+def write_doubts(upload: Upload) -> None:
     """Print the warnings before a push."""
-    for warning in found.warnings:
+    for warning in upload.warnings:
         say(f"warning: {warning}", "yellow", stderr=True)
-    if found.forced:
-        say(f"forced, as the card will say: {found.forced}", "yellow", stderr=True)
+    if upload.forced:
+        say(f"forced, as the card will say: {upload.forced}", "yellow", stderr=True)
 
 
-def upload_line(found: Upload) -> str:
+def upload_line(upload: Upload) -> str:
     """``8 files, 1.6 MB, to me/model@rms``."""
-    where = f"a pull request to {found.repo_id}" if found.create_pr else found.repo_id
-    where += f"@{found.revision}" if found.revision else ""
-    kind = {True: " (private)", False: " (public)", None: ""}[found.private]
-    return f"{counted(len(found.files), 'file')}, {size(found.size)}, to {where}{kind}"
+    where = f"a pull request to {upload.repo_id}" if upload.create_pr else upload.repo_id
+    where += f"@{upload.revision}" if upload.revision else ""
+    kind = {True: " (private)", False: " (public)", None: ""}[upload.private]
+    return f"{counted(len(upload.files), 'file')}, {size(upload.size)}, to {where}{kind}"
 
 
-def write_environment(found: dict[str, Any]) -> None:
-    """Print what ``kernels.environment`` found: one paragraph for each device."""
-    say(f"torch {found['torch']}, {counted(found['threads'], 'thread')}")
-    for device in found["devices"]:
+def write_environment(environment: dict[str, Any]) -> None:
+    """Print what ``kernels.environment`` environment: one paragraph for each device."""
+    say(f"torch {environment['torch']}, {counted(environment['threads'], 'thread')}")
+    for device in environment["devices"]:
         _write_device(device)
 
 
-def _write_device(found: dict[str, Any]) -> None:
+def _write_device(entry: dict[str, Any]) -> None:
     """Print which kernels a device has, or why it has none."""
-    if not found["active"]:
-        say(f"{found['device']}: no kernels: {found['why']}", style="yellow")
-        say(f"  folded norms compute {found['instead']}")
+    if not entry["active"]:
+        say(f"{entry['device']}: no kernels: {entry['why']}", style="yellow")
+        say(f"  folded norms compute {entry['instead']}")
         return
-    say(f"{found['device']}: kernels: {found['kernels']}", style="green")
-    if "library" in found:
-        say(f"  library: {found['library']}")
-    for choice in found.get("choices", ()):
+    say(f"{entry['device']}: kernels: {entry['kernels']}", style="green")
+    if "library" in entry:
+        say(f"  library: {entry['library']}")
+    for choice in entry.get("choices", ()):
         say(f"  {choice['device']}: {_choice(choice)}")
 
 

@@ -149,9 +149,9 @@ def checked_plan_options(
 
     if widen_to and not widen_mlp:
         raise click.UsageError("--widen-to needs --widen-mlp.")
-    given = {"--seed": others["seed"] is not None, "--no-values": not others["values"]}
-    given["--matrix"] = bool(others["matrix"])
-    for name in (name for name, is_given in given.items() if is_given and not others["rotate"]):
+    passed = {"--seed": others["seed"] is not None, "--no-values": not others["values"]}
+    passed["--matrix"] = bool(others["matrix"])
+    for name in (name for name, is_passed in passed.items() if is_passed and not others["rotate"]):
         raise click.UsageError(f"{name} needs --rotate.")
     others["seed"] = others["seed"] or 0
     others["matrix"] = str(others["matrix"] or "")
@@ -222,23 +222,23 @@ def parse_numbers(
     if value is None:
         return ()
     try:
-        found = tuple(dict.fromkeys(int(number) for number in value.split(",")))
+        values = tuple(dict.fromkeys(int(number) for number in value.split(",")))
     except ValueError:
-        found = ()
-    if not found or min(found) < 1:
+        values = ()
+    if not values or min(values) < 1:
         text = f"{value!r} is not a list of positive whole numbers; write 1,8"
         raise click.BadParameter(text, ctx, parameter)
-    return found
+    return values
 
 
 def parse_modes(ctx: click.Context, parameter: click.Parameter, value: str) -> Names:
     """``eager,compile`` as a tuple of modes, each once."""
-    found = parse_names(ctx, parameter, value)
-    for name in found:
+    names = parse_names(ctx, parameter, value)
+    for name in names:
         if name not in MODES:
             hint = did_you_mean(name, MODES, 1) or f"known are {', '.join(MODES)}."
             raise click.BadParameter(f"{name!r} is not a mode; {hint}", ctx, parameter)
-    return found
+    return names
 
 
 def _gather_bench(options: Options) -> Options:
@@ -385,11 +385,11 @@ push_options = all_of(
 
 def refuse_push_options(options: Options) -> None:
     """Refuse options for pushing if nothing is pushed."""
-    given = {
+    passed = {
         "--private" if options["private"] else "--no-private": options["private"] is not None,
         "--create-pr": options["create_pr"],
         "--commit-message": options["commit_message"] is not None,
     }
-    for name, is_given in given.items():
-        if is_given:
+    for name, is_passed in passed.items():
+        if is_passed:
             raise click.UsageError(f"{name} needs --push-to-hub.")

@@ -74,9 +74,9 @@ def report(
     if why and len(models or types) > 1:
         raise click.UsageError("--why takes one MODEL.")
     outputs = {"--why": why, "--save": show["picture"], "--write-recipe": save}
-    given = [name for name, value in outputs.items() if value]
-    if len(given) > 1:
-        raise click.UsageError(f"{given[0]} and {given[1]} cannot be combined.")
+    chosen = [name for name, value in outputs.items() if value]
+    if len(chosen) > 1:
+        raise click.UsageError(f"{chosen[0]} and {chosen[1]} cannot be combined.")
     if why and as_json:
         raise click.UsageError("--why cannot be combined with --json.")
     if mappings and (why or save or show["picture"] or as_json or len(models or types) > 1):
@@ -99,15 +99,15 @@ def report(
                 mappings_text(names[0], make_opening(opening), is_type=bool(types)), nl=False
             )
             return
-        found, failed = _inspect_all(names, bool(types), opening, watch.event)
+        inspections, failed = _inspect_all(names, bool(types), opening, watch.event)
         if not (save or why or show["picture"]):
-            reports = [inspection.report(show["paper"]) for inspection in found]
+            reports = [inspection.report(show["paper"]) for inspection in inspections]
     if show["picture"]:
-        _draw(names[0], found[0].analysis, show["picture"])
+        _draw(names[0], inspections[0].analysis, show["picture"])
     elif why:
-        write_tree(found[0].analysis.why(why))
+        write_tree(inspections[0].analysis.why(why))
     elif save and not failed:
-        write_file(save, recipe_text(found).encode())
+        write_file(save, recipe_text(inspections).encode())
         say(f"wrote {save}")
     elif as_json and not save:
         for each in reports:
@@ -142,15 +142,15 @@ def _inspect_all(
     """Analyse each model, and say whether one failed. A failure is printed; the others continue."""
     from enjoyln_cli.conversion.inspect import inspect
 
-    found, failed = [], False
+    inspections, failed = [], False
     for name in names:
         if name != names[0]:
             event("stage", f"analysing {name}")
         try:
-            found.append(inspect(name, make_opening(opening), is_type=are_types))
+            inspections.append(inspect(name, make_opening(opening), is_type=are_types))
         except EnjoyLNError as error:
             if len(names) == 1:
                 raise
             complain(str(error) if name in str(error) else f"{name}: {error}")
             failed = True
-    return found, failed
+    return inspections, failed

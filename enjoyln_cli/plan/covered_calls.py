@@ -307,7 +307,7 @@ def _fits(form: Form, argument: Form | None, sizes: dict[str, int]) -> bool:
     if form.keys:  # the attributes of an object have no order
         named = dict(zip(argument.keys, values, strict=True))
         values = tuple(named[name] for name in form.keys)
-    return all(_fits(one, value, sizes) for one, value in zip(form.values, values, strict=True))
+    return all(_fits(inner, value, sizes) for inner, value in zip(form.values, values, strict=True))
 
 
 def _is_size(size: Any, expected: Size, sizes: dict[str, int]) -> bool:

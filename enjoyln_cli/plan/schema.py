@@ -202,7 +202,7 @@ def _class_of(kind: Any) -> Any:
     """A type without ``Annotated`` and ``| None``."""
     while get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
-    inside = [one for one in get_args(kind) if one is not type(None)]
+    inside = [cls for cls in get_args(kind) if cls is not type(None)]
     if get_origin(kind) in (Union, UnionType) and len(inside) == 1:
         return _class_of(inside[0])
     return kind
@@ -211,7 +211,7 @@ def _class_of(kind: Any) -> Any:
 # Plain data of two sides.
 
 ABSENT: Any = object()
-"""Stands for an entry that one of the mappings lacks."""
+"""Stands for an entry that cls of the mappings lacks."""
 
 
 def differences(

@@ -93,10 +93,10 @@ def _require_proven(difference: Difference, proof: Variant, recipe: Variant, pla
 
 def _is_known(section: str, name: str, proof: Variant) -> bool:
     """Whether the proof has a line for a norm, or for a name or the same name in another layer."""
-    layers, known = layers_in(proof), getattr(proof, section)
+    layers, names = layers_in(proof), getattr(proof, section)
     if section == "norms":
-        return name in known
-    return to_template(name, layers) in {to_template(other, layers) for other in known}
+        return name in names
+    return to_template(name, layers) in {to_template(other, layers) for other in names}
 
 
 def _obstacles(plan: Plan) -> dict[tuple[str, str], str]:

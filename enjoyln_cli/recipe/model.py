@@ -47,8 +47,8 @@ def _plain_value(value: Any) -> Any:
 def _one_line(value: Any) -> Any:
     """``value``, if each text in it is one line."""
     if isinstance(value, (list, dict)):
-        for part in (*value, *value.values()) if isinstance(value, dict) else value:
-            _one_line(part)
+        for item in (*value, *value.values()) if isinstance(value, dict) else value:
+            _one_line(item)
     elif isinstance(value, str) and (len(value) > _TEXT_CHARS or not value.isprintable()):
         raise ValueError(f"{quote(value)} instead of one line of text")
     return value

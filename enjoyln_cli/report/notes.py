@@ -156,9 +156,9 @@ def _bases_in_words(bases: Iterable[Basis], kind: str) -> str:
     return f"{counted(len(some), 'stream')} of {sizes} features ({names})"
 
 
-def suggestion(one: Suggestion) -> str:
+def suggestion(gain: Suggestion) -> str:
     """The line for an option that converts more norms."""
-    return f"{one.option} would convert {one.become_rmsnorm} of {one.layernorms}"
+    return f"{gain.option} would convert {gain.become_rmsnorm} of {gain.layernorms}"
 
 
 def _widened_lines(mlps: Sequence[Widening]) -> list[str]:
