@@ -24,8 +24,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from importlib import resources
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import metadata as package_metadata
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +169,6 @@ def values(
         "rotated": bool(plan.turned),
         "unproven": bool(plan.unproven),
         "untied": ", ".join(f"`{one.tensor}`" for one in plan.untied),
-        "homepage": _homepage(),
         "begin": BEGIN,
         "end": END,
         "state": state,
@@ -213,7 +210,6 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
         "conditions": _conditions(measured),
         "stock": stock,
         "fast": fast if _folds(inner) else "",
-        "homepage": _homepage(),
     }
 
 
@@ -221,15 +217,6 @@ def _folds(folder: Path) -> bool:
     """Whether the config of a converted checkpoint names norms that can compute RMSNorm."""
     marker = read_json(folder / CONFIG).get(MARKER)
     return isinstance(marker, dict) and bool(marker.get("rmsnorm"))
-
-
-def _homepage() -> str:
-    """The first of the URLs of this package; empty if it has none."""
-    try:
-        urls = package_metadata("enjoyln").get_all("Project-URL") or []
-    except PackageNotFoundError:
-        return ""
-    return next((url.partition(",")[2].strip() for url in urls), "")
 
 
 def replace_section(text: str, section: str) -> str:
