@@ -37,6 +37,7 @@ from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import UNTIED, counts, notes
 from enjoyln_cli.report.verification_table import (
     NONE,
+    Texts,
     count_inputs,
     verification_heads,
     verification_rows,
@@ -196,13 +197,12 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
     inner = root / folder
     place = json.dumps(place, ensure_ascii=False)[1:-1]  # escaped for use between quotes
     checked, measured = read_json(inner / VERIFY_FILE), read_json(inner / BENCH_FILE)
-    rows = verification_rows(checked) if checked else []
     is_pipeline = (root / MODULES).is_file()
     stock, fast = _of_pipeline(place) if is_pipeline else _of_model(inner, place, names)
     return {
         "complaint": complaint,
         "heads": verification_heads(checked),
-        "checks": [row for row in rows if row[1] != NONE],
+        "checks": _checks(checked),
         "summary": str(checked.get("summary", ""))[:1].upper() + str(checked.get("summary"))[1:],
         "inputs": count_inputs(checked),
         "verify": VERIFY_FILE,
@@ -211,6 +211,14 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
         "stock": stock,
         "fast": fast if _folds(inner) else "",
     }
+
+
+def _checks(found: Values) -> list[Texts]:
+    """The rows of a verification; empty for none, and for an edited one that cannot be shown."""
+    try:
+        return [row for row in verification_rows(found) if row[1] != NONE]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return []
 
 
 def _folds(folder: Path) -> bool:

@@ -29,20 +29,19 @@ def verification_rows(found: Mapping[str, Any]) -> list[Texts]:
     """Each error next to the original's own rounding error, under ``verification_heads``.
 
     ``found`` has the fields of a ``Verification``, from the object or from ``enjoyln_verify.json``.
-    A number that is missing is shown as ``NONE``.
+    A number that was not measured is shown as ``NONE``.
     """
     rows: list[Texts] = [
-        ("identity error", _number(found, "identity_error"), "", "the algebra, in float64"),
-        ("storage error", _number(found, "storage_error"), "", "rounding the new weights"),
+        ("identity error", number(found["identity_error"]), "", "the algebra, in float64"),
+        ("storage error", number(found["storage_error"]), "", "rounding the new weights"),
         *_run_rows(found),
         _ratio_row(found),
-        ("KL divergence", _number(found, "kl"), "", "from the original"),
-        ("top-1 agreement", _number(found, "top1_agreement"), "", "with the original"),
+        ("KL divergence", number(found["kl"]), "", "from the original"),
+        ("top-1 agreement", number(found["top1_agreement"]), "", "with the original"),
     ]
-    scores = found.get("perplexity")
-    if isinstance(scores, Mapping) and scores:
-        before, after = (_number(scores, key, "{:.4f}") for key in ("original", "folded"))
-        count = _value(scores, "tokens") or 0
+    if scores := found["perplexity"]:
+        before, after = (f"{scores[key]:.4f}" for key in ("original", "folded"))
+        count = scores["tokens"]
         doubt = ": too few to be reliable" if count < FEW_TOKENS else ""
         rows.append(("perplexity", after, before, f"over {count:.0f} tokens{doubt}"))
     return rows + quantisation_rows(found)
@@ -50,12 +49,12 @@ def verification_rows(found: Mapping[str, Any]) -> list[Texts]:
 
 def _run_rows(found: Mapping[str, Any]) -> list[Texts]:
     """The errors of the model as it runs; without RMSNorm there is only the stock class."""
-    before, dtype = _number(found, "original_error"), found.get("compute_dtype")
-    stock = ("stock error", _number(found, "stock_error"), before, "plain transformers class")
-    if not found.get("norm_input_mean"):
+    before, dtype = number(found["original_error"]), found["compute_dtype"]
+    stock = ("stock error", number(found["stock_error"]), before, "plain transformers class")
+    if not found["norm_input_mean"]:
         return [("runtime error", stock[1], before, f"plain class, in {dtype}")]
     return [
-        ("runtime error", _number(found, "runtime_error"), before, f"RMSNorm, in {dtype}"),
+        ("runtime error", number(found["runtime_error"]), before, f"RMSNorm, in {dtype}"),
         stock,
     ]
 
@@ -66,14 +65,13 @@ def quantisation_rows(found: Mapping[str, Any]) -> list[Texts]:
     Only inputs of the user's own can show that a rotation does not help.
     """
     rows: list[Texts] = []
-    has_user_inputs = bool(_value(found, "own_rows"))
-    for name, errors in _mapping(found.get("quantised")).items():
-        before, after = (_value(_mapping(errors), key) for key in ("original", "converted"))
-        if before is not None and after is not None:
-            note = "simulated" if has_user_inputs else "simulated, made-up inputs"
-            if has_user_inputs and after >= HELPS * before:
-                note += "; rotating does not help"
-            rows.append((f"{name} error"[:20], number(after), number(before), note))
+    has_user_inputs = bool(found["own_rows"])
+    for name, errors in found["quantised"].items():
+        before, after = errors["original"], errors["converted"]
+        note = "simulated" if has_user_inputs else "simulated, made-up inputs"
+        if has_user_inputs and after >= HELPS * before:
+            note += "; rotating does not help"
+        rows.append((f"{name} error"[:20], number(after), number(before), note))
     return rows
 
 
@@ -82,7 +80,7 @@ def quantisation_notes(found: Mapping[str, Any]) -> list[str]:
     notes: list[str] = []
     if not found.get("quantised"):
         return notes
-    if not _value(found, "own_rows"):
+    if not found["own_rows"]:
         notes.append(
             "made-up inputs say little about quantising; pass texts of your own: --samples FILE"
         )
@@ -123,28 +121,9 @@ def _mean(values: Sequence[float]) -> float:
 
 def _ratio_row(found: Mapping[str, Any]) -> Texts:
     """The ratio and its limits: that for the true ratio, and what few inputs allow by chance."""
-    limit, chance = _value(found, "max_ratio"), _value(found, "chance")
-    note = "" if limit is None else f"limit {number(limit)}"
-    if limit is not None and chance is not None:
-        note += f", by chance {number(limit * chance)}"
-    return ("ratio", _number(found, "ratio"), "1", note)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _number(found: Mapping[str, Any], key: str, form: str = "") -> str:
-    value = _value(found, key)
-    if value is None:
-        return NONE
-    return form.format(value) if form else number(value)
-
-
-def _value(found: Mapping[str, Any], key: str) -> float | None:
-    """The number at ``key``; ``None`` if there is none, for example in an edited file."""
-    value = found.get(key)
-    return value if isinstance(value, int | float) else None
+    limit = found["max_ratio"]
+    note = f"limit {number(limit)}, by chance {number(limit * found['chance'])}"
+    return ("ratio", number(found["ratio"]), "1", note)
 
 
 def count_inputs(found: Mapping[str, Any]) -> str:
