@@ -365,7 +365,7 @@ def upload_line(upload: Upload) -> str:
 
 
 def write_environment(environment: dict[str, Any]) -> None:
-    """Print what ``kernels.environment`` environment: one paragraph for each device."""
+    """Print what ``kernels.environment`` found: one paragraph for each device."""
     say(f"torch {environment['torch']}, {counted(environment['threads'], 'thread')}")
     for device in environment["devices"]:
         _write_device(device)

@@ -211,7 +211,7 @@ def _class_of(kind: Any) -> Any:
 # Plain data of two sides.
 
 ABSENT: Any = object()
-"""Stands for an entry that cls of the mappings lacks."""
+"""Stands for an entry that one of the mappings lacks."""
 
 
 def differences(
