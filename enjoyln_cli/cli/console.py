@@ -21,7 +21,6 @@ from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import counts, notes
 from enjoyln_cli.report.verification_table import (
     Texts,
-    count_inputs,
     quantisation_notes,
     quantisation_rows,
     reader_rows,
@@ -168,7 +167,7 @@ def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
     wrote = f"wrote {size(result['bytes_written'])} to {result['out']}{kept}"
     wrote += f" in {result['seconds']:.1f} s"
     if checked:
-        wrote += f", checked on {count_inputs(checked)} in {result['check_seconds']:.1f} s"
+        wrote += f", checked on {checked['count']} in {result['check_seconds']:.1f} s"
     say(wrote)
     if result["resumed"]:
         done = counted(result["resumed"], "weight file")

@@ -38,7 +38,6 @@ from enjoyln_cli.report.notes import UNTIED, counts, notes
 from enjoyln_cli.report.verification_table import (
     NONE,
     Texts,
-    count_inputs,
     verification_heads,
     verification_rows,
 )
@@ -204,7 +203,7 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
         "heads": verification_heads(checked),
         "checks": _checks(checked),
         "summary": str(checked.get("summary", ""))[:1].upper() + str(checked.get("summary"))[1:],
-        "inputs": count_inputs(checked),
+        "inputs": str(checked.get("count", ""))[:100],
         "verify": VERIFY_FILE,
         "speeds": _speeds(measured.get("rows")),
         "conditions": _conditions(measured),

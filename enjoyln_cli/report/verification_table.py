@@ -124,11 +124,3 @@ def _ratio_row(found: Mapping[str, Any]) -> Texts:
     limit = found["max_ratio"]
     note = f"limit {number(limit)}, by chance {number(limit * found['chance'])}"
     return ("ratio", number(found["ratio"]), "1", note)
-
-
-def count_inputs(found: Mapping[str, Any]) -> str:
-    """The number of inputs that were run: ``16 inputs``, or ``8 of 128 images``."""
-    rows, full = found.get("rows"), found.get("full_rows")
-    kind = str(found.get("inputs_are", "inputs"))[:20]
-    is_partial = isinstance(rows, int) and isinstance(full, int) and rows < full
-    return f"{rows} of {full} {kind}" if is_partial else f"{rows} {kind}"

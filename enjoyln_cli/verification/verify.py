@@ -125,7 +125,7 @@ class Verification(Measurement):
 
     def to_json(self) -> dict[str, Any]:
         """All fields as plain values; infinite and undefined numbers become ``None``."""
-        return {**schema.to_json(self), "summary": self.summary}
+        return {**schema.to_json(self), "summary": self.summary, "count": self.count}
 
 
 def verify(
