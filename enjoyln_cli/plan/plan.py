@@ -246,12 +246,12 @@ class Merge:
     @property
     def names(self) -> tuple[NamedParameter, ...]:
         """All parameters that change."""
-        own = (("weight", self.weight), ("bias", self.bias or self.divided))
-        found = [NamedParameter(f"{self.norm}.{name}", tensor) for name, tensor in own if tensor]
+        stored = (("weight", self.weight), ("bias", self.bias or self.divided))
+        names = [NamedParameter(f"{self.norm}.{name}", tensor) for name, tensor in stored if tensor]
         for reader in self.readers:
-            found += [reader.weight] if self.weight else []
-            found += [reader.bias] if reader.bias else []
-        return tuple(found)
+            names += [reader.weight] if self.weight else []
+            names += [reader.bias] if reader.bias else []
+        return tuple(names)
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ class Setting:
 
 def size_settings(widened: Iterable[Widening]) -> tuple[Setting, ...]:
     """The config entries that change because of wider MLPs."""
-    return tuple(dict.fromkeys(Setting(one.attribute, one.to) for one in widened))
+    return tuple(dict.fromkeys(Setting(mlp.attribute, mlp.to) for mlp in widened))
 
 
 @dataclass(frozen=True)
@@ -407,12 +407,12 @@ class Plan:
     @property
     def edited_tensors(self) -> tuple[EditedTensor, ...]:
         """The tensors that are centred, then those that are turned; some are in both."""
-        return (*self.writers, *(one for basis in self.turned for one in basis.tensors))
+        return (*self.writers, *(tensor for basis in self.turned for tensor in basis.tensors))
 
     @property
     def baked(self) -> Mapping[str, BakedNorm]:
         """The norms that are baked into embedding tables, by the name of the table's parameter."""
-        return {one.parameter: one.baked for one in self.edited_tensors if one.baked}
+        return {table.parameter: table.baked for table in self.edited_tensors if table.baked}
 
     @property
     def kept(self) -> tuple[Verdict, ...]:
