@@ -176,7 +176,7 @@ class _BasisSearch:
                 self.stop(_in_words(pairs, node), trace, node)
                 return
             if not commutes_with_every_matrix(node, axis):
-                self.stop(f"{op_name(node)} does not turn with its operand", trace, node)
+                self.stop(f"{op_name(node)} does not commute with a rotation", trace, node)
             for operand, below in pairs:
                 source = Value(trace, operand, below)
                 if value in self.reading:
@@ -364,7 +364,9 @@ def _in_words(found: Opaque, node: Node) -> str:
     whole: Any = node.args[0] if is_part(node) else node
     if not node.all_input_nodes:
         return "it is an input or a constant, not computed from weights"
-    return f"{op_name(whole)} acts on single features" if found.is_general else found.reason
+    if not found.is_general:
+        return found.reason
+    return f"{op_name(whole)} acts on single features, so it does not commute with a rotation"
 
 
 def is_read_elsewhere(

@@ -161,7 +161,9 @@ def bases_of(
             if gain.module not in moved:
                 reason = reasons.get(gain.module, "something else reads it")
                 obstacle = LayerObstacle(
-                    f"the weight of a norm cannot be merged: {reason}", gain.module
+                    "the weight of a norm acts on single features, and cannot be merged into "
+                    f"linear layers: {reason}",
+                    gain.module,
                 )
                 break
         names = [parameter.name for parameter in basis.parameters]

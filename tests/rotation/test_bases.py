@@ -171,8 +171,8 @@ def test_a_tied_head_turns_with_its_embedding_if_no_weight_is_in_between() -> No
     (kept,) = [basis for basis in plan.bases if basis.reason]
     assert (kept.kind, kept.culprit) == ("stream", "transformer.norm_f")
     assert kept.reason == (
-        "the weight of a norm cannot be merged: a linear layer that reads it has a parameter that "
-        "is also used elsewhere"
+        "the weight of a norm acts on single features, and cannot be merged into linear layers: a "
+        "linear layer that reads it has a parameter that is also used elsewhere"
     )
     model = Tied()
     plan = analyze_module(model, torch.tensor([[1, 2, 4]]), options=ROTATED).plan
