@@ -46,6 +46,7 @@ FOLDERS = (
     "onnx_export",
     "benchmark",
     "quantisation",
+    "matrix_choice",
     "cli",
 )
 """Each imports itself and those before it, for type checking too."""
@@ -55,6 +56,7 @@ MOST_FILES = 12
 OWNERS = {
     "click": {
         "cli.convert_commands",
+        "cli.early_checks",
         "cli.group",
         "cli.help",
         "cli.main",

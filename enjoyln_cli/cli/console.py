@@ -150,6 +150,8 @@ def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
     say(f"{f'would {does}' if dry else did} {counts(plan)}", "green")
     for line in notes(report, result["bytes_added"]):
         say(line)
+    for line in result.get("matrices", {}).get("summary", ()):
+        say(line)
     if dry:
         for name in compact(writer.tensor for writer in plan.writers):
             say(f"  centre {name}")
@@ -178,7 +180,8 @@ def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
             "not verified (--stream): that needs the whole original; do it with the next command"
         )
     say(f"verified: {checked['summary']}" if checked else unchecked)
-    if checked and (rows := [*quantisation_rows(checked), *reader_rows(checked)]):
+    errors = quantisation_rows(checked) if checked and "matrices" not in result else []
+    if checked and (rows := [*errors, *reader_rows(checked)]):
         _show_checks(checked, rows)
     if plan.folded and (lost := lost_without_kernels()):
         say(lost)

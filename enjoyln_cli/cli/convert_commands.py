@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from enjoyln_cli.checkpoint.access import access_keywords
 from enjoyln_cli.cli import help
-from enjoyln_cli.cli.early_checks import require_folded, require_models, require_new_folder
+from enjoyln_cli.cli.early_checks import (
+    require_choice,
+    require_folded,
+    require_models,
+    require_new_folder,
+    require_one_source,
+)
 from enjoyln_cli.cli.group import show_transfers
 from enjoyln_cli.cli.options import (
     DTYPES,
@@ -36,7 +42,14 @@ from enjoyln_cli.cli.options import (
     untie_option,
 )
 from enjoyln_cli.cli.push_command import push_after
+from enjoyln_cli.fs.staging import learning_state
+from enjoyln_cli.quantisation.schemes import SIMULATED
 from enjoyln_cli.rewrite import processes
+
+if TYPE_CHECKING:
+    from enjoyln_cli.cli.progress import Watch
+    from enjoyln_cli.conversion.fold import PreparedFold
+    from enjoyln_cli.matrix_choice.trials import MatrixChoice
 
 conversion_options = all_of(
     hub_options,
@@ -122,6 +135,23 @@ def fold(**options: Any) -> None:
 @untie_option
 @rotation_options
 @click.option(
+    "--search",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Try N seeds with simulated rounding on your data, and use the best.",
+)
+@click.option(
+    "--learn",
+    type=click.IntRange(min=1),
+    metavar="STEPS",
+    help="Learn the matrices on your data with simulated rounding, in this many steps.",
+)
+@click.option(
+    "--scheme",
+    type=click.Choice(list(SIMULATED)),
+    help="The rounding that --search and --learn simulate: bits of weights and inputs.",
+)
+@click.option(
     "--like",
     type=OLD_FOLDER,
     metavar="RESULT",
@@ -129,16 +159,29 @@ def fold(**options: Any) -> None:
 )
 @data_options
 @conversion_options
-def rotate(opening: Options, like: Path | None, **options: Any) -> None:
+def rotate(
+    opening: Options,
+    like: Path | None,
+    search: int | None,
+    learn: int | None,
+    scheme: str | None,
+    **options: Any,
+) -> None:
     """Turn the features of MODEL by an orthogonal matrix, so that it quantises better.
 
     The result computes the same function in the stock class: outliers are spread over all
     features, and norms stay as they are (their weights are merged). Norms are not converted.
     """
+    choice: Options = {"search": search, "learn": learn, "scheme": scheme}
+    if not any(choice.values()):
+        choice = {}
+    else:
+        require_choice(opening=opening, like=like, **choice, **options)
+        require_one_source(options["data"], options["samples"])
     if like is not None:
         _edit_adapter(like, opening, **options)
         return
-    _convert(opening=opening, keep_means=False, adapter=None, **options)
+    _convert(opening=opening, keep_means=False, adapter=None, choice=choice, **options)
 
 
 def _edit_adapter(
@@ -167,8 +210,15 @@ def _edit_adapter(
 
 
 def _convert(
-    model: str, out: Path | None, dry_run: bool, quiet: bool, as_json: bool, **options: Any
+    model: str,
+    out: Path | None,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+    choice: Options | None = None,
+    **options: Any,
 ) -> None:
+    choice = choice or {}
     if out is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--out'.")
     if options["keep_means"] and options["dtype"]:
@@ -195,7 +245,7 @@ def _convert(
     data = {name: value for name, value in options.pop("data", {}).items() if value}
     if data and isinstance(options["samples"], Path):
         raise click.UsageError("--samples with a file cannot be combined with other inputs.")
-    if not options["verify"] and (options["samples"] or options["seconds"] or data):
+    if not (options["verify"] or choice) and (options["samples"] or options["seconds"] or data):
         what = "--seconds" if options["seconds"] else "--samples"
         what = f"--{next(iter(data)).removesuffix('s')}" if data else what
         raise click.UsageError(f"{what} needs the check; drop --no-verify and --stream.")
@@ -220,20 +270,53 @@ def _convert(
         writing = WriteOptions(**how)
         place = {"force": writing.force, "resume": writing.resume}
         ready = prepare(model, out, opening, **place, on_event=watch.event)
+        chosen = None
+        if choice:
+            chosen = _choose(ready, data, out, watch, options["samples"], writing.resume, **choice)
+            ready = ready.with_plan(chosen.plan)
         options["adapter"] = adapter_for(ready, options["adapter"])
         listeners: Options = {"on_event": watch.event, "on_progress": watch.progress}
         listeners |= {"on_check": watch.seconds, "team": us}
         result = write(ready, out, writing, data=data, **listeners, **options) if out else None
+        if choice and choice["learn"] and out:
+            learning_state(out).unlink(missing_ok=True)
     if helps:
         return
     from enjoyln_cli.cli.console import write_fold, write_json
 
     report = ModelReport(model, ready.plan)
     found = fold_json(report, ready, result, writing, watch.warnings) | push_it(out)
+    if chosen is not None:
+        found["matrices"] = chosen.to_json()
     if as_json:
         write_json(found)
     elif not quiet:
         write_fold(report, found)
+
+
+def _choose(
+    ready: PreparedFold,
+    data: Options,
+    out: Path | None,
+    watch: Watch,
+    samples: int | None,
+    resume: bool,
+    *,
+    search: int | None,
+    learn: int | None,
+    scheme: str,
+) -> MatrixChoice:
+    """Choose the matrices for --search or --learn, on at most ``samples`` inputs."""
+    from enjoyln_cli.comparison.user_data import read_user_data
+    from enjoyln_cli.matrix_choice.learned_matrices import learn_matrices
+    from enjoyln_cli.matrix_choice.seed_search import search_seeds
+    from enjoyln_cli.matrix_choice.trials import trials
+
+    with trials(ready, read_user_data(**data), scheme, samples, watch.event) as tried:
+        if learn and out:
+            state = learning_state(out)
+            return learn_matrices(tried, learn, state, watch.event, watch.seconds, resume=resume)
+        return search_seeds(tried, search or 1, watch.event, watch.seconds)
 
 
 @help.command()

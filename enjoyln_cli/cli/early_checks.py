@@ -5,12 +5,17 @@ The library checks them again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import click
 
 from enjoyln_cli.checkpoint import config
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.source import open_source
-from enjoyln_cli.fs.staging import check_place
+from enjoyln_cli.errors import OutputError
+from enjoyln_cli.fs.staging import check_place, learning_state
 from enjoyln_cli.rewrite import processes
 
 
@@ -34,3 +39,57 @@ def require_new_folder(out: Path, model: str | Path, *, force: bool, resume: boo
     """
     if processes.present().size == 1:
         check_place(out, source=local_folder(str(model)), force=force, resume=resume)
+
+
+def require_one_source(data: Mapping[str, Any], samples: Any = None) -> None:
+    """Refuse inputs from two sources."""
+    sources = {"--text": data["text"], "--image": data["images"], "--audio": data["audio"]}
+    sources |= {"--tokens": data["tokens"], "--samples with a file": isinstance(samples, Path)}
+    given = [name for name, value in sources.items() if value]
+    if len(given) > 1:
+        raise click.UsageError(f"{given[0]} and {given[1]} cannot be combined.")
+
+
+def require_choice(
+    search: int | None,
+    learn: int | None,
+    scheme: str | None,
+    *,
+    opening: Mapping[str, Any],
+    like: Path | None,
+    data: Mapping[str, Any],
+    out: Path | None,
+    dry_run: bool,
+    force: bool,
+    resume: bool,
+    **options: Any,
+) -> None:
+    """Refuse what --search and --learn cannot be combined with, and what they lack.
+
+    Without ``force`` and ``resume``, the state of an interrupted run of --learn is refused.
+    """
+    if not (search or learn):
+        raise click.UsageError("--scheme needs --search or --learn.")
+    name = "--search" if search else "--learn"
+    seed, matrix = (opening["options"][key] for key in ("seed", "matrix"))
+    for other, is_given in {
+        "--learn": search and learn,
+        "--seed": search and seed,
+        "--matrix": search and matrix,
+        "--dry-run": learn and dry_run,
+        "--like": like,
+        "--stream": opening["stream"],
+    }.items():
+        if is_given:
+            raise click.UsageError(f"{name} cannot be combined with {other}.")
+    if not scheme:
+        raise click.UsageError(f"{name} needs --scheme, such as --scheme w4a8.")
+    if not any(data.values()):
+        raise click.UsageError(f"{name} needs one of --text, --image, --audio, --tokens.")
+    if processes.present().size > 1:
+        raise click.UsageError(f"{name} runs in a single process.")
+    if learn and out and not (force or resume) and learning_state(out).exists():
+        raise OutputError(
+            f"{learning_state(out)} is of an interrupted run; continue it with --resume, or begin "
+            "again with --force"
+        )

@@ -10,7 +10,12 @@ import click
 from enjoyln_cli.checkpoint.access import access_keywords
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.cli import help
-from enjoyln_cli.cli.early_checks import require_folded, require_models, require_new_folder
+from enjoyln_cli.cli.early_checks import (
+    require_folded,
+    require_models,
+    require_new_folder,
+    require_one_source,
+)
 from enjoyln_cli.cli.group import complain
 from enjoyln_cli.cli.options import (
     COMPUTE_DTYPES,
@@ -90,15 +95,6 @@ def verify(
         complain(found.summary)
     if not found.passed:
         raise click.exceptions.Exit(1)
-
-
-def require_one_source(data: Options, samples: Any = None) -> None:
-    """Refuse inputs from two sources."""
-    sources = {"--text": data["text"], "--image": data["images"], "--audio": data["audio"]}
-    sources |= {"--tokens": data["tokens"], "--samples with a file": isinstance(samples, Path)}
-    given = [name for name, value in sources.items() if value]
-    if len(given) > 1:
-        raise click.UsageError(f"{given[0]} and {given[1]} cannot be combined.")
 
 
 def _verify_quantised(out: Path, data: Options, opening: Options, against: str | None) -> Any:

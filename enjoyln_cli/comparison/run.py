@@ -44,15 +44,15 @@ def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) 
             cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
             if dtype == torch.float64:
                 with Float64():
-                    output = model(**cast, **_flags(model))
+                    output = model(**cast, **cache_flag(model))
             else:
-                output = model(**cast, **_flags(model))
+                output = model(**cast, **cache_flag(model))
             outputs.append({name: store(value) for name, value in tensors(output)})
             del output
     return outputs
 
 
-def _flags(model: Any) -> dict[str, Any]:
+def cache_flag(model: Any) -> dict[str, Any]:
     """Turn the cache off: it would take memory and is not compared."""
     return {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}
 

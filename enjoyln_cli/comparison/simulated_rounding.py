@@ -4,6 +4,8 @@ Integers of ``b`` bits are symmetric: ``q = round(x / s)`` with ``s = max |x| / 
 weight of a layer has one scale ``s`` for each output, and its inputs have one for each token. A
 single large feature makes the scale of its token large, so that all others lose digits. Embeddings
 and the layer that computes the logits stay as they are, as most quantisers leave them.
+
+Gradients pass straight through the rounding to the nearest integer, and through the scales.
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ def round_to(x: torch.Tensor, bits: int, dim: int | None) -> torch.Tensor:
     largest = wide.abs().amax() if dim is None else wide.abs().amax(dim, keepdim=True)
     scale = largest / top
     scale = torch.where(scale == 0, 1.0, scale)
-    return wide.div(scale).round_().clamp_(-top, top).mul_(scale).to(x.dtype)
+    steps = wide / scale
+    rounded = steps + (steps.round() - steps).detach()  # exact: both are close to each other
+    return (rounded.clamp(-top, top) * scale).to(x.dtype)
 
 
 @contextmanager
@@ -105,18 +109,17 @@ def simulated(model: Any, scheme: Scheme, only: str | None = None) -> Iterator[N
         weight, dim = module.weight, input_dimension(module)
         assert isinstance(weight, torch.Tensor) and dim is not None
         originals[module] = weight
-        rounded = round_to(weight.detach(), scheme.weight_bits, dim)
-        module.weight = nn.Parameter(rounded, requires_grad=False)
+        module._parameters["weight"] = round_to(weight, scheme.weight_bits, dim)  # type: ignore[assignment]
         if scheme.input_bits is None or not args:
             return args
         dim = -1 if scheme.per_token else None
         return (round_to(args[0], scheme.input_bits, dim), *args[1:])
 
     def end(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        module.weight = originals.pop(module)
+        module._parameters["weight"] = originals.pop(module)
 
     originals: dict[nn.Module, Any] = {}
-    with ExitStack() as stack, torch.no_grad():
+    with ExitStack() as stack:
         for name, module in linear_layers(model).items():
             if only not in (None, name):
                 continue
@@ -126,7 +129,7 @@ def simulated(model: Any, scheme: Scheme, only: str | None = None) -> Iterator[N
             yield
         finally:
             for module, weight in originals.items():
-                module.weight = weight
+                module._parameters["weight"] = weight
 
 
 @contextmanager

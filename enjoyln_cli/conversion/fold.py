@@ -22,7 +22,7 @@ from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.result_files import ADAPTER_FOLDER, MATRIX_FILE
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.clock import Progress
-from enjoyln_cli.conversion.inspect import Inspection, Opening, open_named, recipe_text
+from enjoyln_cli.conversion.inspect import Opening, open_named
 from enjoyln_cli.errors import NothingToFold, OutputError, UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, count_finished, work_of
@@ -59,8 +59,28 @@ class PreparedFold:
     config: PretrainedConfig
     checkpoint: Checkpoint
     plan: Plan
-    recipe_text: str
+    options: Options
+    """What the plan may change: the user's options, or those of the user's recipe."""
     opening: Opening
+
+    @property
+    def recipe_text(self) -> str:
+        """The recipe of the plan."""
+        from enjoyln_cli.recipe.from_plan import recipe_of
+        from enjoyln_cli.recipe.write import dump_recipe
+
+        return dump_recipe(recipe_of(self.plan, config=self.config, options=self.options))
+
+    def with_plan(self, plan: Plan) -> PreparedFold:
+        """The same, with a plan that turns by other matrices."""
+        matrix = MATRIX_FILE if any(basis.given for basis in plan.turned) else ""
+        options, asked = (
+            replace(each, seed=plan.seed, matrix=matrix)
+            for each in (self.options, self.opening.options)
+        )
+        return replace(
+            self, plan=plan, options=options, opening=replace(self.opening, options=asked)
+        )
 
     def bytes_to_write(self, dtype: torch.dtype | None = None) -> int:
         """Bytes of all tensors, with floating-point tensors in ``dtype``."""
@@ -149,8 +169,7 @@ def prepare(
         raise NothingToFold(why_nothing_changes(plan, str(model), ways))
     if plan.covered is not None:
         plan.covered.require_any(plan.model_class)
-    text = recipe_text([Inspection(str(model), config, replace(found, plan=plan), options)])
-    return PreparedFold(source, config, checkpoint, plan, text, opening)
+    return PreparedFold(source, config, checkpoint, plan, options, opening)
 
 
 def _why_another_class(plan: Plan, unproven: Sequence[str], is_chosen: bool) -> str:

@@ -57,6 +57,12 @@ def work_of(out: Path) -> Path:
     return out.parent / f".{name}.partial"
 
 
+def learning_state(out: Path) -> Path:
+    """The file beside ``out`` that an interrupted run of ``rotate --learn`` leaves behind."""
+    work = work_of(out)
+    return work.with_name(f"{work.stem}.learning")
+
+
 def absolute_path(out: Path) -> Path:
     """``out`` as an absolute path. Raises ``OutputError`` for a name that no file can have."""
     if "\0" in str(out):

@@ -60,14 +60,14 @@ class Rotation:
 def rotate(x: torch.Tensor, axis: Axis, rotation: Rotation) -> torch.Tensor:
     """``Q x`` for each group of ``axis``; other elements stay as they are.
 
-    ``x`` is float64, of any shape. The result is a new tensor.
+    ``x`` is float64, of any shape; of any dtype if the matrix is given. The result is a new tensor.
     """
     if not axis.step and axis.length == x.shape[axis.dim]:
         return _turned(x, axis, rotation)
     out = x.clone()
     for block in blocks(axis):
-        part = out.narrow(block.dim, block.start, block.length)
-        part.copy_(_turned(part, block, rotation))
+        place = (block.dim, block.start, block.length)
+        out.narrow(*place).copy_(_turned(x.narrow(*place), block, rotation))
     return out
 
 

@@ -35,6 +35,13 @@ SCHEMES: Mapping[str, QuantisationScheme] = {
 }
 
 
+SIMULATED: Mapping[str, QuantisationScheme] = {
+    **SCHEMES,
+    "w4a4": QuantisationScheme(4, 4, False, 0.5),
+}
+"""What ``enjoyln rotate`` can simulate: all schemes, and one that no format stores."""
+
+
 @dataclass(frozen=True)
 class TargetFormat:
     """A kind of result."""

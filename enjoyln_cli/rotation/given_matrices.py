@@ -47,7 +47,7 @@ def give_matrices(plan: Plan, path: Path) -> Plan:
             raise BadCheckpoint(f"{path}: {key} is no basis that turns; {remedy}")
         for basis, transposed in bases:
             matrix = found.T if transposed and found.ndim == 2 else found
-            given[basis.name] = _nearest_orthogonal(f"{path}: {key}", matrix, basis)
+            given[basis.name] = nearest_orthogonal(f"{path}: {key}", matrix, basis)
     turned = tuple(replace(one, given=given.get(one.name)) for one in plan.bases)
     return replace(plan, bases=turned)
 
@@ -97,7 +97,11 @@ def _dense(where: str, matrix: torch.Tensor) -> torch.Tensor:
     return matrix.to_dense().double()
 
 
-def _nearest_orthogonal(where: str, matrix: torch.Tensor, basis: Basis) -> GivenMatrix:
+def nearest_orthogonal(where: str, matrix: torch.Tensor, basis: Basis) -> GivenMatrix:
+    """The orthogonal matrix nearest to ``matrix``, a float64 tensor, for the values of ``basis``.
+
+    Raises ``BadCheckpoint`` if it is none up to rounding; ``where`` names it in the message.
+    """
     size = basis.size
     if matrix.shape != (size, size):
         raise BadCheckpoint(f"{where} has shape {list(matrix.shape)}, but needs {[size, size]}")

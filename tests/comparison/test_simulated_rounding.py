@@ -40,6 +40,17 @@ def test_rounding_keeps_the_largest_and_is_off_by_half_a_step_at_most(bits: int)
     torch.testing.assert_close(rounded.abs().amax(1), x.abs().amax(1))
 
 
+def test_gradients_pass_straight_through_the_rounding_and_through_the_scale() -> None:
+    x = torch.tensor([[0.3, -1.4, 2.6, -7.0]], requires_grad=True)  # 7 steps of 1 to each side
+    upstream = torch.tensor([[1.0, -2.0, 0.5, 3.0]])
+    round_to(x, 4, 1).backward(upstream)
+    rounded = torch.tensor([[0.0, -1.0, 3.0, -7.0]])
+    to_scale = (upstream * (rounded - x.detach())).sum()  # the scale is |x_3| / 7
+    expected = upstream.clone()
+    expected[0, 3] -= to_scale / 7
+    torch.testing.assert_close(x.grad, expected)
+
+
 def test_rows_of_zeros_stay_zeros() -> None:
     assert not round_to(torch.zeros(3, 5), 4, 1).any()
 
@@ -77,6 +88,16 @@ def test_the_weights_are_back_after_the_block_and_after_an_error(gpt2: GPT2LMHea
     assert {name: id(parameter) for name, parameter in gpt2.named_parameters()} == held
     assert all(torch.equal(gpt2.state_dict()[name], value) for name, value in before.items())
     assert torch.equal(gpt2(ids).logits, exact)
+
+
+def test_a_rounded_weight_has_a_gradient() -> None:
+    layer = nn.Linear(6, 3)
+    with simulated(nn.Sequential(layer), Scheme(4, None)):
+        layer(torch.eye(6)).square().sum().backward()
+    rounded = round_to(layer.weight.detach(), 4, 1) + layer.bias.detach()[:, None]
+    is_largest = layer.weight.abs() == layer.weight.abs().amax(1, keepdim=True)
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad[~is_largest], 2 * rounded[~is_largest])
 
 
 def test_fewer_bits_cost_more(gpt2: GPT2LMHeadModel) -> None:

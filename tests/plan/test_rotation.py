@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from enjoyln_cli.plan import orthogonal_matrices as rotation_module
 from enjoyln_cli.plan.axis import Axis, centre
-from enjoyln_cli.plan.orthogonal_matrices import Rotation, matrix, product, rotate
+from enjoyln_cli.plan.orthogonal_matrices import GivenMatrix, Rotation, matrix, product, rotate
 
 SIZES = (1, 2, 3, 4, 7, 8, 10, 24, 48, 64, 77, 96, 128, 257, 300)
 
@@ -114,22 +115,42 @@ def test_a_size_with_a_large_prime_factor_is_spread_over_all() -> None:
         assert largest <= 1.75, size
 
 
-@pytest.mark.parametrize(
+each_axis = pytest.mark.parametrize(
     "axis",
     [
         Axis(0, 0, 1, 24, 1), Axis(1, 0, 1, 24, 1), Axis(1, 6, 2, 6, 1), Axis(0, 0, 4, 6, 1),
         Axis(1, 0, 1, 6, 4), Axis(1, 2, 3, 4, 1, 8),
     ],
 )  # fmt: skip
+
+
+def groups_of(axis: Axis) -> Iterator[torch.Tensor]:
+    """The places of the features of each group along the axis."""
+    step = axis.step or axis.size * axis.inner
+    for outer in range(axis.outer):
+        for inner in range(axis.inner):
+            yield axis.start + outer * step + inner + axis.inner * torch.arange(axis.size)
+
+
+@each_axis
 def test_each_group_of_an_axis_is_turned(axis: Axis) -> None:
     x, rotation = torch.randn(24, 24, dtype=torch.float64), of(axis.size)
     turned, q = rotate(x, axis, rotation), matrix(rotation)
-    expected, step = x.clone().movedim(axis.dim, 0), axis.step or axis.size * axis.inner
-    for outer in range(axis.outer):
-        for inner in range(axis.inner):
-            at = axis.start + outer * step + inner + axis.inner * torch.arange(axis.size)
-            expected[at] = q @ expected[at]
+    expected = x.clone().movedim(axis.dim, 0)
+    for at in groups_of(axis):
+        expected[at] = q @ expected[at]
     torch.testing.assert_close(turned, expected.movedim(0, axis.dim))
+
+
+@each_axis
+def test_a_given_matrix_has_a_gradient(axis: Axis) -> None:
+    x, upstream = torch.randn(2, 24, 24, dtype=torch.float64)
+    q = matrix(of(axis.size)).requires_grad_()
+    rotation = replace(of(axis.size), given=GivenMatrix("", q))
+    (gradient,) = torch.autograd.grad(rotate(x, axis, rotation), q, upstream)
+    rows, above = (each.movedim(axis.dim, 0) for each in (x, upstream))
+    expected = [above[at] @ rows[at].T for at in groups_of(axis)]
+    torch.testing.assert_close(gradient, torch.stack(expected).sum(0))
 
 
 def test_the_seed_and_the_label_choose_the_matrix() -> None:

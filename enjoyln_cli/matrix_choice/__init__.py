@@ -1,0 +1,1 @@
+"""Which orthogonal matrices a rotation uses, decided on the user's data."""

@@ -1,0 +1,248 @@
+"""Learn the orthogonal matrices of a rotation on the user's data, by simulated rounding.
+
+A matrix is ``C(A) Q``. ``Q`` is that of the seed. ``A`` is skew-symmetric, begins at zero and is
+learned; its Cayley transform ``C(A) = (I - A)^-1 (I + A)`` is orthogonal. Where a LayerNorm is
+inside, the rows of ``A`` sum to zero: then ``A 1 = 0``, so ``C(A) 1 = 1``.
+
+The loss is how far the outputs of the rounded model are from those of the original: the KL
+divergence of the logits, or the relative squared error of a model without logits. SpinQuant (Liu et
+al. 2024) learns matrices with a Cayley transform as well; here the gradient also passes through the
+scales of the rounding, and Adam takes the steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from enjoyln_cli.clock import Progress
+from enjoyln_cli.comparison.run import cache_flag, tensors
+from enjoyln_cli.comparison.simulated_rounding import simulated
+from enjoyln_cli.errors import OutputError
+from enjoyln_cli.events import Event
+from enjoyln_cli.matrix_choice.trials import Countdown, MatrixChoice, Trials
+from enjoyln_cli.models.load import values_of
+from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.orthogonal_matrices import GivenMatrix, matrix, rotate
+from enjoyln_cli.plan.plan import Basis, Plan
+from enjoyln_cli.quantisation.candidates import ORIGINAL
+from enjoyln_cli.quantisation.measure import LOGITS, Outputs
+from enjoyln_cli.rotation.given_matrices import nearest_orthogonal
+
+RATE = 0.03
+"""Adam's learning rate at the beginning, times the square root of the size of the matrix. A step
+then turns matrices of all sizes by about the same angle. It falls to zero along a half cosine."""
+ROWS = 8
+"""Inputs in a step."""
+SAVED_EVERY = 10
+"""Steps between two states that a later run can continue from."""
+LEARNED = "learned"
+
+
+@dataclass(frozen=True)
+class Learning:
+    """The matrices while they are learned."""
+
+    bases: tuple[Basis, ...]
+    free: Mapping[str, torch.Tensor]
+    """For each basis by name, float32 of shape ``(size, size)``: ``A`` is its skew part."""
+    optimiser: torch.optim.Adam
+
+    def turns(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        """``C(A)`` for each basis by name, in ``dtype``."""
+        found = {}
+        for basis in self.bases:
+            skew = self.free[basis.name].to(dtype)
+            skew = skew - skew.T
+            if basis.fixes_ones:
+                skew = skew - skew.mean(0)
+                skew = skew - skew.mean(1, keepdim=True)
+            one = torch.eye(basis.size, dtype=dtype)
+            found[basis.name] = torch.linalg.solve(one - skew, one + skew)
+        return found
+
+
+@dataclass(frozen=True)
+class TurnedParameter:
+    """A parameter that turns."""
+
+    name: str
+    """One of its names."""
+    values: torch.Tensor
+    axes: Mapping[Axis, Basis]
+    """The axes that it turns over, and the basis of each."""
+
+
+def learn_matrices(
+    tried: Trials,
+    steps: int,
+    state: Path,
+    event: Event,
+    on_progress: Progress,
+    *,
+    resume: bool = False,
+) -> MatrixChoice:
+    """Learn matrices in ``steps`` steps on the first half of the data, from those of the plan.
+
+    They are chosen if they are better on that half than those of the plan. The file ``state`` is
+    written meanwhile; with ``resume``, the run that wrote it is continued. Raises ``OutputError``
+    if that run had other data or options.
+    """
+    plan = tried.ready.plan
+    start, first, second = f"seed {plan.seed}", tried.choosing, tried.held_out
+    if any(basis.given for basis in plan.turned):
+        start = "given matrices"
+    turns = _learn(tried, steps, state, event, on_progress, resume)
+    learned = with_turns(plan, turns)
+    plans = {ORIGINAL: None, start: plan, LEARNED: learned}
+    compared = {name: tried.measure(each, first) for name, each in plans.items()}
+    measured = {name: tried.measure(each, second) for name, each in plans.items()}
+    if compared[LEARNED].cost < compared[start].cost:
+        return tried.choice(LEARNED, learned, compared, measured)
+    event("warning", f"learning did not help on the first half of the data, so {start} is used")
+    return tried.choice(start, plan, compared, measured)
+
+
+def with_turns(plan: Plan, turns: Mapping[str, torch.Tensor]) -> Plan:
+    """The plan whose bases are also turned by these matrices, in float64, by name."""
+    bases = []
+    for basis in plan.bases:
+        if basis.name in turns and basis.turns:
+            whole = turns[basis.name] @ matrix(basis.rotation(plan.seed))
+            basis = replace(basis, given=nearest_orthogonal(basis.name, whole, basis))
+        bases.append(basis)
+    return replace(plan, bases=tuple(bases))
+
+
+def _learn(
+    tried: Trials, steps: int, state: Path, event: Event, on_progress: Progress, resume: bool
+) -> dict[str, torch.Tensor]:
+    plan, job = tried.ready.plan, _digest(tried, steps)
+    free = {b.name: torch.zeros(b.size, b.size, requires_grad=True) for b in plan.turned}
+    rates = [{"params": [each], "rate": RATE / math.sqrt(len(each))} for each in free.values()]
+    learning = Learning(plan.turned, free, torch.optim.Adam(rates, betas=(0.9, 0.99)))
+    done = _restore(learning, state, job) if resume and state.exists() else 0
+    after = f", {done} done by an earlier run" if done else ""
+    event("stage", f"learning {len(free)} matrices in {steps} steps{after}")
+    model = tried.load(plan).requires_grad_(False)
+    turned = list(_turned_parameters(model, plan))
+    countdown = Countdown(steps - done, on_progress)
+    for step in range(done, steps):
+        for group in learning.optimiser.param_groups:
+            group["lr"] = group["rate"] * (1 + math.cos(math.pi * step / steps)) / 2
+        loss = _step(learning, model, turned, tried, step)
+        countdown.count()
+        if (step + 1) % SAVED_EVERY == 0 or step + 1 == steps:
+            _save(learning, state, job, step + 1)
+        if (step + 1) % max(steps // 10, 1) == 0:
+            event("stage", f"step {step + 1} of {steps}: loss {loss:.3g}")
+    with torch.no_grad():
+        return learning.turns(torch.float64)
+
+
+def _step(
+    learning: Learning, model: nn.Module, turned: list[TurnedParameter], tried: Trials, step: int
+) -> float:
+    """One step of the optimiser on a few inputs that depend on ``step`` alone; returns the loss.
+
+    The gradients of all inputs are summed at the turned weights, which are computed only once.
+    """
+    matrices = {name: GivenMatrix("", values) for name, values in learning.turns().items()}
+    weights = {}
+    for parameter in turned:
+        weight = parameter.values
+        for axis, basis in parameter.axes.items():
+            rotation = replace(basis, given=matrices[basis.name]).rotation(0)
+            weight = rotate(weight, axis, rotation)
+        weights[parameter.name] = weight
+    leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+    generator, many = torch.Generator().manual_seed(step), len(tried.choosing.examples)
+    rows = torch.randperm(many, generator=generator)[:ROWS].tolist()
+    total = 0.0
+    for row in rows:
+        batch = tried.choosing.examples[row].batch
+        with simulated(model, tried.rounding):
+            output = functional_call(model, leaves, (), {**batch, **cache_flag(model)})
+        loss = _loss(dict(tensors(output)), tried.choosing.outputs[row]) / len(rows)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    read = [name for name, leaf in leaves.items() if leaf.grad is not None]
+    learning.optimiser.zero_grad()
+    torch.autograd.backward([weights[name] for name in read], [leaves[n].grad for n in read])
+    learning.optimiser.step()
+    return total
+
+
+def _loss(outputs: Outputs, exact: Outputs) -> torch.Tensor:
+    if LOGITS in exact and exact[LOGITS].shape[-1] > 1:
+        p, q = (each[LOGITS].double().log_softmax(-1) for each in (exact, outputs))
+        return F.kl_div(q.flatten(0, -2), p.flatten(0, -2), reduction="batchmean", log_target=True)
+    errors = [
+        (outputs[name] - value).double().square().sum() / value.double().square().sum()
+        for name, value in exact.items()
+    ]
+    return torch.stack(errors).sum()
+
+
+def _turned_parameters(model: nn.Module, plan: Plan) -> Iterator[TurnedParameter]:
+    """Each parameter that turns, once."""
+    tensors = values_of(model)
+    names: dict[int, str] = {}
+    axes: dict[str, dict[Axis, Basis]] = {}
+    for basis in plan.turned:
+        for tensor in basis.tensors:
+            name = names.setdefault(id(tensors[tensor.parameter]), tensor.parameter)
+            axes.setdefault(name, {})[tensor.held or tensor.axis] = basis
+    for name, found in axes.items():
+        yield TurnedParameter(name, tensors[name].detach(), found)
+
+
+def _digest(tried: Trials, steps: int) -> str:
+    """What a state belongs to."""
+    ready = tried.ready
+    parts = [ready.source.model, tried.scheme, steps, ready.plan.seed, *tried.choosing.names]
+    parts += [(basis.name, basis.size, basis.given) for basis in ready.plan.turned]
+    digest = hashlib.sha256(repr(parts).encode())
+    for example in tried.choosing.examples:
+        for name, value in example.batch.items():
+            digest.update(name.encode() + value.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _save(learning: Learning, state: Path, job: str, done: int) -> None:
+    begun = state.with_name(f"{state.name}.begun")
+    optimiser = learning.optimiser.state_dict()
+    try:
+        torch.save(
+            {"job": job, "done": done, "free": dict(learning.free), "optimiser": optimiser}, begun
+        )
+        begun.replace(state)
+    except (OSError, RuntimeError) as error:
+        begun.unlink(missing_ok=True)
+        raise OutputError(f"{state} cannot be written: {error}") from error
+
+
+def _restore(learning: Learning, state: Path, job: str) -> int:
+    """Continue from the file ``state``; returns the number of steps that are done."""
+    try:
+        found = torch.load(state, weights_only=True)
+        fits = found["job"] == job
+    except Exception:  # pickle raises many kinds
+        fits = False
+    if not fits:
+        raise OutputError(
+            f"{state} belongs to other data or options, or is damaged; delete it to begin again"
+        )
+    with torch.no_grad():
+        for name, values in learning.free.items():
+            values.copy_(found["free"][name])
+    learning.optimiser.load_state_dict(found["optimiser"])
+    return int(found["done"])

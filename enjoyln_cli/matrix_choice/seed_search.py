@@ -1,0 +1,31 @@
+"""Choose the best of several seeds of a rotation on the user's data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from enjoyln_cli.clock import Progress
+from enjoyln_cli.events import Event
+from enjoyln_cli.matrix_choice.trials import Countdown, MatrixChoice, Trials
+from enjoyln_cli.quantisation.candidates import ORIGINAL
+from enjoyln_cli.text import counted
+
+
+def search_seeds(tried: Trials, seeds: int, event: Event, on_progress: Progress) -> MatrixChoice:
+    """Compare the matrices of the first ``seeds`` seeds, and choose the best."""
+    event("stage", f"trying {counted(seeds, 'seed')} with simulated {tried.scheme}")
+    start, first, second = tried.ready.plan, tried.choosing, tried.held_out
+    runs = (seeds + 1) * len(first.examples) + 2 * len(second.examples)
+    countdown = Countdown(runs, on_progress)
+    bases = tuple(replace(basis, given=None) for basis in start.bases)
+    plans = {f"seed {seed}": replace(start, seed=seed, bases=bases) for seed in range(seeds)}
+    compared = {
+        name: tried.measure(plan, first, countdown.count)
+        for name, plan in {ORIGINAL: None, **plans}.items()
+    }
+    chosen = min(plans, key=lambda name: compared[name].cost)
+    measured = {
+        name: tried.measure(plan, second, countdown.count)
+        for name, plan in {ORIGINAL: None, chosen: plans[chosen]}.items()
+    }
+    return tried.choice(chosen, plans[chosen], compared, measured)

@@ -1,0 +1,182 @@
+"""How well a model quantises with some matrices, by simulated rounding on the user's data.
+
+Matrices are chosen on the first half of the data. What was chosen is measured on the other half,
+beside the original.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from enjoyln_cli.clock import Clock, Progress
+from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.run import run
+from enjoyln_cli.comparison.simulated_rounding import Scheme, simulated
+from enjoyln_cli.comparison.user_data import UserData
+from enjoyln_cli.conversion.fold import PreparedFold
+from enjoyln_cli.events import Event
+from enjoyln_cli.models.outputs import match_names
+from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.quantisation.candidates import ORIGINAL, FloatModel, TurnedForm
+from enjoyln_cli.quantisation.examples import split
+from enjoyln_cli.quantisation.measure import (
+    Differences,
+    ExactOutputs,
+    Outputs,
+    compared_outputs,
+    differences,
+    exact_outputs,
+)
+from enjoyln_cli.quantisation.schemes import SIMULATED
+from enjoyln_cli.report.verification_table import HELPS
+from enjoyln_cli.text import counted, number
+
+INPUTS_IN_A_HALF = 32
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Where rotations of one model are tried."""
+
+    ready: PreparedFold
+    scheme: str
+    choosing: ExactOutputs
+    """The first half of the data, and what the original computes for it."""
+    held_out: ExactOutputs
+
+    @property
+    def rounding(self) -> Scheme:
+        """The rounding that is simulated."""
+        named = SIMULATED[self.scheme]
+        return Scheme(named.weight_bits, named.input_bits, per_token=not named.is_static)
+
+    def load(self, plan: Plan | None) -> Any:
+        """The model in float32, turned by the plan; the original without one."""
+        return _load(self.ready, plan)
+
+    def measure(
+        self, plan: Plan | None, half: ExactOutputs, count: Callable[[], None] = lambda: None
+    ) -> Differences:
+        """Run the rounded model; ``count`` is called before each input."""
+        model = self.load(plan)
+
+        def compute(batch: Batch) -> Outputs:
+            count()
+            return run(model, [batch])[0]
+
+        with simulated(model, self.rounding):
+            return differences(compute, half)
+
+    def choice(
+        self,
+        chosen: str,
+        plan: Plan,
+        first: Mapping[str, Differences],
+        second: Mapping[str, Differences],
+    ) -> MatrixChoice:
+        """What was chosen, with what was measured on both halves."""
+        inputs = (len(self.choosing.examples), len(self.held_out.examples))
+        return MatrixChoice(plan, self.scheme, self.choosing.names, chosen, first, second, inputs)
+
+
+@dataclass
+class Countdown:
+    """Reports the progress of a job of equal steps, and how long the remaining ones take."""
+
+    steps: int
+    on_progress: Progress
+    done: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._clock = Clock(time.monotonic, math.inf, self.on_progress)
+
+    def count(self) -> None:
+        """Note that a step is done."""
+        self.done += 1
+        self._clock.tell(self._clock.spent / self.done * (self.steps - self.done))
+
+
+@dataclass(frozen=True)
+class MatrixChoice:
+    """The matrices that were chosen, and what they were compared with.
+
+    The names are ``original``, ``seed 3`` and ``learned``.
+    """
+
+    plan: Plan
+    """The plan with these matrices."""
+    scheme: str
+    outputs: tuple[str, ...]
+    chosen: str
+    first_half: Mapping[str, Differences]
+    second_half: Mapping[str, Differences]
+    inputs: tuple[int, int]
+    """Number of inputs in each half."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields but the plan as plain values, and the comparison as text."""
+        found = {name: value for name, value in vars(self).items() if name != "plan"}
+        for half in ("first_half", "second_half"):
+            found[half] = {name: asdict(each) for name, each in found[half].items()}
+        return found | {"summary": self.lines()}
+
+    def lines(self) -> list[str]:
+        """The comparison as text."""
+        has_kl = self.second_half[ORIGINAL].kl is not None
+        what = "KL divergence of the logits" if has_kl else f"error of {', '.join(self.outputs)}"
+        costs = {name: each.cost for name, each in self.first_half.items()}
+        before = f"original {number(costs.pop(ORIGINAL))}"
+        if len(costs) > 2:
+            spread = f"best {number(costs[self.chosen])} ({self.chosen}), median "
+            spread += f"{number(median(costs.values()))}, worst {number(max(costs.values()))}"
+            tried = f"{len(costs)} seeds: {spread}"
+        else:
+            tried = ", ".join(f"{name} {number(cost)}" for name, cost in costs.items())
+        after = {name: each.cost for name, each in self.second_half.items()}
+        text = ", ".join(f"{name} {number(cost)}" for name, cost in after.items())
+        helps = after[self.chosen] < HELPS * after[ORIGINAL]
+        first, second = (counted(many, "input") for many in self.inputs)
+        return [
+            f"simulated {self.scheme}, {what} from the exact ones",
+            f"  first half of the data, {first}: {tried}; {before}",
+            f"  other half, {second}: {text}{'' if helps else '; rotating does not help'}",
+        ]
+
+
+@contextmanager
+def trials(
+    ready: PreparedFold, data: UserData, scheme: str, inputs: int | None, event: Event
+) -> Iterator[Trials]:
+    """Run the original on the data, on at most ``inputs`` inputs.
+
+    ``scheme`` is a name of ``schemes.SIMULATED``.
+
+    Raises ``UnsupportedModel`` if there are too few, or if the model cannot run on them.
+    """
+    event("stage", "running the original on the data")
+    model, trusted = _load(ready, None), ready.opening.trust_remote_code
+    most = INPUTS_IN_A_HALF if inputs is None else inputs // 2
+    halves = split(model, ready.source.path, data, most, trusted)
+    first, used = run(model, [halves.choosing[0].batch])[0], ready.plan.outputs
+    names = compared_outputs(first, tuple(match_names(used, first)))
+    with TemporaryDirectory() as folder:
+        known = [
+            exact_outputs(model, examples, names, Path(folder))
+            for examples in (halves.choosing, halves.held_out)
+        ]
+        del model
+        yield Trials(ready, scheme, *known)
+
+
+def _load(ready: PreparedFold, plan: Plan | None) -> Any:
+    form = TurnedForm(ORIGINAL if plan is None else "rotated", plan)
+    trusted = ready.opening.trust_remote_code
+    return FloatModel(ready.checkpoint, ready.plan.model_class, trusted).load(form)
