@@ -16,7 +16,7 @@ from typing import Any
 
 from enjoyln_cli.analysis import stored_names
 from enjoyln_cli.analysis.stored_names import Candidate, Shape
-from enjoyln_cli.checkpoint.config import raw_config, set_entry, with_entries
+from enjoyln_cli.checkpoint.config import set_entry, with_entries
 from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models import classes
@@ -112,7 +112,7 @@ def _build_models(config: Any, names: Iterable[str], tied: Sequence[Candidate]) 
 
 def _true_when_loaded(config: Any, names: Iterable[str], checkpoint: Checkpoint | None) -> str:
     """The first of these entries that loads as true although ``config.json`` has false."""
-    raw = raw_config(checkpoint.source) if checkpoint else config.to_dict()
+    raw = checkpoint.raw_config if checkpoint else config.to_dict()
     loaded = type(config).from_dict(with_entries(raw, dict.fromkeys(names, False)))
     on = [name for name, part in _parts(loaded) if getattr(part, FLAG, None)]
     return next((name for name in names if name in on), "")

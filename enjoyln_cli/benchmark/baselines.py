@@ -25,8 +25,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.classes import locate
 from enjoyln_cli.models.norm_probe import LayerNormForm, layer_norm_form
-from enjoyln_cli.runtime.install import locate
 from enjoyln_cli.runtime.modules import Folded, affine
 from enjoyln_cli.text import first_line
 
@@ -51,7 +51,7 @@ def share_weights(model: Any) -> Any:
 def variants(original: Any, folded: Any, norms: Iterable[str]) -> dict[str, nn.Module]:
     """From each of ``COLUMNS`` to its model; ``norms`` are the paths of all LayerNorms.
 
-    The paths may start in a class that contains the model's class; see ``install.locate``.
+    The paths may start in a class that contains the model's class; see ``classes.locate``.
     """
     no_norm, with_torch, names = share_weights(original), share_weights(folded), tuple(norms)
     for path in (locate(original, name, names) for name in names):

@@ -19,11 +19,9 @@ from enjoyln_cli.benchmark.cases import BenchOptions, Case, planned_cases, time_
 from enjoyln_cli.benchmark.speedups import Bench, Row
 from enjoyln_cli.benchmark.timing import TimeIsUp
 from enjoyln_cli.checkpoint.access import HubAccess
-from enjoyln_cli.checkpoint.config import load_config, raw_config
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
-from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
+from enjoyln_cli.checkpoint.reader import Subject, open_subject
 from enjoyln_cli.checkpoint.result_files import BENCH_FILE
-from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.clock import Clock, Progress, duration
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event, default_listener, write_or_warn
@@ -70,11 +68,11 @@ def bench(
     place = device_named(device)
     if not asked.seconds > 0:
         raise UnsupportedModel(f"seconds={asked.seconds:g} leaves no time to measure anything")
-    folded = open_checkpoint(open_source(str(out), weights=True))
-    marker = read_marker(raw_config(folded.source), folded.source.model)
+    folded = open_subject(str(out), trust_remote_code=trust_remote_code)
+    marker = read_marker(folded.checkpoint.raw_config, folded.source.model)
     access = HubAccess(token=token, cache_dir=cache_dir)
-    original = original_of(folded.source, marker, against, revision, access)
-    chosen = compute_dtype(folded, dtype)
+    original = original_of(folded, marker, against, revision, access)
+    chosen = compute_dtype(folded.checkpoint, dtype)
     clock = Clock(time.perf_counter, asked.seconds, on_progress)
     event("stage", f"loading {original.source.model} and {folded.source.model}")
     clock.tell()
@@ -82,9 +80,9 @@ def bench(
     rows: list[Row] = []
     reasons: list[str] = []
     try:
-        before = _load_model(original, marker, chosen, trust_remote_code)
+        before = _load_model(original, marker, chosen)
         load_seconds = clock.spent
-        after = optimize(_load_model(folded, marker, chosen, trust_remote_code))
+        after = optimize(_load_model(folded, marker, chosen))
         if clock.left <= 0:
             raise TimeIsUp
         cases, left_out = planned_cases(before, asked)
@@ -149,7 +147,6 @@ def device_named(name: str | None) -> torch.device:
     return device
 
 
-def _load_model(of: Checkpoint, marker: Marker, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    config = load_config(of.source, trust_remote_code)
-    model = load(of.source.path, marker.model_class, config, dtype, trust_remote_code)
+def _load_model(of: Subject, marker: Marker, dtype: torch.dtype) -> Any:
+    model = load(of.source.path, marker.model_class, of.config, dtype, of.trust_remote_code)
     return model.requires_grad_(False)

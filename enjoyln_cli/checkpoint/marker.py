@@ -168,16 +168,29 @@ class Marker:
         return self.merged.bias
 
 
+IN_MEMORY = Source("", Path(), None)
+"""The source of a model that has no checkpoint."""
+
+
 def marker(
     plan: Plan, source: Source, nonfinite: bool = False, trained: bool = False
 ) -> dict[str, Any]:
     """The ``enjoyln`` entry for ``config.json``: the fields of ``Marker``."""
+    found = marker_of_plan(plan, source, nonfinite, trained)
+    entry = {"version": found.version, **schema.plain(found)}
+    return {**entry, "proof": proof_of(entry)}
+
+
+def marker_of_plan(
+    plan: Plan, source: Source = IN_MEMORY, nonfinite: bool = False, trained: bool = False
+) -> Marker:
+    """What a model that was folded by ``plan`` has to be told, without the ``proof``."""
     local = Path(source.model).expanduser()
     widened = [one for one in plan.widened if one.subtracts]
     turned = tuple(
         TurnedValues(one.name, one.kind, one.size, one.fixes_ones) for one in plan.turned
     )
-    found = Marker(
+    return Marker(
         source=str(local.resolve()) if source.model and local.is_dir() else source.model,
         revision=source.revision,
         model_class=plan.model_class,
@@ -212,8 +225,6 @@ def marker(
         trained=trained,
         tool=f"enjoyln {__version__}",
     )
-    entry = {"version": found.version, **schema.plain(found)}
-    return {**entry, "proof": proof_of(entry)}
 
 
 def _by_axis(plan: Plan) -> tuple[CentredGroup, ...]:

@@ -10,11 +10,12 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from enjoyln_cli.checkpoint.config import raw_config, require_unquantised
+from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
+from enjoyln_cli.checkpoint.config import load_config, raw_config, require_unquantised
 from enjoyln_cli.checkpoint.file_roles import CONFIG, shards_in_index, weights_among
 from enjoyln_cli.checkpoint.headers import (
     DTYPES,
@@ -27,8 +28,18 @@ from enjoyln_cli.checkpoint.headers import (
     require_unpacked,
     tensors_in,
 )
-from enjoyln_cli.checkpoint.source import Source, State, carried_files, locate, states_of
+from enjoyln_cli.checkpoint.source import (
+    Source,
+    State,
+    carried_files,
+    locate,
+    open_source,
+    states_of,
+)
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 BLOCK = 1 << 22
 """Bytes that are compared at once."""
@@ -39,6 +50,8 @@ class Checkpoint:
     """The tensors in a model's weight files, as listed in the headers of these files."""
 
     source: Source
+    raw_config: dict[str, Any]
+    """The content of ``config.json``, parsed but not interpreted."""
     format: Literal["safetensors", "bin"]
     shards: tuple[str, ...]
     tensors: dict[str, StoredTensor]
@@ -93,7 +106,37 @@ def open_checkpoint(source: Source) -> Checkpoint:
         raise BadCheckpoint(f"{first} of {source.model} holds no tensors; fetch it again")
     require_unpacked(tensors)
     kind: Literal["safetensors", "bin"] = "safetensors" if safetensors else "bin"
-    return Checkpoint(source, kind, shards, tensors, metadata, index, states)
+    return Checkpoint(source, config, kind, shards, tensors, metadata, index, states)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that was opened, for everything that is done with it afterwards."""
+
+    config: PretrainedConfig
+    checkpoint: Checkpoint
+    trust_remote_code: bool = False
+    """Whether code that comes with the model may run."""
+
+    @property
+    def source(self) -> Source:
+        """Where the model comes from."""
+        return self.checkpoint.source
+
+
+def open_subject(
+    model: str,
+    *,
+    revision: str | None = None,
+    access: HubAccess = DEFAULT_ACCESS,
+    trust_remote_code: bool = False,
+    stream: bool = False,
+) -> Subject:
+    """Open ``model`` with its weights. Arguments and errors are those of ``open_source``,
+    ``load_config`` and ``open_checkpoint``."""
+    source = open_source(model, revision=revision, access=access, weights=True, stream=stream)
+    config = load_config(source, trust_remote_code)
+    return Subject(config, open_checkpoint(source), trust_remote_code)
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:

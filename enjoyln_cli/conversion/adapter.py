@@ -28,14 +28,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
-from enjoyln_cli.checkpoint.config import load_config, raw_config
 from enjoyln_cli.checkpoint.marker import read_marker
-from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint, read_tensor
+from enjoyln_cli.checkpoint.reader import Subject, open_subject, read_tensor
 from enjoyln_cli.checkpoint.result_files import ADAPTER_CONFIG
-from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.fs.staging import staged_output
-from enjoyln_cli.models.classes import build, class_named, classes_for
+from enjoyln_cli.models.classes import build, locate
+from enjoyln_cli.models.load import class_in
 from enjoyln_cli.plan.axis import on_dimension
 from enjoyln_cli.plan.edits import (
     Append,
@@ -46,7 +45,6 @@ from enjoyln_cli.plan.edits import (
     read_edit_inputs,
     repeated,
 )
-from enjoyln_cli.runtime.install import locate
 from enjoyln_cli.runtime.weight_check import tensor_at
 from enjoyln_cli.verification.verify import original_of, plan_of_result
 
@@ -86,18 +84,18 @@ class Adapter:
         save_file(self.tensors, folder / WEIGHTS_FILE, {"format": "pt"})
 
 
-def edit_adapter(folder: str | Path, plan: Plan, checkpoint: Checkpoint, config: Any) -> Adapter:
-    """The LoRA adapter or prompt in ``folder`` for the result of ``plan`` on ``checkpoint``.
+def edit_adapter(folder: str | Path, plan: Plan, original: Subject) -> Adapter:
+    """The LoRA adapter or prompt in ``folder`` for the result of ``plan`` on ``original``.
 
-    ``config`` is that of the base model. The edits are computed in float64, and rounded once to the
-    dtype of the adapter. Raises ``UnsupportedModel`` for an adapter that cannot be edited, or that
-    may do more than add to weights; ``BadCheckpoint`` if it does not fit the base model;
-    ``ModelNotFound`` if there is none.
+    The edits are computed in float64, and rounded once to the dtype of the adapter. Raises
+    ``UnsupportedModel`` for an adapter that cannot be edited, or that may do more than add to
+    weights; ``BadCheckpoint`` if it does not fit the base model; ``ModelNotFound`` if there is
+    none.
     """
     folder = Path(folder).expanduser()
     settings = _read_settings(folder)
     tensors = _read_tensors(folder)
-    base = _Base(plan, checkpoint, config)
+    base = _Base(plan, original)
     if settings["peft_type"] == PROMPT:
         return Adapter(settings, _edited_prompt(folder, tensors, base))
     layers, others = _sort(tensors)
@@ -149,14 +147,12 @@ def adapter_like(
     as ``edit_adapter`` does, ``BadCheckpoint`` if ``like`` was not converted or was trained since,
     and ``ModelNotFound`` if the original cannot be found.
     """
-    result = open_checkpoint(open_source(str(like), access=access, weights=True))
-    marker = read_marker(raw_config(result.source), result.source.model)
+    result = open_subject(str(like), access=access)
+    marker = read_marker(result.checkpoint.raw_config, result.source.model)
     if marker.trained:
         raise BadCheckpoint(f"{like} was trained after it was folded; train the adapter on it")
-    original = original_of(result.source, marker, None, None, access)
-    return edit_adapter(
-        folder, plan_of_result(result, marker), original, load_config(original.source)
-    )
+    original = original_of(result, marker, None, None, access)
+    return edit_adapter(folder, plan_of_result(result.checkpoint, marker), original)
 
 
 def write_adapter(adapter: Adapter, out: str | Path, like: str | Path, *, force: bool) -> None:
@@ -289,11 +285,12 @@ def _along(edit: Edit, dim: int, to: int) -> Edit:
 class _Base:
     """The base model: its edits by parameter, and the values that they use."""
 
-    def __init__(self, plan: Plan, checkpoint: Checkpoint, config: Any) -> None:
-        known = {cls.__name__: cls for cls in classes_for(config)}
-        self.model = build(known.get(plan.model_class) or class_named(plan.model_class), config)
+    def __init__(self, plan: Plan, original: Subject) -> None:
+        folder, config = original.source.path, original.config
+        cls = class_in(folder, plan.model_class, config, original.trust_remote_code)
+        self.model = build(cls, config)
         self.edits = edits_of(plan, held=True)
-        self.checkpoint = checkpoint
+        self.checkpoint = original.checkpoint
         self.stored = {w.scale.parameter: w.scale.tensor for w in plan.edited_tensors if w.scale}
         self.stored |= {one.parameter: one.tensor for norm in plan.merged for one in norm.names}
         self.biases = {

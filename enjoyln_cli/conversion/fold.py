@@ -18,11 +18,11 @@ from enjoyln_cli.analysis.suggest import better, suggestions
 from enjoyln_cli.checkpoint.access import HubAccess, access_keywords
 from enjoyln_cli.checkpoint.config import load_config, require_unfolded
 from enjoyln_cli.checkpoint.model_name import local_folder
-from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
+from enjoyln_cli.checkpoint.reader import Checkpoint, Subject
 from enjoyln_cli.checkpoint.result_files import ADAPTER_FOLDER, MATRIX_FILE
-from enjoyln_cli.checkpoint.source import Source
+from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.clock import Progress
-from enjoyln_cli.conversion.inspect import Opening, open_named
+from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import NothingToFold, OutputError, UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, count_finished, work_of
@@ -55,9 +55,7 @@ CHECK_SECONDS = 60.0
 class PreparedFold:
     """Everything known before the first byte is written."""
 
-    source: Source
-    config: PretrainedConfig
-    checkpoint: Checkpoint
+    subject: Subject
     plan: Plan
     options: Options
     """What the plan may change: the user's options, or those of the user's recipe."""
@@ -69,7 +67,7 @@ class PreparedFold:
         from enjoyln_cli.recipe.from_plan import recipe_of
         from enjoyln_cli.recipe.write import dump_recipe
 
-        return dump_recipe(recipe_of(self.plan, config=self.config, options=self.options))
+        return dump_recipe(recipe_of(self.plan, config=self.subject.config, options=self.options))
 
     def with_plan(self, plan: Plan) -> PreparedFold:
         """The same, with a plan that turns by other matrices."""
@@ -81,6 +79,16 @@ class PreparedFold:
         return replace(
             self, plan=plan, options=options, opening=replace(self.opening, options=asked)
         )
+
+    @property
+    def source(self) -> Source:
+        """Where the model comes from."""
+        return self.subject.source
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The stored tensors of the model."""
+        return self.subject.checkpoint
 
     def bytes_to_write(self, dtype: torch.dtype | None = None) -> int:
         """Bytes of all tensors, with floating-point tensors in ``dtype``."""
@@ -117,18 +125,18 @@ def prepare(
     from enjoyln_cli.recipe.read import load_recipe
 
     event = on_event or default_listener
-    is_local = local_folder(str(model)) is not None
-    if not is_local:
+    revision = opening.revision
+    if local_folder(str(model)) is None:
         event("download", f"looking up {model} on the Hub")
-    source = open_named(str(model), opening, weights=is_local)
-    config = load_config(source, opening.trust_remote_code)
-    require_unfolded(config, source.model)
+        source = open_source(str(model), revision=revision, access=opening.access)
+        require_unfolded(load_config(source, opening.trust_remote_code), source.model)
+        if out is not None:
+            check_place(Path(out), source=source.root, force=force, resume=resume)
+        revision = source.revision
+    subject = open_unfolded(str(model), replace(opening, revision=revision))
+    config, checkpoint = subject.config, subject.checkpoint
     if out is not None:
-        check_place(Path(out), source=source.root, force=force, resume=resume)
-    if not is_local:
-        source = open_named(str(model), replace(opening, revision=source.revision), weights=True)
-        config = load_config(source, opening.trust_remote_code)  # with a pipeline's settings
-    checkpoint = open_checkpoint(source)
+        check_place(Path(out), source=subject.source.root, force=force, resume=resume)
     asked = None if opening.recipe is None else load_recipe(opening.recipe)
     model_class, outputs = opening.model_class, opening.outputs
     outputs = outputs or (outputs_asked(asked, model_class, config) if asked else ())
@@ -169,7 +177,7 @@ def prepare(
         raise NothingToFold(why_nothing_changes(plan, str(model), ways))
     if plan.covered is not None:
         plan.covered.require_any(plan.model_class)
-    return PreparedFold(source, config, checkpoint, plan, options, opening)
+    return PreparedFold(subject, plan, options, opening)
 
 
 def _why_another_class(plan: Plan, unproven: Sequence[str], is_chosen: bool) -> str:
@@ -243,6 +251,7 @@ def write(
         event("stage", "verifying")
         return measure(
             folded,
+            against=ready.subject,
             plan=ready.plan,
             samples=samples,
             **data,
@@ -290,7 +299,7 @@ def adapter_for(ready: PreparedFold, folder: str | Path | None) -> Adapter | Non
             f"{ready.source.model} has a folder {ADAPTER_FOLDER} of its own, where the edited one "
             "would go; move that folder away"
         )
-    return edit_adapter(folder, ready.plan, ready.checkpoint, ready.config)
+    return edit_adapter(folder, ready.plan, ready.subject)
 
 
 def convert(

@@ -18,7 +18,7 @@ import torch
 from enjoyln_cli.analysis.suggest import suggestions
 from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
 from enjoyln_cli.checkpoint.config import load_config, require_no_code_of, require_unfolded
-from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
+from enjoyln_cli.checkpoint.reader import Checkpoint, Subject, open_checkpoint, open_subject
 from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.holders import holds_a_model, models_in
@@ -167,18 +167,18 @@ def inspect(name: str, opening: Opening, *, is_type: bool = False) -> Inspection
     if is_type:
         config = default_config(name)
     else:
-        source = open_named(name, opening)
+        source = open_source(name, revision=opening.revision, access=opening.access)
         config = load_config(source, opening.trust_remote_code)
         require_unfolded(config, source.model)
         checkpoint = _stored_in(source)
-    found = analyze_config(
+    analysis = analyze_config(
         config,
         model_class=opening.model_class,
         checkpoint=checkpoint,
         outputs=opening.outputs,
         options=opening.options,
     )
-    return Inspection(name, config, found, opening.options)
+    return Inspection(name, config, analysis, opening.options)
 
 
 def default_config(model_type: str) -> PretrainedConfig:
@@ -195,15 +195,20 @@ def default_config(model_type: str) -> PretrainedConfig:
     return CONFIG_MAPPING[model_type]()
 
 
-def open_named(name: str, opening: Opening, weights: bool = False) -> Source:
-    """Open the source of the model ``name``; fetch its weights if ``weights`` is set."""
-    return open_source(
+def open_unfolded(name: str, opening: Opening) -> Subject:
+    """Open the model ``name`` with its weights, to convert it.
+
+    Raises as ``open_subject`` does, and ``AlreadyFolded`` for the result of a conversion.
+    """
+    subject = open_subject(
         name,
         revision=opening.revision,
         access=opening.access,
-        weights=weights,
-        stream=weights and opening.stream,
+        trust_remote_code=opening.trust_remote_code,
+        stream=opening.stream,
     )
+    require_unfolded(subject.config, subject.source.model)
+    return subject
 
 
 def recipe_text(found: Sequence[Inspection]) -> str:

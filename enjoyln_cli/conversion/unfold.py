@@ -77,9 +77,9 @@ def unfold(
     """
     begin = perf_counter()
     source = open_source(str(out), weights=True)
-    config = raw_config(source)
-    require_folded(config, str(out))
+    require_folded(raw_config(source), str(out))
     folded = open_checkpoint(source)
+    config = folded.raw_config
     archive = None
     if (source.path / FOLDER).exists():
         archive = open_archive(source.path / FOLDER, config[MARKER])

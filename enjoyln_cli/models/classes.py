@@ -128,6 +128,35 @@ def base_path(model: Any) -> str:
     return prefix if prefix and hasattr(model, prefix) else ""
 
 
+def locate(
+    model: nn.Module,
+    name: str,
+    names: tuple[str, ...] = (),
+    get: Callable[[nn.Module, str], Any] = nn.Module.get_submodule,
+) -> str | None:
+    """Path in ``model`` of the module ``name``, with the base model's prefix added or removed.
+
+    ``None`` for a module of a head that ``model`` does not have: ``model`` is the base class, and
+    others of ``names`` have the base model's prefix. ``get(model, path)`` may look up something
+    else than modules; it raises ``AttributeError`` if there is nothing at ``path``. Raises
+    ``UnsupportedModel`` if ``model`` has no such module.
+    """
+    prefix = getattr(model, "base_model_prefix", "") or ""
+    head = f"{prefix}."
+    for path in (name, name.removeprefix(head), head + name):
+        try:
+            get(model, path)
+        except AttributeError:
+            continue
+        return path
+    inside = prefix and not hasattr(model, prefix) and not name.startswith(head)
+    if inside and any(other.startswith(head) for other in names):
+        return None
+    raise UnsupportedModel(
+        f"{type(model).__name__} has no {name!r}: the plan was made for another class"
+    )
+
+
 def dtype_of(model: nn.Module) -> torch.dtype:
     """The dtype of a model: that of its first floating-point parameter."""
     found = (p.dtype for p in model.parameters() if p.is_floating_point())

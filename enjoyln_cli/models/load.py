@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from enjoyln_cli.errors import BadCheckpoint
-from enjoyln_cli.models.classes import apply_experts, build, class_named
+from enjoyln_cli.models.classes import apply_experts, class_named
 from enjoyln_cli.models.offload import Offload, WeightsOnDemand, read_when_needed
 from enjoyln_cli.text import first_line
 
@@ -104,14 +104,6 @@ def fill(tensor: torch.Tensor, name: str, reader: WeightsOnDemand | None, seed: 
         return
     with torch.no_grad():
         tensor.copy_(_filling(seed, tensor.shape))
-
-
-def elements(
-    folder: Path, model_class: str, config: Any, trust_remote_code: bool = False
-) -> dict[str, int]:
-    """The number of elements of each parameter of ``model_class``, without reading weights."""
-    model = build(class_in(folder, model_class, config, trust_remote_code), config)
-    return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
 
 def _in_float64(model: Any) -> Any:

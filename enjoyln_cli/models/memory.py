@@ -82,6 +82,24 @@ def used_memory() -> int:
     return found[0] if found else 0
 
 
+def fits(elements: int, dtype: torch.dtype, device_map: str, max_memory: int | None) -> bool:
+    """Whether a model with that many ``elements`` in ``dtype`` may be in memory as a whole.
+
+    Raises ``UnsupportedModel`` for a ``device_map`` that is none of ``DEVICE_MAPS``.
+    """
+    if device_map not in DEVICE_MAPS:
+        raise UnsupportedModel(f"device_map is {device_map!r}, not one of {', '.join(DEVICE_MAPS)}")
+    if max_memory is not None:
+        give_back()
+    room, need = _free_bytes(max_memory), elements * dtype.itemsize * HEADROOM
+    return device_map == "cpu" or (device_map == "auto" and (room is None or need <= room))
+
+
+def _free_bytes(max_memory: int | None) -> int | None:
+    """Bytes that this process may still use; ``None`` if the system does not tell."""
+    return available_memory() if max_memory is None else max_memory - used_memory()
+
+
 def room_for_weights(
     sizes: Mapping[str, int], dtype: torch.dtype, device_map: str, max_memory: int | None
 ) -> int | None:
@@ -91,15 +109,10 @@ def room_for_weights(
     the whole process; without it, the free memory of the machine is the limit. Raises
     ``UnsupportedModel`` if that is too little for the largest parameter.
     """
-    if device_map not in DEVICE_MAPS:
-        raise UnsupportedModel(f"device_map is {device_map!r}, not one of {', '.join(DEVICE_MAPS)}")
-    if max_memory is not None:
-        give_back()
-    room = available_memory() if max_memory is None else max_memory - used_memory()
-    need = sum(sizes.values()) * dtype.itemsize * HEADROOM
-    if device_map == "cpu" or (device_map == "auto" and (room is None or need <= room)):
+    if fits(sum(sizes.values()), dtype, device_map, max_memory):
         return None
     give_back()
+    room = _free_bytes(max_memory)
     name = max(sizes, key=lambda found: sizes[found])
     one = COPIES * sizes[name] * dtype.itemsize
     if room is not None and room < one:

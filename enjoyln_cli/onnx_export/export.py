@@ -18,10 +18,8 @@ from torch import nn
 
 from enjoyln_cli.analysis.stored_class import require_weights
 from enjoyln_cli.checkpoint.access import HubAccess
-from enjoyln_cli.checkpoint.config import load_config, raw_config
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
-from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
-from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.checkpoint.reader import Subject, open_subject
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staged_files import staged_file
@@ -139,20 +137,22 @@ def export(
     require_export(file, force=force, verify=verify)
     data = weights_file(file)
     access = HubAccess(token=token, cache_dir=cache_dir)
-    found = open_checkpoint(open_source(str(out), revision=revision, access=access, weights=True))
-    config = raw_config(found.source)
-    marker = read_marker(config, found.source.model)
-    stored, kind = compute_dtype(found, None), _as_exported(compute_dtype(found, dtype))
-    original = original_of(found.source, marker, against, None, access) if verify else None
+    folded = open_subject(
+        str(out), revision=revision, access=access, trust_remote_code=trust_remote_code
+    )
+    marker = read_marker(folded.checkpoint.raw_config, folded.source.model)
+    stored = compute_dtype(folded.checkpoint, None)
+    kind = _as_exported(compute_dtype(folded.checkpoint, dtype))
+    original = original_of(folded, marker, against, None, access) if verify else None
     if max_ratio is None:
-        max_ratio = ROTATED_RATIO if "rotated" in config["enjoyln"] else RATIO
-    name = model_class or _class_name(found, trust_remote_code)
+        max_ratio = ROTATED_RATIO if marker.rotated else RATIO
+    name = model_class or _class_name(folded)
 
-    def load_from(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-        return _load(checkpoint, name, marker, dtype, trust_remote_code)
+    def load_from(subject: Subject, dtype: torch.dtype) -> Any:
+        return _load(subject, name, marker, dtype)
 
     event("stage", f"exporting {name} in {dtype_name(kind)}")
-    model = load_from(found, kind)
+    model = load_from(folded, kind)
     optimize(model)
     call = call_to_export(model, marker.outputs, kind)
     norms = _norms_that_run(model, call)
@@ -171,7 +171,7 @@ def export(
         outputs=call.outputs,
         nodes=count_nodes(program),
         centrings=len(marker.centering),
-        biased=0 if tried_to_merge(found.source.path) else _count_biased(model),
+        biased=0 if tried_to_merge(folded.source.path) else _count_biased(model),
         checks=(),
         seconds=0.0,
     )
@@ -189,7 +189,7 @@ def export(
                 save(program_of(load_original(kind), call, opset), path)
                 return path
 
-            folder = found.source.path
+            folder = folded.source.path
             reference = reference_of(load_original, call, kind, marker.unproven, folder, seed)
             check = partial(
                 check_in,
@@ -220,25 +220,22 @@ def _as_exported(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _class_name(checkpoint: Checkpoint, trust_remote_code: bool) -> str:
+def _class_name(subject: Subject) -> str:
     """The class that the checkpoint was saved as."""
-    config = load_config(checkpoint.source, trust_remote_code)
-    folder = str(checkpoint.source.path)
-    found = saved_class(folder, config=config, trust_remote_code=trust_remote_code)
-    return str(found.__name__)
+    folder, trusted = str(subject.source.path), subject.trust_remote_code
+    cls = saved_class(folder, config=subject.config, trust_remote_code=trusted)
+    return str(cls.__name__)
 
 
-def _load(
-    checkpoint: Checkpoint, name: str, marker: Marker, dtype: torch.dtype, trust_remote_code: bool
-) -> Any:
+def _load(subject: Subject, name: str, marker: Marker, dtype: torch.dtype) -> Any:
     """The checkpoint as the class ``name``, in a form that the exporter takes.
 
     Raises ``BadCheckpoint`` if its outputs depend on weights that are not stored.
     """
-    config = config_returning(load_config(checkpoint.source, trust_remote_code), marker.outputs)
-    missing: set[str] = set()
-    model = load(checkpoint.source.path, name, config, dtype, trust_remote_code, missing=missing)
-    require_weights(model, missing, checkpoint.source.model)
+    config = config_returning(subject.config, marker.outputs)
+    folder, trusted, missing = subject.source.path, subject.trust_remote_code, set[str]()
+    model = load(folder, name, config, dtype, trusted, missing=missing)
+    require_weights(model, missing, subject.source.model)
     for part in (model.config, model.config.get_text_config()):
         if getattr(part, "use_cache", None):
             part.use_cache = False

@@ -20,14 +20,13 @@ from typing import Any
 import torch
 
 from enjoyln_cli.benchmark.timing import Task, time_rounds
-from enjoyln_cli.checkpoint.config import load_config, require_unfolded
 from enjoyln_cli.checkpoint.model_name import local_folder
-from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint, other_files
+from enjoyln_cli.checkpoint.reader import Checkpoint, other_files
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, is_own
 from enjoyln_cli.comparison.embedding import embedder
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.user_data import UserData
-from enjoyln_cli.conversion.inspect import Opening, open_named
+from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, staged_output
@@ -156,11 +155,9 @@ def quantize(
     if keep and form == OPENVINO:
         raise UnsupportedModel(f"--keep does not work for {form}")
     require_float(str(model))
-    source = open_named(str(model), opening, weights=True)
-    config = load_config(source, opening.trust_remote_code)
-    require_unfolded(config, source.model)
+    subject = open_unfolded(str(model), opening)
+    source, config, checkpoint = subject.source, subject.config, subject.checkpoint
     check_place(Path(out), source=source.root, force=force)
-    checkpoint = open_checkpoint(source)
     event("stage", f"finding what can turn in {config.model_type}")
     plan = rotation_plan(config, checkpoint, event)
     name = plan.model_class if plan else _class_name(checkpoint, config, opening)

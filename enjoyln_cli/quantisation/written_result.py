@@ -8,11 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from enjoyln_cli.checkpoint.reader import open_checkpoint
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.comparison.embedding import embedder
 from enjoyln_cli.comparison.user_data import UserData
-from enjoyln_cli.conversion.inspect import Opening, open_named
+from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.events import default_listener
 from enjoyln_cli.quantisation.candidates import ORIGINAL, FloatModel, TurnedForm
@@ -63,8 +62,8 @@ def verify_quantised(
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadCheckpoint(f"{out / QUANTISATION_FILE} is damaged; quantise again") from error
     opening = opening or Opening(revision=None if against else record.get("revision"))
-    source = open_named(against or record["source"], opening, weights=True)
-    checkpoint, embed = open_checkpoint(source), embedder(source, default_listener)
+    checkpoint = open_unfolded(against or record["source"], opening).checkpoint
+    embed = embedder(checkpoint.source, default_listener)
     trusted = opening.trust_remote_code
     original: Any = FloatModel(checkpoint, name, trusted).load(TurnedForm(ORIGINAL, None))
     examples = split(original, checkpoint.source.path, data, INPUTS_IN_A_HALF, trusted).held_out

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from enjoyln_cli.checkpoint.config import MARKER, raw_config, require_unfolded, with_entries
+from enjoyln_cli.checkpoint.config import MARKER, require_unfolded, with_entries
 from enjoyln_cli.checkpoint.file_roles import CONFIG
 from enjoyln_cli.checkpoint.marker import marker
 from enjoyln_cli.checkpoint.reader import (
@@ -128,8 +128,7 @@ def fold_checkpoint(
     """
     begin = perf_counter()
     source = checkpoint.source
-    config = raw_config(source)
-    require_unfolded(config, source.model)
+    require_unfolded(checkpoint.raw_config, source.model)
     edits = check_edits(plan, checkpoint)
     _require_restorable(options, plan, team)
     names = [name for name in other_files(checkpoint) if not is_own(name)]
@@ -173,7 +172,7 @@ def fold_checkpoint(
         copy_files(around, source.root, staged)
         require_unchanged(source.path, {**checkpoint.states, **others[0]})
         require_unchanged(source.root, others[1])
-        config = _result_config(config, plan, source, options)
+        config = _result_config(checkpoint.raw_config, plan, source, options)
         (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (inner / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
         (inner / PLAN_FILE).write_text(plan_text(plan), encoding="utf-8")

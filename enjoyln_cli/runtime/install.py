@@ -8,12 +8,16 @@ decided by the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import inspect
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from torch import nn
 
+from enjoyln_cli import kernels
+from enjoyln_cli.checkpoint.marker import Marker, marker_of_plan
 from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.classes import locate
 from enjoyln_cli.models.norm_modules import (
     become,
     first_names,
@@ -27,9 +31,14 @@ from enjoyln_cli.plan.covered_calls import OTHER_CALLS, CoveredCalls
 from enjoyln_cli.plan.plan import Centring, Plan
 from enjoyln_cli.plan.trusted_code import foreign_hooks
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.entries import add_entries, be_called
+from enjoyln_cli.runtime.entries import add_entries, be_called, encoder_of
 from enjoyln_cli.runtime.modules import Folded, centred_subclass, rms_spelled_out, rms_subclass
+from enjoyln_cli.runtime.neutral import kinds_of_norms
 from enjoyln_cli.runtime.structure import KeepStructure
+from enjoyln_cli.runtime.weight_check import WatchList
+from enjoyln_cli.runtime.weight_watch import watch_weights, weight_checks
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def install(
@@ -108,52 +117,60 @@ def install(
     return model
 
 
-def install_plan(model: nn.Module, plan: Plan) -> nn.Module:
-    """``install`` for everything that ``plan`` says about a model whose weights are centred."""
-    norms = [verdict.norm for verdict in plan.folded]
-    merged = bool(plan.merged or plan.baked)
-    return install(
-        model, norms, plan.ops, plan.entry_inputs, plan.unproven, merged, covered=plan.covered
-    )
-
-
 def fold_in_memory(model: nn.Module, plan: Plan) -> nn.Module:
     """Carry out ``plan`` on a live model, in place: its edits of weights, then its RMSNorms.
 
-    The weights are not watched afterwards, as those of a converted checkpoint are. Returns
-    ``model``. Raises as ``centre_parameters`` and ``install`` do.
+    ``model`` is the one that was analysed, with its hooks. Weights that change later are checked
+    before the norms compute RMSNorm again. Returns ``model``. Raises as ``centre_parameters`` and
+    ``install`` do.
     """
     centre_parameters(model, plan)
-    return install_plan(model, plan)
+    return run_folded(model, marker_of_plan(plan))
 
 
-def locate(
-    model: nn.Module,
-    name: str,
-    names: tuple[str, ...] = (),
-    get: Callable[[nn.Module, str], Any] = nn.Module.get_submodule,
-) -> str | None:
-    """Path in ``model`` of the module ``name``, with the base model's prefix added or removed.
+def run_folded(model: Model, marker: Marker, reference: nn.Module | None = None) -> Model:
+    """Let ``model`` compute RMSNorm as ``marker`` says, in place, while its weights are centred.
 
-    ``None`` for a module of a head that ``model`` does not have: ``model`` is the base class, and
-    others of ``names`` have the base model's prefix. ``get(model, path)`` may look up something
-    else than modules; it raises ``AttributeError`` if there is nothing at ``path``. Raises
-    ``UnsupportedModel`` if ``model`` has no such module.
+    They are checked at the first call, and after each change. What ``model`` has that ``reference``
+    has not, a model of the same class and config, counts as an edit; without a ``reference``,
+    ``model`` was proven as it is. Returns ``model``. Raises as ``install`` does.
     """
-    prefix = getattr(model, "base_model_prefix", "") or ""
-    head = f"{prefix}."
-    for path in (name, name.removeprefix(head), head + name):
-        try:
-            get(model, path)
-        except AttributeError:
-            continue
-        return path
-    inside = prefix and not hasattr(model, prefix) and not name.startswith(head)
-    if inside and any(other.startswith(head) for other in names):
-        return None
-    raise UnsupportedModel(
-        f"{type(model).__name__} has no {name!r}: the plan was made for another class"
+    recentres = any(check.recentres for _, check in weight_checks(model))
+    install_marked(model, marker)
+    watch_weights(model, WatchList.of(marker), reference)
+    for _, check in weight_checks(model):
+        check.recentres = recentres  # a model that is trained so stays so
+    kernels.prepare(kinds_of_norms(model, marker.weightless, marker.biasless))
+    return model
+
+
+def install_marked(model: nn.Module, marker: Marker) -> None:
+    """``install`` for everything that ``marker`` says about a model."""
+    install(
+        model,
+        marker.rmsnorm,
+        marker.centering,
+        marker.entry_inputs,
+        (*marker.unproven, *_inner_inputs(model, marker)),
+        bool(marker.weightless or marker.biasless or marker.baked),
+        marker.covered,
     )
+
+
+def _inner_inputs(model: nn.Module, marker: Marker) -> set[str]:
+    """Inputs that the base model or encoder takes and ``model`` does not, if its class is unproven.
+
+    They can still reach the inner module, through ``**kwargs`` or if it is called directly.
+    """
+    encoder = encoder_of(model)
+    inner = [getattr(model, "base_model", model), *([encoder] if encoder else [])]
+    names = {
+        name
+        for module in inner
+        if module is not model and type(module).__name__ not in marker.classes
+        for name in inspect.signature(module.forward).parameters
+    }
+    return names - {*inspect.signature(model.forward).parameters}
 
 
 def _folded_class(module: nn.Module, path: str, known: Known) -> type:

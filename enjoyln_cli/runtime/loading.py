@@ -8,7 +8,6 @@ RMSNorms and explicit centrings are installed in place. Nothing else about the m
 
 from __future__ import annotations
 
-import inspect
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -21,12 +20,11 @@ from enjoyln_cli import kernels
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
-from enjoyln_cli.models.classes import build
+from enjoyln_cli.models.classes import build, locate
 from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.models.load import class_in
 from enjoyln_cli.plan.mean_units import copy_units, intact, room, set_units
-from enjoyln_cli.runtime.entries import encoder_of
-from enjoyln_cli.runtime.install import install, locate
+from enjoyln_cli.runtime.install import install_marked, run_folded
 from enjoyln_cli.runtime.modules import stock_class
 from enjoyln_cli.runtime.neutral import kinds_of_norms
 from enjoyln_cli.runtime.weight_check import (
@@ -40,9 +38,8 @@ from enjoyln_cli.runtime.weight_check import (
     tensor_at,
     with_adapters,
 )
-from enjoyln_cli.runtime.weight_watch import watch_weights, weight_checks
+from enjoyln_cli.runtime.weight_watch import unedited
 
-Model = TypeVar("Model", bound=nn.Module)
 Holder = TypeVar("Holder")
 """A model or an object that contains one: a pipeline, a PEFT or sentence-transformers model."""
 
@@ -102,7 +99,7 @@ def optimize(model: Holder) -> Holder:
     for inner, marker in proven:
         check_centred(inner, watched_weights(inner, marker))
     for inner, marker in proven:
-        optimize_unchecked(inner, marker)
+        run_folded(inner, marker, unedited(inner))
     return model
 
 
@@ -110,21 +107,6 @@ def watched_weights(model: nn.Module, marker: Marker) -> WatchList:
     """The weights of ``model`` that were centred; raises ``NotCentred`` if it lacks one."""
     watch = WatchList(marker.centred, units=marker.units, constant=marker.baked)
     return locate_watched(model, watch)
-
-
-def optimize_unchecked(model: Model, marker: Marker) -> Model:
-    """``optimize`` without the check of the weights: they were checked, or are not loaded yet."""
-    unproven = (*marker.unproven, *_inner_inputs(model, marker))
-    merged, covered = bool(marker.weightless or marker.biasless or marker.baked), marker.covered
-    recentres = any(check.recentres for _, check in weight_checks(model))
-    install(model, marker.rmsnorm, marker.centering, marker.entry_inputs, unproven, merged, covered)
-    ops = tuple(op.module for op in marker.centering)
-    norms = (marker.weightless, marker.biasless)
-    watch_weights(model, WatchList(marker.centred, ops, marker.units, *norms, marker.baked))
-    for _, check in weight_checks(model):
-        check.recentres = recentres  # a model that is trained so stays so
-    kernels.prepare(kinds_of_norms(model, marker.weightless, marker.biasless))
-    return model
 
 
 def tune(model: str | Path) -> None:
@@ -141,7 +123,7 @@ def tune(model: str | Path) -> None:
     config = AutoConfig.from_pretrained(folder)
     marker = read_marker(config.to_dict(), folder)
     empty = build(saved_class(folder, config=config), config).to(config.dtype or torch.float32)
-    install(empty, marker.rmsnorm, marker.centering, covered=marker.covered)
+    install_marked(empty, marker)
     here = torch.device("cuda", torch.cuda.current_device())
     kinds = kinds_of_norms(empty, marker.weightless, marker.biasless)
     kernels.prepare((here, kind) for _, kind in kinds)
@@ -256,19 +238,3 @@ def _require_untied(model: nn.Module, marker: Marker) -> None:
                 f"{pair[0]} and {pair[1]} are tied again, so the model computes another function; "
                 "load it with the config that the conversion wrote"
             )
-
-
-def _inner_inputs(model: nn.Module, marker: Marker) -> set[str]:
-    """Inputs that the base model or encoder takes and ``model`` does not, if its class is unproven.
-
-    They can still reach the inner module, through ``**kwargs`` or if it is called directly.
-    """
-    encoder = encoder_of(model)
-    inner = [getattr(model, "base_model", model), *([encoder] if encoder else [])]
-    names = {
-        name
-        for module in inner
-        if module is not model and type(module).__name__ not in marker.classes
-        for name in inspect.signature(module.forward).parameters
-    }
-    return names - {*inspect.signature(model.forward).parameters}

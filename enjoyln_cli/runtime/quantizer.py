@@ -15,7 +15,9 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from enjoyln_cli.checkpoint.config import MARKER
-from enjoyln_cli.runtime.loading import marker_of, optimize, optimize_unchecked
+from enjoyln_cli.runtime.install import run_folded
+from enjoyln_cli.runtime.loading import marker_of, optimize
+from enjoyln_cli.runtime.weight_watch import unedited
 
 
 @register_quantization_config(MARKER)
@@ -31,7 +33,7 @@ class EnjoyLNLoader(HfQuantizer):
     """Does what ``optimize`` does while transformers loads a model. Raises as ``optimize`` does."""
 
     def preprocess_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        optimize_unchecked(model, marker_of(model))
+        run_folded(model, marker_of(model), unedited(model))
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
         self.remove_quantization_config(model)

@@ -23,8 +23,9 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from enjoyln_cli.checkpoint.marker import CentredTensor
+from enjoyln_cli.checkpoint.marker import CentredTensor, Marker
 from enjoyln_cli.errors import EnjoyLNError, NotCentred
+from enjoyln_cli.models.classes import locate
 from enjoyln_cli.models.sharding import whole, write_whole_tensor
 from enjoyln_cli.plan.axis import Axis, centre, group_means, scale_along
 from enjoyln_cli.plan.mean_units import UNITS, Layers, Units, intact
@@ -34,7 +35,6 @@ from enjoyln_cli.runtime.adapters import (
     quantised_message,
     replaced_message,
 )
-from enjoyln_cli.runtime.install import locate
 
 Naming = Callable[[str], str | None]
 """Maps a path to the path of the same tensor or module elsewhere, or to ``None``."""
@@ -60,6 +60,13 @@ class WatchList:
     """Norms whose bias a merge has set to zero."""
     constant: tuple[str, ...] = ()
     """Weights of norms that are baked into a table: each is one number for all features."""
+
+    @classmethod
+    def of(cls, marker: Marker) -> WatchList:
+        """What a model depends on that was folded as ``marker`` says, by the marker's names."""
+        ops = tuple(op.module for op in marker.centering)
+        norms = marker.weightless, marker.biasless
+        return cls(marker.centred, ops, marker.units, *norms, marker.baked)
 
     @property
     def tensors(self) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ have changed, the weights are checked again. If the check fails, the norms compu
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +17,8 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.classes import build
 from enjoyln_cli.models.sharding import in_shards, sharded_modules
 from enjoyln_cli.runtime.adapters import added_weights, require_additive_adapter
 from enjoyln_cli.runtime.entries import entries
@@ -235,14 +236,13 @@ def _uncentred_linears(model: nn.Module, watch: WatchList) -> list[str]:
     ]
 
 
-def watch_weights(model: nn.Module, watch: WatchList) -> None:
+def watch_weights(model: nn.Module, watch: WatchList, reference: nn.Module | None) -> None:
     """Make a model with installed norms check at its calls whether its weights are centred.
 
-    ``watch`` has the names of the class that was folded. Raises ``NotCentred`` if the model lacks
-    one.
+    ``watch`` has the names of the class that was folded; ``reference`` is that of ``Structure``.
+    Raises ``NotCentred`` if the model lacks one.
     """
     watch = locate_watched(model, watch)
-    reference = _unedited(model)
     paths = {id(module): path for path, module in model.named_modules()}
     for module, entry in entries(model):
         inner = reference.get_submodule(paths[id(module)]) if reference is not None else None
@@ -256,12 +256,11 @@ def weight_checks(model: nn.Module) -> list[tuple[nn.Module, KeepCentred]]:
     return [(module, check) for module, check in checks if isinstance(check, KeepCentred)]
 
 
-def _unedited(model: Any) -> nn.Module | None:
+def unedited(model: Any) -> nn.Module | None:
     """A new model of this class and config on the meta device; ``None`` if it cannot be built."""
     try:
-        with torch.device("meta"):
-            return stock_class(type(model))(copy.deepcopy(model.config))  # type: ignore[no-any-return]
-    except Exception:  # the constructor of any class: it may need more than the config
+        return build(stock_class(type(model)), model.config)
+    except (UnsupportedModel, AttributeError):  # the class may need more than the config
         return None
 
 

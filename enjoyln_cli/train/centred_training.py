@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from enjoyln_cli.checkpoint.config import MARKER
-from enjoyln_cli.checkpoint.marker import read_marker
+from enjoyln_cli.checkpoint.marker import marker_of_plan
 from enjoyln_cli.checkpoint.result_files import PLAN_FILE, RECIPE_FILE
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.fs.whole_file import write_whole
@@ -32,14 +32,15 @@ from enjoyln_cli.models.sharding import sharded_modules
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import plan_text
 from enjoyln_cli.runtime.entries import entry_of
-from enjoyln_cli.runtime.loading import marker_of, optimize_unchecked, watched_weights
+from enjoyln_cli.runtime.install import run_folded
+from enjoyln_cli.runtime.loading import marker_of, watched_weights
 from enjoyln_cli.runtime.weight_check import (
     centre_watched,
     require_unquantised,
     tensor_at,
     with_adapters,
 )
-from enjoyln_cli.runtime.weight_watch import KeepCentred, weight_checks
+from enjoyln_cli.runtime.weight_watch import KeepCentred, unedited, weight_checks
 from enjoyln_cli.train.optimizers import warn_of_dependence
 from enjoyln_cli.train.trained_fold import (
     marker_in_training,
@@ -144,7 +145,7 @@ def _start(model: Any, plan: Plan | None) -> list[Any]:
     _require_whole(model)
     plan = plan_in_training(model, plan)
     entry = marker_in_training(model, plan)
-    marker = read_marker({MARKER: entry})
+    marker = marker_of_plan(plan, trained=True)
     watch = with_adapters(model, watched_weights(model, marker))
     require_unquantised(model, watch.tensors)
     if any(weight.scale for weight in watch.weights):
@@ -153,7 +154,7 @@ def _start(model: Any, plan: Plan | None) -> list[Any]:
         setattr(model.config, MARKER, entry)
         marker = marker_of(model)
         model.save_pretrained = SaveWithRecipe(model, plan)
-    optimize_unchecked(model, marker)
+    run_folded(model, marker, unedited(model))
     for _, check in weight_checks(model):
         check.recentres = True
     _centre(model)

@@ -17,14 +17,16 @@ from torch.nn.utils import parametrize
 
 from enjoyln_cli.analysis.problem import DropoutChoice
 from enjoyln_cli.calls.calls import ExampleCalls
+from enjoyln_cli.checkpoint.marker import marker_of_plan
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, NothingToFold, UnsupportedModel
+from enjoyln_cli.models.classes import locate
 from enjoyln_cli.models.load import values_of
 from enjoyln_cli.plan.axis import Axis, centre
 from enjoyln_cli.plan.edits import Edit, edits_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import require_fit
 from enjoyln_cli.runtime.entries import entries, entry_of
-from enjoyln_cli.runtime.install import fold_in_memory, install_plan, locate
+from enjoyln_cli.runtime.install import fold_in_memory, install_marked
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.structure import Fact, KeepStructure
 from enjoyln_cli.train.training_plan import analyze_training, dropout_rates, other_edits
@@ -87,7 +89,7 @@ def reparametrize(
         ).plan
     _require_usable(model, plan, approximate)
     edits = _by_tensor(model, plan)
-    install_plan(model, plan)
+    install_marked(model, marker_of_plan(plan))
     for module, name, axes in edits:
         parametrize.register_parametrization(module, name, Centre(axes))
         parametrisation: Any = module.parametrizations
@@ -198,7 +200,7 @@ def _require_usable(model: nn.Module, plan: Plan, approximate: bool) -> None:
         return
     folded = {path for path, module in model.named_modules() if isinstance(module, Folded)}
     planned = {locate(model, verdict.norm) for verdict in plan.folded}
-    if type(enter.check) is not KeepStructure or folded != planned:
+    if isinstance(enter.check, KeepParametrised) or folded != planned:
         raise UnsupportedModel(
             f"{name} was converted by another plan, or is parametrised already; load the "
             "checkpoint with transformers' own from_pretrained"

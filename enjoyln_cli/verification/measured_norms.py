@@ -19,15 +19,15 @@ from enjoyln_cli.comparison.run import Outputs, run
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.runtime.entries import entries
+from enjoyln_cli.runtime.install import run_folded
 from enjoyln_cli.runtime.loading import (
     Holder,
     marker_of,
-    optimize_unchecked,
     saved_class,
     watched_weights,
 )
 from enjoyln_cli.runtime.loading import optimize as optimize_centred
-from enjoyln_cli.runtime.weight_watch import weight_checks
+from enjoyln_cli.runtime.weight_watch import unedited, weight_checks
 
 LIMIT = 1.25
 """RMSNorm is used if its error is at most this times that of LayerNorm."""
@@ -74,7 +74,7 @@ def optimize(
     watched_weights(inner, marker)  # raises before anything is changed
     inner.eval()
     expected = run(_exact_model(inner) if exact is None else exact, _on(exact, batches))
-    optimize_unchecked(inner, marker)
+    run_folded(inner, marker, unedited(inner))
     checks = weight_checks(inner)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="computing LayerNorm")

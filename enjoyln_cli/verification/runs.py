@@ -44,7 +44,9 @@ from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.garbage import collections_of_new_objects
 from enjoyln_cli.models.load import release
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.entries import input_means
+from enjoyln_cli.runtime.install import install_marked
 from enjoyln_cli.text import first_line
 from enjoyln_cli.verification.checkpoint_pair import CheckpointPair
 from enjoyln_cli.verification.nonfinite import nonfinite_outputs
@@ -147,7 +149,7 @@ class Results:
 
 @collections_of_new_objects()  # they free models, and need not pass over all of torch
 def measure(
-    subject: CheckpointPair, data: UserData, seed: int, pace: Pace
+    pair: CheckpointPair, data: UserData, seed: int, pace: Pace
 ) -> tuple[Measurement, dict[str, str]]:
     """Load and run the models, one after the other, and measure their errors.
 
@@ -156,23 +158,23 @@ def measure(
     Raises ``UnsupportedModel`` if the model does not run in float64 or in the compute dtype, and
     ``BadCheckpoint`` if the original does not store a weight that the model needs.
     """
-    runs = planned_runs(subject.dtype)
+    runs = planned_runs(pair.dtype)
     models = [list(group) for _, group in groupby(runs, lambda run: (run.weights, run.dtype))]
     pace.loads, pace.runs = len(models), len(runs)
-    if subject.plan.turned:
+    if pair.plan.turned:
         pace.runs += 2 * RUNS_OF_EACH
     results, examples = Results(), None
     for group in models:
-        model, examples = _run_model(subject, group, results, examples, data, seed, pace)
+        model, examples = _run_model(pair, group, results, examples, data, seed, pace)
         release(model)
     assert examples is not None
-    return _measurement(subject, results, examples), nonfinite_outputs(
+    return _measurement(pair, results, examples), nonfinite_outputs(
         results.exact, examples.batches[: len(results.exact)]
     )
 
 
 def _run_model(
-    subject: CheckpointPair,
+    pair: CheckpointPair,
     group: list[Run],
     results: Results,
     examples: Examples | None,
@@ -181,57 +183,53 @@ def _run_model(
     pace: Pace,
 ) -> tuple[weakref.ref[Any], Examples]:
     """Load one model and make all its runs. The first model chooses the ``examples``."""
-    checkpoint = subject.original if group[0].weights == "original" else subject.folded
+    subject = pair.original if group[0].weights == "original" else pair.folded
     missing: set[str] = set()
-    subject.read_sizes(checkpoint)  # imports are not what each load costs
+    pair.model_class(subject)  # imports are not what each load costs
     with pace.loading():
-        model = subject.load(checkpoint, group[0].dtype, missing)
+        model = pair.load(subject, group[0].dtype, missing)
     with _running(model, group[0].dtype):
         if examples is None:
-            examples = choose(_runner(subject, model), data, seed, pace)
-            _tell_limit(subject, examples, pace)
-            require_weights(model, missing, subject.original.source.model)
+            examples = choose(_runner(pair, model), data, seed, pace)
+            _tell_limit(pair, examples, pace)
+            require_weights(model, missing, pair.original.source.model)
         for run in group:
             with ExitStack() as stack:
                 if run.name == "identity":  # the first that is set up as the marker says
-                    stack.enter_context(blame_marker(subject.marker.model_class))
-                _run(subject, run, model, results, examples, pace)
-            if run.name in _scored(subject.dtype):
+                    stack.enter_context(blame_marker(pair.marker.model_class))
+                _run(pair, run, model, results, examples, pace)
+            if run.name in _scored(pair.dtype):
                 _score(run, model, results, examples, seed, pace)
     return weakref.ref(model), examples
 
 
 def _run(
-    subject: CheckpointPair, run: Run, model: Any, results: Results, examples: Examples, pace: Pace
+    pair: CheckpointPair, run: Run, model: Any, results: Results, examples: Examples, pace: Pace
 ) -> None:
     """Run ``model`` on all examples that fit into the time, and add what it returns."""
     if run.norm == "RMSNorm":
         if run.weights == "original":
-            subject.centre(model)
-        subject.install(model)
+            centre_parameters(model, pair.plan)
+        install_marked(model, pair.marker)
     batches, outputs = examples.batches, results.outputs.setdefault(run.name, [])
     if run.name == "exact":
-        results.exact = results.outputs["exact"] = pace.run(
-            lambda at: subject.run(model, batches[at])
-        )
+        results.exact = results.outputs["exact"] = pace.run(lambda at: pair.run(model, batches[at]))
         return
 
     def distances(at: int) -> Mapping[str, Distance]:
-        return distances_of(subject.run(model, batches[at]), results.exact[at])
+        return distances_of(pair.run(model, batches[at]), results.exact[at])
 
     def kept_distances(at: int) -> Mapping[str, Distance]:
-        outputs.append(subject.run(model, batches[at]))
+        outputs.append(pair.run(model, batches[at]))
         return distances_of(outputs[-1], results.exact[at])
 
     with ExitStack() as stack:
         means = stack.enter_context(input_means(model)) if run.name == "runtime" else {}
-        is_kept = run.name in _scored(subject.dtype)
+        is_kept = run.name in _scored(pair.dtype)
         results.distances[run.name] = pace.run(kept_distances if is_kept else distances)
     results.input_means |= means
-    if subject.plan.turned and run.name in ("original", "stock"):
-        results.quantisability[run.name] = measure_quantisability(
-            model, subject.plan, distances, pace
-        )
+    if pair.plan.turned and run.name in ("original", "stock"):
+        results.quantisability[run.name] = measure_quantisability(model, pair.plan, distances, pace)
 
 
 def _score(
@@ -250,18 +248,18 @@ def _scored(dtype: torch.dtype) -> tuple[str, str]:
     return ("exact" if dtype == torch.float64 else "original", "runtime")
 
 
-def _runner(subject: CheckpointPair, model: Any) -> Runner:
+def _runner(pair: CheckpointPair, model: Any) -> Runner:
     return Runner(
         model,
-        subject.folded.source.path,
-        subject.dtype,
-        subject.marker.unproven,
-        subject.trust_remote_code,
-        lambda batch: subject.run(model, batch),
+        pair.folded.source.path,
+        pair.dtype,
+        pair.marker.unproven,
+        pair.folded.trust_remote_code,
+        lambda batch: pair.run(model, batch),
     )
 
 
-def _tell_limit(subject: CheckpointPair, examples: Examples, pace: Pace) -> None:
+def _tell_limit(pair: CheckpointPair, examples: Examples, pace: Pace) -> None:
     """Say how many inputs fit into the time, if it is limited."""
     planned = sum(map(length, examples.batches))
     if math.isinf(pace.clock.limit) or planned >= examples.full:
@@ -270,23 +268,23 @@ def _tell_limit(subject: CheckpointPair, examples: Examples, pace: Pace) -> None
     some = f"running up to {planned} of {examples.full} {examples.kind} within {within}"
     if pace.share <= 0:
         some = f"{within} is too short to load the models: running {planned} of {examples.full}"
-    subject.event("stage", some)
+    pair.event("stage", some)
 
 
-def _measurement(subject: CheckpointPair, results: Results, examples: Examples) -> Measurement:
+def _measurement(pair: CheckpointPair, results: Results, examples: Examples) -> Measurement:
     """The errors over the batches that every run had time for; the identity over all it ran."""
     count = min(map(len, results.distances.values()))
     measured = {name: pool_distances(each[:count]) for name, each in results.distances.items()}
-    if subject.dtype == torch.float64:
+    if pair.dtype == torch.float64:
         measured["original"] = {
             name: distance.times(FLOAT64_OVER_FLOAT32)
             for name, distance in measured["original"].items()
         }
     errors = {name: largest(relative(each)) for name, each in measured.items()}
     own = measured["original"]
-    runtime, stock = (ratios(measured[name], own, subject.dtype) for name in ("runtime", "stock"))
+    runtime, stock = (ratios(measured[name], own, pair.dtype) for name in ("runtime", "stock"))
     at_runtime, in_stock = worst(runtime), worst(stock)
-    before, after = _scored(subject.dtype)
+    before, after = _scored(pair.dtype)
     kl, agreement = divergence(results.outputs[after][:count], results.outputs[before][:count])
     rows = sum(map(length, examples.batches[:count]))
     scores: dict[str, float] | None = None
@@ -319,7 +317,7 @@ def _measurement(subject: CheckpointPair, results: Results, examples: Examples) 
         own_rows=sum(map(length, examples.batches[: min(count, examples.own)])),
         inputs_are=examples.kind,
         quantised=schemes_compared(unturned, turned),
-        readers=readers_compared(subject.plan, unturned, turned),
+        readers=readers_compared(pair.plan, unturned, turned),
     )
 
 

@@ -34,19 +34,19 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from enjoyln_cli.checkpoint.access import HubAccess
-from enjoyln_cli.checkpoint.config import load_config, raw_config, require_unfolded
+from enjoyln_cli.checkpoint.config import require_unfolded
 from enjoyln_cli.checkpoint.headers import DTYPES
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
-from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
+from enjoyln_cli.checkpoint.reader import Checkpoint, Subject, open_subject
 from enjoyln_cli.checkpoint.result_files import MATRIX_FILE, VERIFY_FILE, verified_files
-from enjoyln_cli.checkpoint.source import Source, open_source
+from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.clock import Clock, Progress
 from enjoyln_cli.comparison.embedding import embedder
 from enjoyln_cli.comparison.pace import Pace
@@ -59,7 +59,11 @@ from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import read_plan
 from enjoyln_cli.rotation.given_matrices import give_matrices
-from enjoyln_cli.verification.checkpoint_pair import CheckpointPair
+from enjoyln_cli.verification.checkpoint_pair import (
+    CheckpointPair,
+    first_blocks_of,
+    returning,
+)
 from enjoyln_cli.verification.config_differences import differing_settings
 from enjoyln_cli.verification.nonfinite import failure
 from enjoyln_cli.verification.runs import Measurement, measure, worst_first
@@ -131,7 +135,7 @@ class Verification(Measurement):
 def verify(
     out: str | Path,
     *,
-    against: str | Path | None = None,
+    against: str | Path | Subject | None = None,
     plan: Plan | None = None,
     text: str | Path | None = None,
     images: Sequence[str | Path] = (),
@@ -157,7 +161,8 @@ def verify(
 
     The parameters:
 
-    * ``against``: the original; by default the one that the marker of ``out`` names.
+    * ``against``: the original, perhaps opened already; by default the one that the marker of
+      ``out`` names.
     * ``plan``: the plan that ``out`` was made by; by default the stored one.
     * ``text``: a UTF-8 file of running text. ``images``: image files. ``audio``: a directory of
       recordings. ``tokens``: a file with a JSON list of token ids on each line. Seeded inputs are
@@ -191,46 +196,54 @@ def verify(
     pace = Pace(Clock(time.perf_counter, seconds_of(seconds), on_progress))
     event = on_event or default_listener
     access = HubAccess(token=token, cache_dir=cache_dir)
-    folded = open_checkpoint(open_source(str(out), access=access, weights=True))
+    folded = open_subject(str(out), access=access, trust_remote_code=trust_remote_code)
     cached = folded.source.cached
     if write and not cached:
-        size = sum(stored.nbytes for stored in folded.tensors.values())
+        size = sum(stored.nbytes for stored in folded.checkpoint.tensors.values())
         pace.clock.after = size / DIGESTED
-    marker = read_marker(raw_config(folded.source), folded.source.model)
-    original = original_of(folded.source, marker, against, revision, access)
-    stored = _stored_dtype(folded)
+    marker = read_marker(folded.checkpoint.raw_config, folded.source.model)
+    original = original_of(folded, marker, against, revision, access)
+    stored = _stored_dtype(folded.checkpoint)
     compute = stored if dtype is None else _as_dtype(dtype)
-    plan = plan or plan_of_result(folded, marker)
+    plan = plan or plan_of_result(folded.checkpoint, marker)
     if max_ratio is None:
         max_ratio = ROTATED_RATIO if plan.turned else RATIO
     if marker.trained:
         event("stage", "trained after the fold: comparing RMSNorm with LayerNorm on its weights")
-        drift, failures = check_centred_tensors(folded, edits_of(plan))
+        drift, failures = check_centred_tensors(folded.checkpoint, edits_of(plan))
     else:
-        drift, failures = check_tensors(original, folded, edits_of(plan))
+        drift, failures = check_tensors(original.checkpoint, folded.checkpoint, edits_of(plan))
     differing = differing_settings(
-        type(load_config(folded.source, trust_remote_code)),
-        raw_config(original.source),
-        raw_config(folded.source),
+        type(folded.config),
+        original.checkpoint.raw_config,
+        folded.checkpoint.raw_config,
         plan,
         marker,
         dtype_name(stored),
     )
-    subject = CheckpointPair(original, folded, marker, plan, compute, trust_remote_code, layers)
-    embed = None if marker.outputs else embedder(folded.source, event)
-    subject = replace(subject, device_map=device_map, max_memory=max_memory, embed=embed)
     with _room_on_disk(None if cached else folded.source.root.resolve().parent) as folder:
-        subject = replace(subject, folder=folder, event=event)
+        pair = CheckpointPair(
+            returning(original, marker.outputs),
+            returning(folded, marker.outputs),
+            marker,
+            plan,
+            compute,
+            device_map=device_map,
+            max_memory=max_memory,
+            folder=folder,
+            event=event,
+            embed=None if marker.outputs else embedder(folded.source, event),
+        )
+        pair = pair if layers is None else first_blocks_of(pair, layers)
         try:
-            measured, nonfinite = measure(subject, data, seed, pace)
+            measured, nonfinite = measure(pair, data, seed, pace)
         except EnjoyLNError as error:
             if differing:
                 raise BadCheckpoint(f"{differing}; running it failed: {error}") from error
             raise
     failures += [differing] if differing else []
-    folds = bool(subject.plan.folded)
-    failures += _judge(measured, max_ratio, compute, stored, folds)
-    if reason := failure(nonfinite, original, marker.nonfinite):
+    failures += _judge(measured, max_ratio, compute, stored, bool(plan.folded))
+    if reason := failure(nonfinite, original.checkpoint, marker.nonfinite):
         failures.append(reason)
     result = Verification(
         passed=not failures,
@@ -259,13 +272,13 @@ def _room_on_disk(beside: Path | None) -> Iterator[Path]:
 
 
 def original_of(
-    result: Source,
+    result: Subject,
     marker: Marker,
-    against: str | Path | None,
+    against: str | Path | Subject | None,
     revision: str | None,
     access: HubAccess,
-) -> Checkpoint:
-    """The checkpoint that ``result`` was made from: ``against``, or the one that ``marker`` names.
+) -> Subject:
+    """The model that ``result`` was made from: ``against``, or the one that ``marker`` names.
 
     For a checkpoint that was trained after the fold, it is ``result`` itself, with LayerNorm.
 
@@ -275,28 +288,32 @@ def original_of(
     if marker.trained:
         if against is not None:
             raise BadCheckpoint(
-                f"{result.model} was trained after it was folded, so {against} has other weights; "
-                "leave --against out, which compares RMSNorm with LayerNorm on the trained weights"
+                f"{result.source.model} was trained after it was folded, so {against} has other "
+                "weights; leave --against out, which compares RMSNorm with LayerNorm on the "
+                "trained weights"
             )
-        return open_checkpoint(result)
+        return result
+    if isinstance(against, Subject):
+        return against
     name = marker.source if against is None else str(against)
     if against is None and revision is None:
         revision = marker.revision
     try:
-        source = open_source(name, revision=revision, access=access, weights=True)
+        original = open_subject(
+            name, revision=revision, access=access, trust_remote_code=result.trust_remote_code
+        )
     except ModelNotFound as error:
         if against is not None:
             raise
         raise ModelNotFound(f"{error}; name the original with --against") from error
-    config = raw_config(source)
-    require_unfolded(config, source.model)
-    kind, wanted = config.get("model_type"), raw_config(result).get("model_type")
+    require_unfolded(original.config, original.source.model)
+    kind, wanted = original.config.model_type, result.config.model_type
     if kind != wanted:
         raise BadCheckpoint(
-            f"{source.model} is of type {kind} and {result.model} of type {wanted}; name the model "
-            "that it was folded from"
+            f"{original.source.model} is of type {kind} and {result.source.model} of type "
+            f"{wanted}; name the model that it was folded from"
         )
-    return open_checkpoint(source)
+    return original
 
 
 def plan_of_result(folded: Checkpoint, marker: Marker) -> Plan:

@@ -29,7 +29,7 @@ from enjoyln_cli.conversion.fold import convert, prepare
 from enjoyln_cli.conversion.inspect import Opening
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models import load as compare
-from enjoyln_cli.models.load import elements, load
+from enjoyln_cli.models.load import load
 from enjoyln_cli.models.memory import first_blocks, give_back, room_for_weights, used_memory
 from enjoyln_cli.models.offload import Offload, WeightsOnDemand, on_disk, reader_of
 from enjoyln_cli.plan.plan import Options
@@ -260,13 +260,6 @@ def test_configs_inside_of_a_config_are_cut() -> None:
 def test_nothing_to_cut() -> None:
     with pytest.raises(UnsupportedModel, match="at most 12 blocks"):
         first_blocks(GPT2Config(n_layer=12), 12)
-
-
-def test_elements_of_parameters(tmp_path: Path) -> None:
-    config = GPT2Config(n_embd=48, n_layer=2, n_head=4, vocab_size=90, n_positions=40)
-    found = elements(tmp_path, "GPT2LMHeadModel", config)
-    assert found["transformer.wte.weight"] == 90 * 48
-    assert sum(found.values()) == _perturbed(config, "GPT2LMHeadModel").num_parameters()
 
 
 def test_a_fold_says_that_its_check_reads_from_the_disk(

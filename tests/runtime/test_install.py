@@ -16,10 +16,11 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.kernels import literally
+from enjoyln_cli.models.classes import locate
 from enjoyln_cli.models.norm_modules import interference
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import Centring
-from enjoyln_cli.runtime.install import install, locate
+from enjoyln_cli.runtime.install import install
 from enjoyln_cli.runtime.modules import Folded, RMSNorm
 
 D = 32
