@@ -19,7 +19,7 @@
     Options(untie=True)    what a fold may do besides centring
     BenchOptions()         what ``bench`` is to measure
     read_user_data(text="book.txt")   the data that ``quantize`` takes
-    fold_in_memory(model, plan)   a fold of a live model: ``centre_parameters``, then ``install``
+    fold_in_memory(model, plan)   a fold of a live model
 
 Every refusal is an ``EnjoyLNError``. Names are looked up on first use: importing this package
 imports neither torch nor transformers.

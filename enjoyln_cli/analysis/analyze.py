@@ -91,6 +91,13 @@ class Analysis:
         handed_on = explain.merge_in_words(self.plan, norm)
         return replace(found, children=(*found.children, handed_on)) if handed_on else found
 
+    def plan_under(self, options: Options) -> Plan | None:
+        """The plan with other options; ``None`` if the model does not allow them."""
+        try:
+            return self.under(options).plan
+        except EnjoyLNError:
+            return None
+
     def gains(self) -> tuple[OutputGain, ...]:
         """How many more norms would fold if an output of ``plan.model_class`` could change."""
         return gains(self.problem, self.plan.model_class) if self.plan.kept else ()

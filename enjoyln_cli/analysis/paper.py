@@ -23,22 +23,17 @@ _SCALAR = {
 }  # fmt: skip
 
 
-def algorithm_1(trace: Trace, centre_embeddings: bool = True) -> tuple[str, ...]:
-    """Paths of the LNs that the printed algorithm calls foldable.
-
-    Without ``centre_embeddings``, neither embedding tables nor parameters that are used as they are
-    count as linear layers, as in the first percentages of the paper's Table 3.
-    """
-    linear = _LINEAR if centre_embeddings else _LINEAR - {aten.embedding}
+def algorithm_1(trace: Trace) -> tuple[str, ...]:
+    """Paths of the LNs that the printed algorithm calls foldable."""
     centred: dict[Node, bool] = {}
     foldable: dict[str, bool] = {}
     for node in trace.graph.nodes:
         terms = [a for a in node.all_input_nodes if shape_of(a) or is_part(a)]
-        marks = [centred.get(t, centre_embeddings and t in trace.parameters) for t in terms]
+        marks = [centred.get(t, t in trace.parameters) for t in terms]
         if packet(node) is aten.layer_norm:
             path = trace.module_of(node)
             foldable[path] = foldable.get(path, True) and marks[0]
-        if packet(node) in linear:
+        if packet(node) in _LINEAR:
             centred[node] = True
         elif packet(node) in (aten.add, aten.sub, aten.cat):
             centred[node] = bool(marks) and all(marks)

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from enjoyln_cli.analysis.analyze import Analysis
-from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.proof.explain import obstacles
 from enjoyln_cli.proof.min_cut import Parameter
@@ -35,10 +34,10 @@ def suggestions(found: Analysis, options: Options) -> tuple[Suggestion, ...]:
         return ()
     tried: list[Suggestion] = []
     if not options.widen_mlp:
-        wider = _plan(found, replace(options, widen_mlp=True))
+        wider = found.plan_under(replace(options, widen_mlp=True))
         tried += better(found.plan, [("--widen-mlp", wider)])
     if not options.untie and _rests_on_tied_weights(found):
-        untied = _plan(found, replace(options, untie=True))
+        untied = found.plan_under(replace(options, untie=True))
         tried += better(found.plan, [("--untie", untied)])
     return tuple(tried)
 
@@ -48,14 +47,6 @@ def better(plan: Plan, others: Iterable[tuple[str, Plan | None]]) -> Iterator[Su
     for option, other in others:
         if other is not None and len(other.folded) > len(plan.folded):
             yield Suggestion(option, len(other.folded), len(other.norms))
-
-
-def _plan(found: Analysis, options: Options) -> Plan | None:
-    """The plan with other options; ``None`` if the model does not allow them."""
-    try:
-        return found.under(options).plan
-    except EnjoyLNError:
-        return None
 
 
 def _rests_on_tied_weights(found: Analysis) -> bool:

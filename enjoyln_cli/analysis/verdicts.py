@@ -82,7 +82,7 @@ def plan_of(subject: TracedClasses, statement: Statement, cut: Cut, options: Opt
                     *unproven_inputs(subject.traced),
                     *known.unproven,
                     *rows,
-                    *_unread(found, problem.groups, traces),
+                    *_unread(found, traces),
                 )
             )
         ),
@@ -120,7 +120,7 @@ def _given_rows(statement: Statement, writers: Iterable[Writer]) -> Iterator[str
             yield from statement.inputs_of_tables[table]
 
 
-def _unread(found: Candidate, groups: Mapping[str, str], traces: Sequence[Trace]) -> list[str]:
+def _unread(found: Candidate, traces: Sequence[Trace]) -> list[str]:
     """The stored parameters that no trace reads; empty if nothing was traced."""
     used = (names for t in traces for node, names in t.parameters.items() if node.users)
     reached = {name for names in used for name in names}

@@ -23,7 +23,7 @@ from enjoyln_cli.checkpoint.result_files import ADAPTER_FOLDER, MATRIX_FILE
 from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.clock import Progress
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
-from enjoyln_cli.errors import NothingToFold, OutputError, UnsupportedModel
+from enjoyln_cli.errors import NothingToFold, OutputError
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, count_finished, work_of
 from enjoyln_cli.plan.edits import edits_of
@@ -412,12 +412,9 @@ def _turned_if_untied(found: Analysis, options: Options) -> str:
     is_tied = any(name != first for name, first in found.problem.groups.items())
     if not is_tied or all(basis.turns for basis in found.plan.bases):
         return ""
-    try:
-        untied = found.under(replace(options, untie=True)).plan
-    except UnsupportedModel:
-        return ""
+    untied = found.plan_under(replace(options, untie=True))
     now = {basis.name for basis in found.plan.turned}
-    more = [basis for basis in untied.turned if basis.name not in now]
+    more = [basis for basis in (untied.turned if untied else ()) if basis.name not in now]
     return ", ".join(f"the {basis.kind} of {basis.name}" for basis in more)
 
 

@@ -289,15 +289,15 @@ def _check_put(target: torch.Tensor, indices: list[Any], values: Any = None) -> 
         )
 
 
-def without_weights(model: nn.Module, copied: list[torch.Tensor] | None = None) -> nn.Module:
+def without_weights(model: nn.Module) -> nn.Module:
     """``model`` if all its weights are on the meta device, else a copy with its weights there.
 
-    ``copied`` is as for ``copy_without_weights``, which also says what is raised.
+    Raises as ``copy_without_weights`` does.
     """
     hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
     if not hooked and all(parameter.is_meta for parameter in model.parameters()):
         return model
-    return copy_without_weights(model, copied)
+    return copy_without_weights(model)
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 
 from enjoyln_cli.kernels import Norms
 from enjoyln_cli.models.norm_modules import PLAIN
@@ -50,9 +49,9 @@ def _folded(model: nn.Module) -> Iterator[tuple[str, Folded]]:
 
 def _all_are(tensor: Any, value: float) -> bool:
     """Whether all elements equal ``value``, in a tensor whose changes torch counts."""
-    if type(tensor) not in PLAIN or isinstance(tensor, FakeTensor):
+    if type(tensor) not in PLAIN or tensor.is_meta or tensor.is_inference():
         return False
-    if tensor.is_meta or tensor.is_inference() or not tensor.is_floating_point():
+    if not tensor.is_floating_point():
         return False
     return bool((tensor.detach() == value).all())
 

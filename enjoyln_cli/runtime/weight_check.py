@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 
 from enjoyln_cli.checkpoint.marker import CentredTensor, Marker
 from enjoyln_cli.errors import EnjoyLNError, NotCentred
@@ -210,11 +209,19 @@ def _check_biases(model: nn.Module, watch: WatchList) -> None:
             )
 
 
-def _check_constant(path: str, weight: torch.Tensor) -> None:
-    if isinstance(weight, FakeTensor):
-        return
-    if weight.is_meta:
+def _require_values(path: str, tensor: torch.Tensor) -> None:
+    """Raises ``NotCentred`` for a tensor whose mean cannot be computed."""
+    if tensor.is_meta:
         raise NotCentred(f"{path}: its values are not in memory; load the model first")
+    if tensor.dtype not in FLOATS:
+        raise NotCentred(
+            f"{path}: the mean of {tensor.dtype} cannot be checked; load the model in a floating "
+            "dtype, or keep LayerNorm"
+        )
+
+
+def _check_constant(path: str, weight: torch.Tensor) -> None:
+    _require_values(path, weight)
     if bool((weight != weight.flatten()[0]).any()):
         raise NotCentred(
             f"{path}: is no longer one number for all features, as it has to be since its norm was "
@@ -238,15 +245,10 @@ def _without_units(tensor: torch.Tensor, units: Units | None) -> list[torch.Tens
 
 
 def _check_units(units: Units, layers: Layers) -> None:
-    if isinstance(layers.second, FakeTensor):
-        return
-    for path, tensor in ((units.first, layers.first), (units.second, layers.second)):
-        if tensor.is_meta or tensor.dtype not in FLOATS or tensor.ndim != 2:
-            raise NotCentred(
-                f"{path}: cannot be checked "
-                f"({'on the meta device' if tensor.is_meta else tensor.dtype}); load the model "
-                "unquantised, or keep LayerNorm"
-            )
+    _require_values(units.first, layers.first)
+    _require_values(units.second, layers.second)
+    if layers.first.ndim != 2 or layers.second.ndim != 2:
+        raise NotCentred(f"{units.second}: is no linear layer any more; {WHAT_NOW}")
     second, first = layers.second.shape[units.dim], layers.first.shape[1 - units.dim]
     dtypes = FLOATS[: FLOATS.index(layers.second.dtype) + 1]
     if min(first, second) < units.start + UNITS or not intact(layers, units, dtypes):
@@ -299,15 +301,7 @@ def _in_memory(model: nn.Module, path: str) -> AbstractContextManager[Any]:
 
 
 def _check_tensor(weight: CentredTensor, tensor: torch.Tensor, scale: torch.Tensor | None) -> None:
-    if isinstance(tensor, FakeTensor):
-        return  # during an export; the model was checked before
-    if tensor.is_meta:
-        raise NotCentred(f"{weight.parameter}: its values are not in memory; load the model first")
-    if tensor.dtype not in FLOATS:
-        raise NotCentred(
-            f"{weight.parameter}: the mean of {tensor.dtype} cannot be checked; load the model in "
-            "a floating dtype, or keep LayerNorm"
-        )
+    _require_values(weight.parameter, tensor)
     if weight.axis.dim >= tensor.ndim or weight.axis.stop > tensor.shape[weight.axis.dim]:
         raise NotCentred(
             f"{weight.parameter}: has shape {list(tensor.shape)}, which does not fit the proof "

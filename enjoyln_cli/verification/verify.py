@@ -203,8 +203,8 @@ def verify(
         pace.clock.after = size / DIGESTED
     marker = read_marker(folded.checkpoint.raw_config, folded.source.model)
     original = original_of(folded, marker, against, revision, access)
-    stored = _stored_dtype(folded.checkpoint)
-    compute = stored if dtype is None else _as_dtype(dtype)
+    stored = compute_dtype(folded.checkpoint, None)
+    compute = compute_dtype(folded.checkpoint, dtype)
     plan = plan or plan_of_result(folded.checkpoint, marker)
     if max_ratio is None:
         max_ratio = ROTATED_RATIO if plan.turned else RATIO
@@ -322,27 +322,23 @@ def plan_of_result(folded: Checkpoint, marker: Marker) -> Plan:
     return give_matrices(plan, matrices) if matrices.is_file() else plan
 
 
-def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise UnsupportedModel(
-            f"{dtype!r} is not a floating dtype; use float64, float32, float16 or bfloat16"
-        )
-    return found
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """The name that transformers uses, for example ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def compute_dtype(checkpoint: Checkpoint, dtype: str | torch.dtype | None) -> torch.dtype:
-    """``dtype``, by default the one that most of ``checkpoint`` is stored in."""
-    return _stored_dtype(checkpoint) if dtype is None else _as_dtype(dtype)
+    """``dtype``, by default that of most stored floating bytes, or float32 if there are none.
 
-
-def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The floating dtype of most stored bytes; float32 if there is none."""
+    Raises ``UnsupportedModel`` for what is no floating dtype.
+    """
+    if dtype is not None:
+        named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if not isinstance(named, torch.dtype) or not named.is_floating_point:
+            raise UnsupportedModel(
+                f"{dtype!r} is not a floating dtype; use float64, float32, float16 or bfloat16"
+            )
+        return named
     sizes: Counter[torch.dtype] = Counter()
     for stored in checkpoint.tensors.values():
         if DTYPES[stored.dtype].is_floating_point:

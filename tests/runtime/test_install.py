@@ -14,13 +14,14 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, GPT2Model
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
+from enjoyln_cli import analyze
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.kernels import literally
 from enjoyln_cli.models.classes import locate
 from enjoyln_cli.models.norm_modules import interference
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import Centring
-from enjoyln_cli.runtime.install import install
+from enjoyln_cli.runtime.install import fold_in_memory, install
 from enjoyln_cli.runtime.modules import Folded, RMSNorm
 
 D = 32
@@ -271,4 +272,25 @@ def test_centring_over_groups_of_the_last_dimension() -> None:
     assert torch.allclose(module(x).view(2, 4, 8), heads - heads.mean(-1, keepdim=True))
 
 
-# The means of the norms' inputs.
+# A fold of a live model.
+
+
+def test_a_live_module_notices_other_weights() -> None:
+    torch.manual_seed(4)
+    stock = torch.nn.Sequential(
+        torch.nn.Linear(5, 9), torch.nn.LayerNorm(9), torch.nn.Linear(9, 3)
+    ).double()
+    for parameter in stock.parameters():
+        torch.nn.init.normal_(parameter, 0.7, 0.5)
+    x = torch.randn(4, 5, dtype=torch.float64)
+    net = copy.deepcopy(stock.eval())
+    fold_in_memory(net, analyze(net, x).plan)
+    with torch.no_grad():
+        net(x)
+        net.train().eval()
+        assert torch.allclose(net(x), stock(x), rtol=1e-12) and not net[1].shifted
+        net[0].weight.copy_(stock[0].weight)
+        with pytest.warns(UserWarning, match="computing LayerNorm: 0.weight: its mean is"):
+            mixed = net(x)
+        stock[0].bias -= stock[0].bias.mean()
+        assert net[1].shifted and torch.allclose(mixed, stock(x), rtol=1e-12)
