@@ -7,14 +7,13 @@ JSON object, an architecture that transformers does not know, custom code withou
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from enjoyln_cli.checkpoint.file_roles import CONFIG
+from enjoyln_cli.checkpoint.file_roles import CONFIG, read_json
 from enjoyln_cli.checkpoint.foreign_formats import foreign_format
 from enjoyln_cli.checkpoint.sentence_transformers import MODULES, reads_hidden_states
 from enjoyln_cli.errors import AlreadyFolded, BadCheckpoint, UnsupportedModel
@@ -43,12 +42,7 @@ def raw_config(source: Source) -> dict[str, Any]:
     path = source.path / CONFIG
     if not path.is_file():
         raise UnsupportedModel(f"{source.model} {_without_config(source.root)}")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise BadCheckpoint(f"{path} is not valid JSON ({error}); fetch it again") from error
-    except OSError as error:
-        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+    config = read_json(path)
     if not isinstance(config, dict):
         raise BadCheckpoint(
             f"{path} holds a JSON {type(config).__name__}, not an object; fetch it again"

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from enjoyln_cli.checkpoint.foreign_formats import foreign_format
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
@@ -60,15 +61,22 @@ def weights_among(names: Iterable[str], model: str) -> str:
     )
 
 
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises ``BadCheckpoint`` if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{path} is not valid JSON ({error}); fetch it again") from error
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+
+
 def shards_in_index(path: Path) -> tuple[tuple[str, ...], dict[str, str]]:
     """The shards named in an index file, sorted, and its ``weight_map`` (tensor name to shard).
 
     Raises ``BadCheckpoint`` if the index is malformed or names a file outside its directory.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise BadCheckpoint(f"{path} is not valid JSON ({error}); fetch it again") from error
+    content = read_json(path)
     weights = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weights, dict) or not weights:
         raise BadCheckpoint(f"{path} has no weight_map; fetch it again")

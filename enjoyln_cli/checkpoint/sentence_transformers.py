@@ -8,11 +8,10 @@ directory are refused.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from enjoyln_cli.checkpoint.file_roles import LONGEST_NAME
+from enjoyln_cli.checkpoint.file_roles import LONGEST_NAME, read_json
 from enjoyln_cli.errors import BadCheckpoint
 
 MODULES = "modules.json"
@@ -26,12 +25,7 @@ def transformer_folder(root: Path) -> str:
     path = root / MODULES
     if not path.is_file():
         return ""
-    try:
-        listed = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise BadCheckpoint(f"{path} is not valid JSON ({error}); fetch it again") from error
-    except OSError as error:
-        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+    listed = read_json(path)
     if not isinstance(listed, list) or not listed:
         raise BadCheckpoint(f"{path} lists no modules; fetch it again")
     first, *_ = [_folder(root, entry) for entry in listed]

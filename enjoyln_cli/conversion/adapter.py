@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
+from enjoyln_cli.checkpoint.file_roles import read_json
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.checkpoint.reader import Subject, open_subject, read_tensor
 from enjoyln_cli.checkpoint.result_files import ADAPTER_CONFIG
@@ -191,10 +192,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         raise ModelNotFound(
             f"{folder} has no {ADAPTER_CONFIG}; pass the directory of a PEFT adapter"
         )
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise BadCheckpoint(f"{path} cannot be read ({error}); save the adapter again") from error
+    settings = read_json(path)
     kind = settings.get("peft_type") if isinstance(settings, dict) else None
     merge_it = "merge it into the original (merge_and_unload) and fold the result"
     if kind == PROMPT:

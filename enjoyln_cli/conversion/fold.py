@@ -18,9 +18,9 @@ from enjoyln_cli.analysis.suggest import better, suggestions
 from enjoyln_cli.checkpoint.access import HubAccess, access_keywords
 from enjoyln_cli.checkpoint.config import load_config, require_unfolded
 from enjoyln_cli.checkpoint.model_name import local_folder
-from enjoyln_cli.checkpoint.reader import Checkpoint, Subject
+from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.checkpoint.result_files import ADAPTER_FOLDER, MATRIX_FILE
-from enjoyln_cli.checkpoint.source import Source, open_source
+from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.clock import Progress
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import NothingToFold, OutputError
@@ -80,23 +80,13 @@ class PreparedFold:
             self, plan=plan, options=options, opening=replace(self.opening, options=asked)
         )
 
-    @property
-    def source(self) -> Source:
-        """Where the model comes from."""
-        return self.subject.source
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The stored tensors of the model."""
-        return self.subject.checkpoint
-
     def bytes_to_write(self, dtype: torch.dtype | None = None) -> int:
         """Bytes of all tensors, with floating-point tensors in ``dtype``."""
-        return bytes_to_write(self.checkpoint, edits_of(self.plan), dtype)
+        return bytes_to_write(self.subject.checkpoint, edits_of(self.plan), dtype)
 
     def bytes_added(self, dtype: torch.dtype | None = None) -> int:
         """How many of the bytes to write come from tensors that grow or are new."""
-        return self.bytes_to_write(dtype) - bytes_to_write(self.checkpoint, {}, dtype)
+        return self.bytes_to_write(dtype) - bytes_to_write(self.subject.checkpoint, {}, dtype)
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -232,7 +222,7 @@ def write(
     from enjoyln_cli.comparison.user_data import read_user_data, seconds_of
 
     event = on_event or default_listener
-    verify = verify and not ready.opening.stream
+    source, verify = ready.subject.source, verify and not ready.opening.stream
     data = data or {}
     read_user_data(samples=samples, **data)  # before anything is written
     seconds_of(seconds)
@@ -241,7 +231,7 @@ def write(
 
     def add_adapter(folded: Path) -> None:
         if adapter is not None:
-            inside = ready.source.folder
+            inside = source.folder
             adapter.write(folded / inside / ADAPTER_FOLDER, str(final / inside))
 
     def check(folded: Path) -> Verification:
@@ -269,14 +259,14 @@ def write(
         own = {name: getattr(options, name) for name in names} | {"no_verify": not verify}
         if not verify:
             add_adapter(folded)
-        write_card(folded, ready.plan, ready.source, {**ready.opening.asked, **own}, final)
+        write_card(folded, ready.plan, source, {**ready.opening.asked, **own}, final)
 
     left = count_finished(work_of(Path(out))) if options.resume else 0
     before = f", {counted(left, 'file')} finished by an earlier run" if left else ""
-    beside = f" and {Path(out, ready.source.folder, ADAPTER_FOLDER)}" if adapter else ""
+    beside = f" and {Path(out, source.folder, ADAPTER_FOLDER)}" if adapter else ""
     event("stage", f"writing {out}{beside}{before}")
     return fold_checkpoint(
-        ready.checkpoint,
+        ready.subject.checkpoint,
         ready.plan,
         Path(out),
         recipe_text=ready.recipe_text,
@@ -294,9 +284,10 @@ def adapter_for(ready: PreparedFold, folder: str | Path | None) -> Adapter | Non
 
     if folder is None:
         return None
-    if (ready.source.path / ADAPTER_FOLDER).exists():
+    source = ready.subject.source
+    if (source.path / ADAPTER_FOLDER).exists():
         raise OutputError(
-            f"{ready.source.model} has a folder {ADAPTER_FOLDER} of its own, where the edited one "
+            f"{source.model} has a folder {ADAPTER_FOLDER} of its own, where the edited one "
             "would go; move that folder away"
         )
     return edit_adapter(folder, ready.plan, ready.subject)

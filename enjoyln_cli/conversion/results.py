@@ -28,7 +28,7 @@ def fold_json(
     """
     found = report.to_json() | {"dry_run": result is None, "warnings": list(warnings)}
     copies = {copy.tensor for copy in report.plan.untied}
-    found["tensors"] = len(copies | ready.checkpoint.tensors.keys())
+    found["tensors"] = len(copies | ready.subject.checkpoint.tensors.keys())
     found["bytes_added"] = ready.bytes_added(options.dtype)
     if result is None:
         return found | {"bytes_written": ready.bytes_to_write(options.dtype)}

@@ -164,7 +164,7 @@ def trials(
     event("stage", "running the original on the data")
     model, trusted = _load(ready, None), ready.opening.trust_remote_code
     most = INPUTS_IN_A_HALF if inputs is None else inputs // 2
-    halves = split(model, ready.source.path, data, most, trusted)
+    halves = split(model, ready.subject.source.path, data, most, trusted)
     first, used = run(model, [halves.choosing[0].batch])[0], ready.plan.outputs
     names = compared_outputs(first, tuple(match_names(used, first)))
     with TemporaryDirectory() as folder:
@@ -179,4 +179,4 @@ def trials(
 def _load(ready: PreparedFold, plan: Plan | None) -> Any:
     form = TurnedForm(ORIGINAL if plan is None else "rotated", plan)
     trusted = ready.opening.trust_remote_code
-    return FloatModel(ready.checkpoint, ready.plan.model_class, trusted).load(form)
+    return FloatModel(ready.subject.checkpoint, ready.plan.model_class, trusted).load(form)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import shutil
-import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -159,12 +157,3 @@ def silent() -> Iterator[None]:
             chatter.enable_progress_bar()
         if hidden:
             hub.disable_progress_bars()
-
-
-def release(model: weakref.ref[Any]) -> None:
-    """Free a model that is no longer used before the next one is loaded.
-
-    Reference cycles may keep it alive; then the garbage collector runs.
-    """
-    if model() is not None:
-        gc.collect()

@@ -13,8 +13,8 @@ independently, which gives a factor of ``sqrt(2)``. The error of a wrong fold is
 
 from __future__ import annotations
 
+import gc
 import math
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -43,7 +43,6 @@ from enjoyln_cli.comparison.text_scores import divergence, perplexity
 from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.garbage import collections_of_new_objects
-from enjoyln_cli.models.load import release
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.runtime.install import install_marked
@@ -165,8 +164,8 @@ def measure(
         pace.runs += 2 * RUNS_OF_EACH
     results, examples = Results(), None
     for group in models:
-        model, examples = _run_model(pair, group, results, examples, data, seed, pace)
-        release(model)
+        examples = _run_model(pair, group, results, examples, data, seed, pace)
+        gc.collect()  # the model may be part of reference cycles
     assert examples is not None
     return _measurement(pair, results, examples), nonfinite_outputs(
         results.exact, examples.batches[: len(results.exact)]
@@ -181,7 +180,7 @@ def _run_model(
     data: UserData,
     seed: int,
     pace: Pace,
-) -> tuple[weakref.ref[Any], Examples]:
+) -> Examples:
     """Load one model and make all its runs. The first model chooses the ``examples``."""
     subject = pair.original if group[0].weights == "original" else pair.folded
     missing: set[str] = set()
@@ -200,7 +199,7 @@ def _run_model(
                 _run(pair, run, model, results, examples, pace)
             if run.name in _scored(pair.dtype):
                 _score(run, model, results, examples, seed, pace)
-    return weakref.ref(model), examples
+    return examples
 
 
 def _run(
