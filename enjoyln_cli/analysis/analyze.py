@@ -87,9 +87,9 @@ class Analysis:
             raise EnjoyLNError(f"no LayerNorm is called {norm}; there is {', '.join(near)}")
         if norm not in self.problem.norms:
             return Tree(f"{norm} stays LayerNorm: {verdict.reason}", False)
-        found = explain.tree(self.problem, self.cut, norm)
+        tree = explain.tree(self.problem, self.cut, norm)
         handed_on = explain.merge_in_words(self.plan, norm)
-        return replace(found, children=(*found.children, handed_on)) if handed_on else found
+        return replace(tree, children=(*tree.children, handed_on)) if handed_on else tree
 
     def plan_under(self, options: Options) -> Plan | None:
         """The plan with other options; ``None`` if the model does not allow them."""
@@ -147,10 +147,12 @@ def analyze_config(
         )
         return analyze_subject(untraced, options)
     siblings = (loading(other, config, shapes, checkpoint) for other in others)
-    candidates = chain([first], (found for found in siblings if found))
+    candidates = chain([first], (candidate for candidate in siblings if candidate))
     more = calls_like(example_calls)
     if not options.untie:
-        found = _analysis_of_classes(candidates, config.model_type, tuple(outputs), options, more)
+        analysis = _analysis_of_classes(
+            candidates, config.model_type, tuple(outputs), options, more
+        )
         again = partial(
             analyze_config,
             config,
@@ -159,22 +161,24 @@ def analyze_config(
             outputs=outputs,
             example_calls=example_calls,
         )
-        same = found.under
-        return replace(found, under=lambda o: again(options=o) if o.untie or o.rotate else same(o))
+        same = analysis.under
+        return replace(
+            analysis, under=lambda o: again(options=o) if o.untie or o.rotate else same(o)
+        )
     tied = list(candidates)
     apart = untying.apart(config, tied, shapes, checkpoint)
     after = apart.after.values() if apart else tied
-    found = _analysis_of_classes(after, config.model_type, tuple(outputs), options, more, apart)
-    return found if apart is None else _untied(found, apart)
+    analysis = _analysis_of_classes(after, config.model_type, tuple(outputs), options, more, apart)
+    return analysis if apart is None else _untied(analysis, apart)
 
 
-def _untied(found: Analysis, apart: Apart) -> Analysis:
+def _untied(analysis: Analysis, apart: Apart) -> Analysis:
     """Add the copies of tied tensors to the plan, and to every plan that ``under`` makes."""
 
     def under(options: Options) -> Analysis:
-        return _untied(found.under(options), apart)
+        return _untied(analysis.under(options), apart)
 
-    return replace(found, plan=untying.untie(found.plan, apart), under=under)
+    return replace(analysis, plan=untying.untie(analysis.plan, apart), under=under)
 
 
 def _analysis_of_classes(
@@ -194,11 +198,11 @@ def _analysis_of_classes(
     first, *others = loading
     inner = classes.base_path(first.model)
     within = inner and is_stock(first.model)  # custom code may call its base model in other ways
-    held = [o for o in others if within and type(o.model) is _type_at(first.model, inner)]
-    traced = [_trace_class(first, first, inner if held else None, apart, more)]
-    proven = [first.name, *(other.name for other in held)]
+    inner_classes = [o for o in others if within and type(o.model) is _type_at(first.model, inner)]
+    traced = [_trace_class(first, first, inner if inner_classes else None, apart, more)]
+    proven = [first.name, *(other.name for other in inner_classes)]
     for other in others:
-        if other in held:
+        if other in inner_classes:
             continue
         try:
             traced.append(_trace_class(other, first, None, apart, _not_required(more)))
@@ -226,13 +230,13 @@ def _analysis_of_outputs(
     proven.
     """
     refused: EnjoyLNError | None = None
-    for found in candidates:
+    for candidate in candidates:
         try:
             subject = TracedClasses(
-                reference=found,
+                reference=candidate,
                 model_type=model_type,
-                classes=(found.name,),
-                traced=(_trace_class(found, found, None, apart, more),),
+                classes=(candidate.name,),
+                traced=(_trace_class(candidate, candidate, None, apart, more),),
                 outputs=outputs,
             )
             return analyze_subject(subject, options)
@@ -302,11 +306,11 @@ def subject_in_memory(
     training: DropoutChoice | None = None,
 ) -> TracedClasses:
     """The subject for a live module, whose tensors count as stored under their own names."""
-    own = Candidate(model, {name: (name,) for name in stored_weights(model)}, {}, ())
+    reference = Candidate(model, {name: (name,) for name in stored_weights(model)}, {}, ())
     return TracedClasses(
-        reference=own,
+        reference=reference,
         model_type=getattr(getattr(model, "config", None), "model_type", type(model).__name__),
-        classes=(own.name,),
+        classes=(reference.name,),
         traced=traced,
         outputs=outputs,
         training=training,
@@ -322,7 +326,7 @@ def _not_required(calls: Iterable[Call]) -> list[Call]:
 
 
 def _trace_class(
-    found: Candidate,
+    candidate: Candidate,
     reference: Candidate,
     inner: str | None,
     apart: Apart | None,
@@ -332,13 +336,13 @@ def _trace_class(
 
     Raises ``UnsupportedModel`` if the class computes something else once its weights are untied.
     """
-    model = found.model
+    model = candidate.model
     captures = Captures(model, classes.naming_between(model, reference.model), inner)
     calls = likely_calls(captures)
     doubled = [] if captures.is_stock else [two for call in more for two in in_two_rows(call)]
     traced = trace_calls(captures, [*calls, *more, *doubled])
     if apart is not None:
-        require_same(apart.before[found.name].model, model, calls[0])
+        require_same(apart.before[candidate.name].model, model, calls[0])
     return traced
 
 

@@ -28,17 +28,17 @@ class Suggestion:
     """The number of norms in all; a class that the option chooses may have fewer."""
 
 
-def suggestions(found: Analysis, options: Options) -> tuple[Suggestion, ...]:
+def suggestions(analysis: Analysis, options: Options) -> tuple[Suggestion, ...]:
     """The options that convert more norms than ``found``, which was made with ``options``."""
-    if not found.plan.kept:
+    if not analysis.plan.kept:
         return ()
     tried: list[Suggestion] = []
     if not options.widen_mlp:
-        wider = found.plan_under(replace(options, widen_mlp=True))
-        tried += better(found.plan, [("--widen-mlp", wider)])
-    if not options.untie and _rests_on_tied_weights(found):
-        untied = found.plan_under(replace(options, untie=True))
-        tried += better(found.plan, [("--untie", untied)])
+        wider = analysis.plan_under(replace(options, widen_mlp=True))
+        tried += better(analysis.plan, [("--widen-mlp", wider)])
+    if not options.untie and _rests_on_tied_weights(analysis):
+        untied = analysis.plan_under(replace(options, untie=True))
+        tried += better(analysis.plan, [("--untie", untied)])
     return tuple(tried)
 
 
@@ -49,12 +49,12 @@ def better(plan: Plan, others: Iterable[tuple[str, Plan | None]]) -> Iterator[Su
             yield Suggestion(option, len(other.folded), len(other.norms))
 
 
-def _rests_on_tied_weights(found: Analysis) -> bool:
+def _rests_on_tied_weights(analysis: Analysis) -> bool:
     """Whether a tied weight prevents the conversion of any norm."""
-    problem, tied = found.problem, Counter(found.problem.groups.values())
-    kept = (verdict.norm for verdict in found.plan.kept if verdict.norm in problem.norms)
+    problem, tied = analysis.problem, Counter(analysis.problem.groups.values())
+    kept = (verdict.norm for verdict in analysis.plan.kept if verdict.norm in problem.norms)
     return any(
         isinstance(obstacle.source, Parameter) and tied[obstacle.source.name] > 1
         for norm in kept
-        for obstacle in obstacles(problem, found.cut, norm)
+        for obstacle in obstacles(problem, analysis.cut, norm)
     )

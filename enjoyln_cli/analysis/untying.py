@@ -49,18 +49,18 @@ def apart(
     Returns ``None`` if nothing is tied. Raises ``UnsupportedModel`` if parameters are tied and no
     entry of the config can untie them, or if the classes would not load the copies.
     """
-    if not any(_shared(found.model) for found in tied):
+    if not any(_shared(candidate.model) for candidate in tied):
         return None
     settings, models = _flags_off(config, tied, checkpoint)
-    wanted = [_names(found, model) for found, model in zip(tied, models, strict=True)]
-    for own in (False, True):
-        untied = _copies(tied, wanted, own=own)
-        more = shapes | {one.tensor: one.shape for one in untied}
-        held = checkpoint and _with_copies(checkpoint, untied)
-        after = [stored_names.candidate(model, more, held) for model in models]
+    wanted = [_names(candidate, model) for candidate, model in zip(tied, models, strict=True)]
+    for own_names in (False, True):
+        untied = _copies(tied, wanted, own_names=own_names)
+        more = shapes | {copied.tensor: copied.shape for copied in untied}
+        with_copies = checkpoint and _with_copies(checkpoint, untied)
+        after = [stored_names.candidate(model, more, with_copies) for model in models]
         if all(map(_loads, tied, after, wanted)):
-            before, new = ({found.name: found for found in these} for these in (tied, after))
-            return Apart(before, new, untied, settings)
+            before = {candidate.name: candidate for candidate in tied}
+            return Apart(before, {each.name: each for each in after}, untied, settings)
     raise UnsupportedModel(
         f"{tied[0].name} would not load a separate copy of {untied[0].stored} under any name, so "
         "it stays tied; fold it without --untie"
@@ -82,8 +82,8 @@ def _flags_off(
     names = [name for name, part in _parts(config) if getattr(part, FLAG, None)]
     models = _build_models(config, names, tied)
     left = [_shared(model) for model in models]
-    together = next(iter([names for found in tied for names in _shared(found.model)]))
-    if left == [_shared(found.model) for found in tied]:
+    together = next(iter([names for candidate in tied for names in _shared(candidate.model)]))
+    if left == [_shared(candidate.model) for candidate in tied]:
         raise UnsupportedModel(
             f"{tied[0].name} ties {together[1]} to {together[0]} even if {FLAG} is false in its "
             "config, so a checkpoint cannot untie them; fold it without --untie"
@@ -107,7 +107,7 @@ def _build_models(config: Any, names: Iterable[str], tied: Sequence[Candidate]) 
     off = copy.deepcopy(config)
     for name in names:
         set_entry(off, name, False)
-    return [classes.build(type(found.model), off) for found in tied]
+    return [classes.build(type(candidate.model), off) for candidate in tied]
 
 
 def _true_when_loaded(config: Any, names: Iterable[str], checkpoint: Checkpoint | None) -> str:
@@ -120,50 +120,50 @@ def _true_when_loaded(config: Any, names: Iterable[str], checkpoint: Checkpoint 
 
 def _parts(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
     """The config and its nested configs, each with the dotted name of its ``FLAG`` entry."""
-    found = [(prefix + FLAG, config)]
+    parts = [(prefix + FLAG, config)]
     for name in getattr(config, "sub_configs", ()):
         inner = getattr(config, name, None)
         if hasattr(inner, "to_dict"):
-            found += _parts(inner, f"{prefix}{name}.")
-    return found
+            parts += _parts(inner, f"{prefix}{name}.")
+    return parts
 
 
-def _names(found: Candidate, model: Any) -> dict[str, str]:
+def _names(candidate: Candidate, model: Any) -> dict[str, str]:
     """Map each parameter that the untied ``model`` holds to a stored one that it was tied to.
 
     Raises ``UnsupportedModel`` if that one is stored in another layout.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names: dict[str, str] = {}
-    for together in _shared(found.model):
-        own = next((name for name in together if name in found.stored), None)
-        if own is None and any(name in found.converted for name in together):
+    for together in _shared(candidate.model):
+        stored = next((name for name in together if name in candidate.stored), None)
+        if stored is None and any(name in candidate.converted for name in together):
             raise UnsupportedModel(
                 f"{together[0]} is tied to {together[1]} and stored in another layout, so it "
                 "cannot get a copy; fold it without --untie"
             )
-        if own is None:
+        if stored is None:
             continue
-        known = {id(parameters[own])}
+        seen = {id(parameters[stored])}
         for name in together:
-            if id(parameters[name]) not in known:
-                names[name] = own
-            known.add(id(parameters[name]))
+            if id(parameters[name]) not in seen:
+                names[name] = stored
+            seen.add(id(parameters[name]))
     return names
 
 
 def _copies(
-    tied: Sequence[Candidate], wanted: Sequence[dict[str, str]], *, own: bool
+    tied: Sequence[Candidate], wanted: Sequence[dict[str, str]], *, own_names: bool
 ) -> tuple[UntiedParameter, ...]:
     """A copy for each parameter, named as in the first class, or with ``own`` as in its own."""
     copies: dict[str, UntiedParameter] = {}
-    for found, names in zip(tied, wanted, strict=True):
-        naming = classes.naming_between(found.model, tied[0].model)
+    for candidate, names in zip(tied, wanted, strict=True):
+        naming = classes.naming_between(candidate.model, tied[0].model)
         for name, source in names.items():
-            parameter, held = naming(name), found.stored.get(name, ())
-            tensor = next(iter(held), name if own else parameter)
-            stored = tensor if held else found.stored[source][0]
-            shape = tuple(found.model.get_parameter(source).shape)
+            parameter, tensors = naming(name), candidate.stored.get(name, ())
+            tensor = next(iter(tensors), name if own_names else parameter)
+            stored = tensor if tensors else candidate.stored[source][0]
+            shape = tuple(candidate.model.get_parameter(source).shape)
             copies.setdefault(
                 tensor, UntiedParameter(parameter, tensor, naming(source), stored, shape)
             )
@@ -171,7 +171,7 @@ def _copies(
 
 
 def _with_copies(checkpoint: Checkpoint, untied: Iterable[UntiedParameter]) -> Checkpoint:
-    copies = {one.tensor: checkpoint.tensors[one.stored] for one in untied}
+    copies = {copied.tensor: checkpoint.tensors[copied.stored] for copied in untied}
     return replace(checkpoint, tensors=copies | checkpoint.tensors)
 
 
@@ -185,7 +185,7 @@ def untie(plan: Plan, apart: Apart) -> Plan:
 
     The untied names are dropped from ``plan.unproven``: a copy that no trace reads needs no proof.
     """
-    concerned = {name for one in apart.untied for name in (one.parameter, one.source)}
+    concerned = {name for copied in apart.untied for name in (copied.parameter, copied.source)}
     left = tuple(name for name in plan.unproven if name not in concerned)
     plan = replace(plan, unproven=left)
     edited = {writer.parameter for writer in plan.writers}
@@ -193,9 +193,9 @@ def untie(plan: Plan, apart: Apart) -> Plan:
     edited |= {named.parameter for merge in plan.merged for named in merge.names}
     edited |= {reader.weight.parameter for merge in plan.merged for reader in merge.readers}
     edits = edits_of(plan, held=True)
-    alike = all(edits.get(one.parameter) == edits.get(one.source) for one in apart.untied)
+    alike = all(edits.get(copied.parameter) == edits.get(copied.source) for copied in apart.untied)
     if alike and concerned.isdisjoint(edited):
-        copies = {one.tensor for one in apart.untied if one.tensor != one.stored}
+        copies = {copied.tensor for copied in apart.untied if copied.tensor != copied.stored}
         return replace(plan, bases=tuple(_without(basis, copies) for basis in plan.bases))
     return replace(plan, untied=apart.untied, settings=(*plan.settings, *apart.settings))
 

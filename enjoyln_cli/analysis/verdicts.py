@@ -48,29 +48,29 @@ from enjoyln_cli.trace.traced_calls import covered_calls, unproven_inputs
 
 def plan_of(subject: TracedClasses, statement: Statement, cut: Cut, options: Options) -> Plan:
     """The plan for a cut of the stated problem."""
-    problem, found, traces = statement.problem, subject.reference, subject.traces
+    problem, reference, traces = statement.problem, subject.reference, subject.traces
     norms = problem.norms.keys() | statement.refused.keys()
-    paths = [path for path, _ in found.model.named_modules() if path in norms]
+    paths = [path for path, _ in reference.model.named_modules() if path in norms]
     subtracting = {mlp for support in cut.folded.values() for mlp in support.mlps}
-    widened = widenings_for(subtracting, problem.widenings.resizes, found.stored)
-    table = _token_table(found.model, problem.groups)
-    known = rotations(problem, options.values, table) if options.rotate else Rotations(())
-    merged, unmerged = _merges(statement, cut, subject, options, known)
-    tensors = partial(turned_tensors, problem, found)
-    bases = bases_of(known, problem, merged, unmerged, tensors)
+    widened = widenings_for(subtracting, problem.widenings.resizes, reference.stored)
+    table = _token_table(reference.model, problem.groups)
+    turns = rotations(problem, options.values, table) if options.rotate else Rotations(())
+    merged, unmerged = _merges(statement, cut, subject, options, turns)
+    tensors = partial(turned_tensors, problem, reference)
+    bases = bases_of(turns, problem, merged, unmerged, tensors)
     if any(basis.reason for basis in bases):  # norms whose weight need not move after all
-        known = known.that_turn(bases)
+        turns = turns.that_turn(bases)
         if options.merge is not None:
-            merged, unmerged = _merges(statement, cut, subject, options, known)
+            merged, unmerged = _merges(statement, cut, subject, options, turns)
         else:  # each norm is decided by itself
-            merged = tuple(one for one in merged if one.norm in known.forms)
-            unmerged = tuple(one for one in unmerged if one.norm in known.forms)
-    writers = writers_of(problem, cut, found)
+            merged = tuple(one for one in merged if one.norm in turns.forms)
+            unmerged = tuple(one for one in unmerged if one.norm in turns.forms)
+    writers = writers_of(problem, cut, reference)
     rows = tuple(_given_rows(statement, writers))
     entries = (e for support in cut.folded.values() for e in support.entries if e not in rows)
     return Plan(
         model_type=subject.model_type,
-        model_class=found.name,
+        model_class=reference.name,
         classes=subject.classes,
         norms=tuple(verdict_on(problem, cut, path, statement.refused) for path in paths),
         writers=writers,
@@ -80,13 +80,13 @@ def plan_of(subject: TracedClasses, statement: Statement, cut: Cut, options: Opt
             dict.fromkeys(
                 (
                     *unproven_inputs(subject.traced),
-                    *known.unproven,
+                    *turns.unproven,
                     *rows,
-                    *_unread(found, traces),
+                    *_unread(reference, traces),
                 )
             )
         ),
-        other_norms=tuple(sorted(Counter(rms_norms(found.model).values()).items())),
+        other_norms=tuple(sorted(Counter(rms_norms(reference.model).values()).items())),
         outputs=subject.outputs or _outputs_that_stay(problem, bases, options),
         by_example=tuple(dict.fromkeys(t.label for t in traces if t.by_values)),
         widened=widened,
@@ -120,13 +120,13 @@ def _given_rows(statement: Statement, writers: Iterable[Writer]) -> Iterator[str
             yield from statement.inputs_of_tables[table]
 
 
-def _unread(found: Candidate, traces: Sequence[Trace]) -> list[str]:
+def _unread(reference: Candidate, traces: Sequence[Trace]) -> list[str]:
     """The stored parameters that no trace reads; empty if nothing was traced."""
     used = (names for t in traces for node, names in t.parameters.items() if node.users)
     reached = {name for names in used for name in names}
-    parameters = dict(found.model.named_parameters(remove_duplicate=False))
-    held = [name for name in (*found.stored, *found.converted) if name in parameters]
-    return [name for name in held if traces and name not in reached]
+    parameters = dict(reference.model.named_parameters(remove_duplicate=False))
+    stored = [name for name in (*reference.stored, *reference.converted) if name in parameters]
+    return [name for name in stored if traces and name not in reached]
 
 
 def _token_table(model: nn.Module, groups: Mapping[str, str]) -> Parameter | None:
@@ -139,27 +139,29 @@ def _token_table(model: nn.Module, groups: Mapping[str, str]) -> Parameter | Non
 
 
 def _merges(
-    statement: Statement, cut: Cut, subject: TracedClasses, options: Options, known: Rotations
+    statement: Statement, cut: Cut, subject: TracedClasses, options: Options, turns: Rotations
 ) -> tuple[tuple[Merge, ...], tuple[UnmergedNorm, ...]]:
     """The norms that are merged: those asked for, and those in bases that are turned.
 
     Folded norms are asked for; if no norm is to be folded, all LayerNorms are.
     """
-    problem, found = statement.problem, subject.reference
-    forms, moves = dict(known.forms), dict(known.moves)
+    problem, reference = statement.problem, subject.reference
+    forms, moves = dict(turns.forms), dict(turns.moves)
     if options.merge is not None:
         asked = cut.folded.keys() if options.fold else statement.forms.keys()
         forms |= {norm: form for norm, form in statement.forms.items() if norm in asked}
         for norm in asked:
-            moves[norm] = "affine" if norm in known.moves else options.merge
+            moves[norm] = "affine" if norm in turns.moves else options.merge
     baked = {norm.weight for norm in problem.baked.values()}
     forms = {norm: form for norm, form in forms.items() if f"{norm}.weight" not in baked}
     if not forms:
         return (), ()
-    stored = {name: tensors[0] for name, tensors in found.stored.items() if statement.single(name)}
+    stored = {
+        name: tensors[0] for name, tensors in reference.stored.items() if statement.single(name)
+    }
     ops = {op for support in cut.folded.values() for op in support.ops if op.place != "entry"}
     centred = {node for op in ops for _, node in problem.carried(op)}
-    order = [path for path, _ in found.model.named_modules() if path in forms]
+    order = [path for path, _ in reference.model.named_modules() if path in forms]
     return find_merges(
         problem.flow,
         {path: forms[path] for path in order},
@@ -167,9 +169,11 @@ def _merges(
         stored,
         statement.stored_weight,
         centred,
-        lambda bias, weight, offset: found.why_not_divided(stored[bias], stored[weight], offset),
+        lambda bias, weight, offset: reference.why_not_divided(
+            stored[bias], stored[weight], offset
+        ),
         moves,
-        known.products,
+        turns.products,
     )
 
 
@@ -181,8 +185,10 @@ def verdict_on(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -
     if norm in refused:
         return Verdict(norm, "kept", reason=refused[norm], culprit=norm)
     if norm not in cut.folded:
-        found = explain.obstacle(problem, cut, norm)
-        return Verdict(norm, "kept", reason=found.reason, culprit=found.culprit, path=found.path)
+        obstacle = explain.obstacle(problem, cut, norm)
+        return Verdict(
+            norm, "kept", reason=obstacle.reason, culprit=obstacle.culprit, path=obstacle.path
+        )
     support = cut.folded[norm]
     needs = tuple(dict.fromkeys(writer.name for writer in support.writers))
     ops = tuple(dict.fromkeys(op.module for op in support.ops))
@@ -190,60 +196,60 @@ def verdict_on(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -
     return Verdict(norm, "centred" if ops else "static", ops=ops, needs=needs, mlps=mlps)
 
 
-def writers_of(problem: Problem, cut: Cut, found: Candidate) -> tuple[Writer, ...]:
+def writers_of(problem: Problem, cut: Cut, reference: Candidate) -> tuple[Writer, ...]:
     """One writer for each stored tensor of each centred parameter, in the model's order."""
     wanted = {p for support in cut.folded.values() for p in support.writers}
-    shapes = stored_weights(found.model)
-    names = stored_in_groups(found, problem.groups)
+    shapes = stored_weights(reference.model)
+    names = stored_in_groups(reference, problem.groups)
     made: list[Writer] = []
     for parameter, name in ((p, name) for p in wanted for name in names[p.name]):
         axis, shape = parameter.axis, tuple(shapes[name].shape)
         by = problem.scales.get(parameter.name)
-        scale = Scale(by, found.stored[by][0]) if by else None
-        baked = _baked(problem, found, parameter.name)
-        tensors = found.stored.get(name, ())
+        scale = Scale(by, reference.stored[by][0]) if by else None
+        baked = _baked(problem, reference, parameter.name)
+        tensors = reference.stored.get(name, ())
         made += [Writer(name, tensor, axis, shape, scale=scale, baked=baked) for tensor in tensors]
         if baked:  # it is zeros, and must not get another mean
             bias, features = baked.bias, shape[axis.dim : axis.dim + 1]
             made.append(Writer(bias.parameter, bias.tensor, feature_axis(features), features))
-        if name in found.converted:
-            made += _converted_writers(found.converted[name], name, axis)
+        if name in reference.converted:
+            made += _converted_writers(reference.converted[name], name, axis)
     order = {name: position for position, name in enumerate(shapes)}
     return tuple(sorted(made, key=lambda w: (order[w.parameter], w.tensor, w.axis)))
 
 
 def turned_tensors(
-    problem: Problem, found: Candidate, basis: FoundBasis
+    problem: Problem, reference: Candidate, basis: FoundBasis
 ) -> tuple[TurnedTensor, ...]:
     """One entry for each stored tensor of each turned parameter, in the model's order."""
-    names = stored_in_groups(found, problem.groups)
-    held = stored_weights(found.model)
+    names = stored_in_groups(reference, problem.groups)
+    weights = stored_weights(reference.model)
     made: list[TurnedTensor] = []
     pairs = ((one, name) for one in basis.parameters for name in names[one.name])
     for parameter, name in pairs:
-        axis, shape = parameter.axis, tuple(held[name].shape)
+        axis, shape = parameter.axis, tuple(weights[name].shape)
         scaled = basis.merged and basis.parameters[parameter]
         by = problem.scales.get(parameter.name) if scaled else None
-        scale = Scale(by, found.stored[by][0]) if by else None
-        baked = _baked(problem, found, parameter.name)
-        tensors = found.stored.get(name, ())
+        scale = Scale(by, reference.stored[by][0]) if by else None
+        baked = _baked(problem, reference, parameter.name)
+        tensors = reference.stored.get(name, ())
         made += [
             TurnedTensor(name, tensor, axis, shape, scale=scale, baked=baked) for tensor in tensors
         ]
-        if name in found.converted:
-            writers = _converted_writers(found.converted[name], name, axis)
+        if name in reference.converted:
+            writers = _converted_writers(reference.converted[name], name, axis)
             made += [TurnedTensor(**vars(writer)) for writer in writers]
-    order = {name: position for position, name in enumerate(held)}
+    order = {name: position for position, name in enumerate(weights)}
     return tuple(sorted(made, key=lambda one: (order[one.parameter], one.tensor, one.axis)))
 
 
-def _baked(problem: Problem, found: Candidate, table: str) -> BakedNorm | None:
+def _baked(problem: Problem, reference: Candidate, table: str) -> BakedNorm | None:
     """The norm that is baked into a table, by the names of its stored tensors."""
     norm = problem.baked.get(table)
     if norm is None:
         return None
     weight, bias = (
-        NamedParameter(name, found.stored[name][0]) for name in (norm.weight, norm.bias)
+        NamedParameter(name, reference.stored[name][0]) for name in (norm.weight, norm.bias)
     )
     return BakedNorm(weight, bias, norm.eps)
 

@@ -57,7 +57,7 @@ def _without_config(path: Path) -> str:
     missing = f"has no {CONFIG};"
     if (path / MODULES).is_file():
         return f"{missing} the first module of its {MODULES} is no transformer"
-    if inner := sorted(found.parent.name for found in path.glob(f"*/{CONFIG}")):
+    if inner := sorted(nested.parent.name for nested in path.glob(f"*/{CONFIG}")):
         return f"{missing} there is one in its folder {inner[0]}, pass that"
     return f"{missing} pass the directory that save_pretrained wrote"
 
@@ -146,9 +146,9 @@ def require_unquantised(config: Mapping[str, Any], model: str) -> None:
     if MARKER in config:
         advice = "use the converted checkpoint that it was quantised from"
     for part in parts:
-        found = part.get("quantization_config") or part.get("compression_config")
-        if found:
-            method = found.get("quant_method") if isinstance(found, dict) else None
+        quantisation = part.get("quantization_config") or part.get("compression_config")
+        if quantisation:
+            method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
             raise UnsupportedModel(
                 f"{model} is quantised ({method or 'so its config says'}), and rounded weights "
                 f"cannot be compared or edited exactly; {advice}"
@@ -180,8 +180,8 @@ def require_known_type(config: Mapping[str, Any], model: str, files: Iterable[st
 
     A config without a type may be that of another program, as ``files`` beside it show.
     """
-    found = config.get("model_type")
-    if not isinstance(found, str) or not found:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
         if "pretrained_cfg" in config:
             raise UnsupportedModel(
                 f"{model} holds a timm model; create it with timm, and pass the module to "
@@ -194,9 +194,9 @@ def require_known_type(config: Mapping[str, Any], model: str, files: Iterable[st
         )
     from transformers import CONFIG_MAPPING
 
-    if found not in CONFIG_MAPPING:
-        hint = did_you_mean(found, CONFIG_MAPPING.keys()) or "upgrade it if it is a new one"
-        raise UnsupportedModel(f"{model}: transformers has no model type {found!r}; {hint}")
+    if model_type not in CONFIG_MAPPING:
+        hint = did_you_mean(model_type, CONFIG_MAPPING.keys()) or "upgrade it if it is a new one"
+        raise UnsupportedModel(f"{model}: transformers has no model type {model_type!r}; {hint}")
 
 
 def require_folded(config: Mapping[str, Any], model: str) -> None:
@@ -219,13 +219,13 @@ def require_unfolded(
     """
     raw = config if isinstance(config, Mapping) else vars(config)
     if MARKER in raw:
-        found = raw[MARKER]
-        origin = found.get("source") if isinstance(found, dict) else None
-        if isinstance(found, dict) and found.get("trained"):
+        entry = raw[MARKER]
+        origin = entry.get("source") if isinstance(entry, dict) else None
+        if isinstance(entry, dict) and entry.get("trained"):
             raise AlreadyFolded(
                 f"{model} was trained as a folded model, so it is folded already; use it as it is"
             )
-        only_turned = isinstance(found, dict) and found.get("rotated") and not found.get("rmsnorm")
+        only_turned = isinstance(entry, dict) and entry.get("rotated") and not entry.get("rmsnorm")
         before, what = ("rotation", "convert") if only_turned else ("fold", "fold")
         raise AlreadyFolded(
             f"{model} is the result of an earlier {before}; {what} its source "

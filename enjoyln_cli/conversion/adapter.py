@@ -251,7 +251,7 @@ def _biases(
     shifts: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """A bias for every layer of the adapter: its own plus the shift, zeros where there is none."""
-    found = {}
+    biases = {}
     for path, parts in layers.items():
         if "lora_B.weight" not in parts:
             raise UnsupportedModel(
@@ -259,9 +259,9 @@ def _biases(
                 "norm is merged into their layers; fold without --merge"
             )
         b, key = edited[parts["lora_B.weight"]], f"{PREFIX}{path}.lora_B.bias"
-        own = edited.get(key, b.new_zeros(b.shape[0])).double()
-        found[key] = (own + shifts.get(path, 0.0)).to(b.dtype)
-    return found
+        bias = edited.get(key, b.new_zeros(b.shape[0])).double()
+        biases[key] = (bias + shifts.get(path, 0.0)).to(b.dtype)
+    return biases
 
 
 def _along(edit: Edit, dim: int, to: int) -> Edit:
@@ -305,15 +305,15 @@ class _Base:
     def path_of(self, path: str, get: Callable[..., Any] = nn.Module.get_submodule) -> str:
         """``path``, as the class of the plan names it."""
         try:
-            found = locate(self.model, path, (), get)
+            path_in_model = locate(self.model, path, (), get)
         except UnsupportedModel:
-            found = None
-        if found is None:
+            path_in_model = None
+        if path_in_model is None:
             raise BadCheckpoint(
                 f"{path}: the adapter changes it, and {type(self.model).__name__} has none; pass "
                 "the model that the adapter was trained on, and its class with --model-class"
             )
-        return found
+        return path_in_model
 
     def output_dim(self, path: str) -> int | None:
         """The dimension of outputs in the weight of a linear layer."""

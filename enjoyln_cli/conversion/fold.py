@@ -136,7 +136,7 @@ def prepare(
     kind = config.model_type
     folding, turning = f"the LayerNorms of {kind} that can be converted", f"what can turn in {kind}"
     event("stage", f"finding {folding if options.fold else turning}")
-    found = analyze_config(
+    analysis = analyze_config(
         config,
         model_class=model_class,
         checkpoint=checkpoint,
@@ -144,13 +144,13 @@ def prepare(
         options=options,
         example_calls=opening.example_calls,
     )
-    plan = _choose_plan(found.plan, config, asked, options, event)
+    plan = _choose_plan(analysis.plan, config, asked, options, event)
     if options.matrix:
         plan = give_matrices(plan, Path(options.matrix))
         options = replace(options, matrix=MATRIX_FILE)
     if unproven := sorted(set(config.architectures or ()) - set(plan.classes)):
         event("warning", _why_another_class(plan, unproven, is_chosen=bool(model_class or outputs)))
-    if options.rotate and not options.untie and (more := _turned_if_untied(found, options)):
+    if options.rotate and not options.untie and (more := _turned_if_untied(analysis, options)):
         event("warning", f"--untie would also turn {more}")
     if options.untie and not plan.untied:
         which = "no LayerNorm" if options.fold else "nothing that turns"
@@ -163,7 +163,7 @@ def prepare(
             name: analyze_config(config, model_class=name, checkpoint=checkpoint, options=options)
             for name in (plan.classes if len(plan.classes) > 1 and not opening.model_class else ())
         }
-        ways = _ways_to_convert(found, options, alone)
+        ways = _ways_to_convert(analysis, options, alone)
         raise NothingToFold(why_nothing_changes(plan, str(model), ways))
     if plan.covered is not None:
         plan.covered.require_any(plan.model_class)
@@ -189,13 +189,13 @@ def _with_options_of(asked: Recipe, path: Path, options: Options) -> Options:
 
     If a rotation is asked for without a seed or a matrix, the recipe's are taken.
     """
-    own = asked.options
-    if own.matrix:
-        own = replace(own, matrix=str(path.parent / own.matrix))
+    recipe_options = asked.options
+    if recipe_options.matrix:
+        recipe_options = replace(recipe_options, matrix=str(path.parent / recipe_options.matrix))
     if options == PLAIN:
-        return own
+        return recipe_options
     if options.rotate and not options.matrix and options.seed == PLAIN.seed:
-        return replace(options, seed=own.seed, matrix=own.matrix)
+        return replace(options, seed=recipe_options.seed, matrix=recipe_options.matrix)
     return options
 
 
@@ -256,10 +256,10 @@ def write(
         from enjoyln_cli.publish.push import write_card
 
         names = ("dtype", "max_shard_size", "keep_means", "allow_nonfinite")
-        own = {name: getattr(options, name) for name in names} | {"no_verify": not verify}
+        writing = {name: getattr(options, name) for name in names} | {"no_verify": not verify}
         if not verify:
             add_adapter(folded)
-        write_card(folded, ready.plan, source, {**ready.opening.asked, **own}, final)
+        write_card(folded, ready.plan, source, {**ready.opening.asked, **writing}, final)
 
     left = count_finished(work_of(Path(out))) if options.resume else 0
     before = f", {counted(left, 'file')} finished by an earlier run" if left else ""
@@ -398,13 +398,13 @@ def convert(
     )
 
 
-def _turned_if_untied(found: Analysis, options: Options) -> str:
+def _turned_if_untied(analysis: Analysis, options: Options) -> str:
     """What more could be turned if tied weights were stored separately; empty if nothing."""
-    is_tied = any(name != first for name, first in found.problem.groups.items())
-    if not is_tied or all(basis.turns for basis in found.plan.bases):
+    is_tied = any(name != first for name, first in analysis.problem.groups.items())
+    if not is_tied or all(basis.turns for basis in analysis.plan.bases):
         return ""
-    untied = found.plan_under(replace(options, untie=True))
-    now = {basis.name for basis in found.plan.turned}
+    untied = analysis.plan_under(replace(options, untie=True))
+    now = {basis.name for basis in analysis.plan.turned}
     more = [basis for basis in (untied.turned if untied else ()) if basis.name not in now]
     return ", ".join(f"the {basis.kind} of {basis.name}" for basis in more)
 
@@ -426,9 +426,9 @@ def _choose_plan(
     whole = not plan.outputs and options == PLAIN
     shipped = shipped_recipe(plan, config) if whole else None
     same_classes = shipped and set(shipped.variants[0].classes) == set(plan.classes)
-    found = differences(shipped, plan, config=config) if shipped and same_classes else ()
-    if found:
-        what = "; ".join(found)
+    differing = differences(shipped, plan, config=config) if shipped and same_classes else ()
+    if differing:
+        what = "; ".join(differing)
         event(
             "warning",
             f"enjoyln's own recipe differs from the proof, and the proof is followed: {what}",
@@ -436,14 +436,16 @@ def _choose_plan(
     return plan
 
 
-def _ways_to_convert(found: Analysis, options: Options, alone: Mapping[str, Analysis]) -> list[str]:
+def _ways_to_convert(
+    analysis: Analysis, options: Options, alone: Mapping[str, Analysis]
+) -> list[str]:
     """Options that would convert some norms of a model in which no norm becomes RMSNorm.
 
     ``alone`` maps each of the plan's classes to the analysis for that class only.
     """
     by_class = ((f"--model-class {name}", one.plan) for name, one in alone.items())
-    more = (*suggestions(found, options), *better(found.plan, by_class))
-    gains = found.gains()
+    more = (*suggestions(analysis, options), *better(analysis.plan, by_class))
+    gains = analysis.gains()
     return [
         *(suggestion(one) for one in more),
         *(f"--outputs {','.join(gain.outputs)} would convert {gain.norms}" for gain in gains),

@@ -152,9 +152,9 @@ def _stored_in(source: Source) -> Checkpoint | None:
 def _only_model_in(holder: Any) -> torch.nn.Module:
     models = models_in(holder)
     if len(models) > 1:
-        names = ", ".join(type(one).__name__ for one in models)
+        names = ", ".join(type(model).__name__ for model in models)
         raise UnsupportedModel(
-            f"{type(holder).__name__} holds {len(models)} models ({names}); pass one of them"
+            f"{type(holder).__name__} holds {len(models)} models ({names}); pass model of them"
         )
     return models[0]
 
@@ -211,16 +211,17 @@ def open_unfolded(name: str, opening: Opening) -> Subject:
     return subject
 
 
-def recipe_text(found: Sequence[Inspection]) -> str:
+def recipe_text(inspections: Sequence[Inspection]) -> str:
     """The text of one recipe for all the plans, with one variant for each plan that differs.
 
-    Raises ``RecipeError`` if the models are not of one family.
+    Raises ``RecipeError`` if the models are not of inspection family.
     """
     from enjoyln_cli.recipe.from_plan import merge_recipes, recipe_of
     from enjoyln_cli.recipe.write import dump_recipe
 
     recipes = [
-        recipe_of(one.analysis.plan, config=one.config, options=one.options) for one in found
+        recipe_of(each.analysis.plan, config=each.config, options=each.options)
+        for each in inspections
     ]
     return dump_recipe(recipes[0] if len(recipes) == 1 else merge_recipes(recipes))
 

@@ -26,20 +26,20 @@ def fold_json(
     ``keep_means`` there is also ``bytes_kept``, the size of the data that restores the original.
     ``resumed`` is the number of weight files that an earlier run had finished.
     """
-    found = report.to_json() | {"dry_run": result is None, "warnings": list(warnings)}
+    entries = report.to_json() | {"dry_run": result is None, "warnings": list(warnings)}
     copies = {copy.tensor for copy in report.plan.untied}
-    found["tensors"] = len(copies | ready.subject.checkpoint.tensors.keys())
-    found["bytes_added"] = ready.bytes_added(options.dtype)
+    entries["tensors"] = len(copies | ready.subject.checkpoint.tensors.keys())
+    entries["bytes_added"] = ready.bytes_added(options.dtype)
     if result is None:
-        return found | {"bytes_written": ready.bytes_to_write(options.dtype)}
+        return entries | {"bytes_written": ready.bytes_to_write(options.dtype)}
     checked = result.verification.to_json() if result.verification else None
-    found |= {"out": str(result.out), "bytes_written": result.bytes_written}
+    entries |= {"out": str(result.out), "bytes_written": result.bytes_written}
     if options.keep_means:
-        found["bytes_kept"] = result.bytes_kept
-    found["resumed"] = result.resumed
-    found["streamed"] = ready.opening.stream
-    found |= {"seconds": result.seconds, "check_seconds": result.check_seconds}
-    return found | {"verification": checked}
+        entries["bytes_kept"] = result.bytes_kept
+    entries["resumed"] = result.resumed
+    entries["streamed"] = ready.opening.stream
+    entries |= {"seconds": result.seconds, "check_seconds": result.check_seconds}
+    return entries | {"verification": checked}
 
 
 def unfold_json(result: UnfoldResult) -> dict[str, Any]:

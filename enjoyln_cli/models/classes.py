@@ -67,9 +67,9 @@ def class_named(name: str) -> type:
     """The transformers model class ``name``. Raises ``UnsupportedModel`` with similar names."""
     import transformers
 
-    found = getattr(transformers, name, None)
-    if isinstance(found, type) and issubclass(found, nn.Module):
-        return found
+    cls = getattr(transformers, name, None)
+    if isinstance(cls, type) and issubclass(cls, nn.Module):
+        return cls
     hint = did_you_mean(name, [n for n in dir(transformers) if "For" in n or "Mo" in n])
     unknown = f"transformers has no model class {name}"
     raise UnsupportedModel(f"{unknown}; {hint}" if hint else unknown)
@@ -95,8 +95,8 @@ def classes_for(config: Any) -> list[type]:
     from transformers.models.auto import modeling_auto
 
     custom = getattr(config, "auto_map", None) or {}
-    if own := [code for auto, code in custom.items() if auto.startswith("AutoModel")]:
-        return [get_class_from_dynamic_module(code, config._name_or_path) for code in own]
+    if codes := [code for auto, code in custom.items() if auto.startswith("AutoModel")]:
+        return [get_class_from_dynamic_module(code, config._name_or_path) for code in codes]
     named = config.architectures or ()
     names = dict.fromkeys(name for name in named if hasattr(transformers, name))
     tables = [n for n in dir(modeling_auto) if n.startswith("MODEL") and n.endswith("_NAMES")]
@@ -114,12 +114,12 @@ def naming_between(model: Any, reference: Any) -> Callable[[str], str]:
     Classes of one family share a base model: one class is the base model itself, another holds it
     under a prefix such as ``transformer.``. Paths outside of the base model do not change.
     """
-    own, target = (f"{base_path(m)}." if base_path(m) else "" for m in (model, reference))
+    before, target = (f"{base_path(m)}." if base_path(m) else "" for m in (model, reference))
 
     def naming(path: str) -> str:
-        return target + path.removeprefix(own) if path.startswith(own) else path
+        return target + path.removeprefix(before) if path.startswith(before) else path
 
-    return naming if own != target else str
+    return naming if before != target else str
 
 
 def base_path(model: Any) -> str:
@@ -159,5 +159,5 @@ def locate(
 
 def dtype_of(model: nn.Module) -> torch.dtype:
     """The dtype of a model: that of its first floating-point parameter."""
-    found = (p.dtype for p in model.parameters() if p.is_floating_point())
-    return next(found, torch.get_default_dtype())
+    dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
+    return next(dtypes, torch.get_default_dtype())

@@ -58,8 +58,8 @@ def load(
             raise
         except Exception as error:  # transformers does not check files, and may raise anything
             first = first_line(error)
-            known = isinstance(error, OSError | RuntimeError | ValueError)
-            what = first if known else f"{type(error).__name__}: {first}"
+            expected = isinstance(error, OSError | RuntimeError | ValueError)
+            what = first if expected else f"{type(error).__name__}: {first}"
             raise BadCheckpoint(f"{folder}: {model_class} cannot be loaded: {what}") from error
     reader = read_when_needed(model, offload.room) if offload else None
     values = values_of(model)
@@ -76,9 +76,9 @@ def load(
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and buffers by name; a shared tensor appears under each of its names."""
-    found: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
-    found.update(model.named_parameters(remove_duplicate=False))
-    return found
+    values: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    values.update(model.named_parameters(remove_duplicate=False))
+    return values
 
 
 def stored_weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -48,19 +48,19 @@ def available_memory() -> int | None:
 
     ``None`` if the system does not tell.
     """
-    found = []
+    limits = []
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         if "MemAvailable" in fields:
-            found.append(int(fields["MemAvailable"].split()[0]) * 1024)
+            limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
     group = Path("/sys/fs/cgroup")
     try:
         limit = int((group / "memory.max").read_text())
-        found.append(limit - int((group / "memory.current").read_text()))
+        limits.append(limit - int((group / "memory.current").read_text()))
     except (OSError, ValueError):
         pass  # no control group, or one without a limit
-    return min(found) if found else None
+    return min(limits) if limits else None
 
 
 def give_back() -> None:
@@ -78,8 +78,8 @@ def used_memory() -> int:
     """Resident bytes of this process that no file backs; 0 if the system does not tell."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.is_file() else []
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")]
-    return found[0] if found else 0
+    resident = [int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")]
+    return resident[0] if resident else 0
 
 
 def fits(elements: int, dtype: torch.dtype, device_map: str, max_memory: int | None) -> bool:
@@ -113,15 +113,15 @@ def room_for_weights(
         return None
     give_back()
     room = _free_bytes(max_memory)
-    name = max(sizes, key=lambda found: sizes[found])
-    one = COPIES * sizes[name] * dtype.itemsize
-    if room is not None and room < one:
-        least = (one + used_memory()) / 1e9
+    name = max(sizes, key=lambda name: sizes[name])
+    largest = COPIES * sizes[name] * dtype.itemsize
+    if room is not None and room < largest:
+        least = (largest + used_memory()) / 1e9
         raise UnsupportedModel(
             f"{name} alone takes {size(sizes[name] * dtype.itemsize)} in {dtype}, and only "
             f"{size(max(room, 0))} may be used; pass --max-memory {least + 0.1:.1f}GB"
         )
-    return 0 if device_map == "disk" or room is None else int((room - one) / HEADROOM)
+    return 0 if device_map == "disk" or room is None else int((room - largest) / HEADROOM)
 
 
 def first_blocks(config: Any, blocks: int) -> Any:

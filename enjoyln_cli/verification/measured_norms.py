@@ -63,8 +63,8 @@ def optimize(
     batches = [measured] if isinstance(measured, Mapping) else list(measured)
     models = list(models_in(model))
     if len(models) != 1 or not batches:
-        found = "no inputs" if not batches else f"{len(models)} models"
-        raise UnsupportedModel(f"measured needs inputs for one model; there are {found}")
+        instead = "no inputs" if not batches else f"{len(models)} models"
+        raise UnsupportedModel(f"measured needs inputs for one model; there are {instead}")
     inner: Any = models[0]
     if inner.training:
         raise UnsupportedModel(
@@ -123,5 +123,5 @@ def _on(model: Any, batches: Sequence[Inputs]) -> list[dict[str, torch.Tensor]]:
     return [{name: value.to(device) for name, value in batch.items()} for batch in batches]
 
 
-def _error(found: Outputs, expected: Outputs) -> float:
-    return largest(relative(distances(found, expected)))
+def _error(outputs: Outputs, expected: Outputs) -> float:
+    return largest(relative(distances(outputs, expected)))

@@ -280,8 +280,8 @@ def _measurement(pair: CheckpointPair, results: Results, examples: Examples) -> 
             for name, distance in measured["original"].items()
         }
     errors = {name: largest(relative(each)) for name, each in measured.items()}
-    own = measured["original"]
-    runtime, stock = (ratios(measured[name], own, pair.dtype) for name in ("runtime", "stock"))
+    rounding = measured["original"]
+    runtime, stock = (ratios(measured[name], rounding, pair.dtype) for name in ("runtime", "stock"))
     at_runtime, in_stock = worst(runtime), worst(stock)
     before, after = _scored(pair.dtype)
     kl, agreement = divergence(results.outputs[after][:count], results.outputs[before][:count])
@@ -304,7 +304,7 @@ def _measurement(pair: CheckpointPair, results: Results, examples: Examples) -> 
         stock_chance=in_stock.chance,
         undecided_outputs={
             name: max(runtime[name].chance, stock[name].chance)
-            for name in own
+            for name in rounding
             if runtime[name].is_coarse or stock[name].is_coarse
         },
         kl=kl,
