@@ -14,7 +14,6 @@ from enjoyln_cli.checkpoint.marker import Marker
 from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import choose_outputs, run
-from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.models.classes import build
 from enjoyln_cli.models.load import class_in, load, values_of
@@ -93,20 +92,14 @@ def returning(subject: Subject, outputs: tuple[str, ...]) -> Subject:
 def first_blocks_of(pair: CheckpointPair, layers: int) -> CheckpointPair:
     """The pair with the first ``layers`` blocks of both models, and what concerns these.
 
-    Raises ``UnsupportedModel`` if that does not shorten the model.
+    Raises ``UnsupportedModel`` if the config has no more blocks.
     """
-    cls, whole = pair.model_class(pair.original), pair.original.config
     original, folded = (
         replace(subject, config=first_blocks(subject.config, layers))
         for subject in (pair.original, pair.folded)
     )
-    cut = build(cls, original.config)
+    cut = build(pair.model_class(original), original.config)
     names, modules = values_of(cut).keys(), dict(cut.named_modules())
-    if names == values_of(build(cls, whole)).keys():
-        raise UnsupportedModel(
-            f"{cls.__name__} has the same weights with a config of {layers} blocks, so --layers "
-            "cannot shorten it: leave that option out"
-        )
     plan, marker = pair.plan, pair.marker
     plan = replace(
         plan,
