@@ -198,49 +198,45 @@ def verdict_on(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -
 
 def writers_of(problem: Problem, cut: Cut, reference: Candidate) -> tuple[Writer, ...]:
     """One writer for each stored tensor of each centred parameter, in the model's order."""
-    wanted = {p for support in cut.folded.values() for p in support.writers}
-    shapes = stored_weights(reference.model)
-    names = stored_in_groups(reference, problem.groups)
-    made: list[Writer] = []
-    for parameter, name in ((p, name) for p in wanted for name in names[p.name]):
-        axis, shape = parameter.axis, tuple(shapes[name].shape)
-        by = problem.scales.get(parameter.name)
-        scale = Scale(by, reference.stored[by][0]) if by else None
-        baked = _baked(problem, reference, parameter.name)
-        tensors = reference.stored.get(name, ())
-        made += [Writer(name, tensor, axis, shape, scale=scale, baked=baked) for tensor in tensors]
-        if baked:  # it is zeros, and must not get another mean
-            bias, features = baked.bias, shape[axis.dim : axis.dim + 1]
-            made.append(Writer(bias.parameter, bias.tensor, feature_axis(features), features))
-        if name in reference.converted:
-            made += _converted_writers(reference.converted[name], name, axis)
-    order = {name: position for position, name in enumerate(shapes)}
-    return tuple(sorted(made, key=lambda w: (order[w.parameter], w.tensor, w.axis)))
+    centred = {p for support in cut.folded.values() for p in support.writers}
+    writers = _stored_tensors(problem, reference, dict.fromkeys(centred, True))
+    for writer in tuple(writers):
+        if writer.baked:  # its bias is zeros, and must not get another mean
+            bias, features = writer.baked.bias, writer.shape[writer.axis.dim :][:1]
+            writers.append(Writer(bias.parameter, bias.tensor, feature_axis(features), features))
+    return _in_order(reference, writers)
 
 
 def turned_tensors(
     problem: Problem, reference: Candidate, basis: FoundBasis
 ) -> tuple[TurnedTensor, ...]:
     """One entry for each stored tensor of each turned parameter, in the model's order."""
-    names = stored_in_groups(reference, problem.groups)
-    weights = stored_weights(reference.model)
-    made: list[TurnedTensor] = []
-    pairs = ((one, name) for one in basis.parameters for name in names[one.name])
-    for parameter, name in pairs:
+    parameters = {p: bool(basis.merged and scaled) for p, scaled in basis.parameters.items()}
+    tensors = _in_order(reference, _stored_tensors(problem, reference, parameters))
+    return tuple(TurnedTensor(**vars(tensor)) for tensor in tensors)
+
+
+def _stored_tensors(
+    problem: Problem, reference: Candidate, parameters: Mapping[Parameter, bool]
+) -> list[Writer]:
+    """The stored tensors of ``parameters``, which say whether a scale is merged into them."""
+    names, weights = stored_in_groups(reference, problem.groups), stored_weights(reference.model)
+    made: list[Writer] = []
+    for parameter, name in ((p, name) for p in parameters for name in names[p.name]):
         axis, shape = parameter.axis, tuple(weights[name].shape)
-        scaled = basis.merged and basis.parameters[parameter]
-        by = problem.scales.get(parameter.name) if scaled else None
+        by = problem.scales.get(parameter.name) if parameters[parameter] else None
         scale = Scale(by, reference.stored[by][0]) if by else None
         baked = _baked(problem, reference, parameter.name)
         tensors = reference.stored.get(name, ())
-        made += [
-            TurnedTensor(name, tensor, axis, shape, scale=scale, baked=baked) for tensor in tensors
-        ]
+        made += [Writer(name, tensor, axis, shape, scale=scale, baked=baked) for tensor in tensors]
         if name in reference.converted:
-            writers = _converted_writers(reference.converted[name], name, axis)
-            made += [TurnedTensor(**vars(writer)) for writer in writers]
-    order = {name: position for position, name in enumerate(weights)}
-    return tuple(sorted(made, key=lambda one: (order[one.parameter], one.tensor, one.axis)))
+            made += _converted_writers(reference.converted[name], name, axis)
+    return made
+
+
+def _in_order(reference: Candidate, writers: Iterable[Writer]) -> tuple[Writer, ...]:
+    order = {name: position for position, name in enumerate(stored_weights(reference.model))}
+    return tuple(sorted(writers, key=lambda w: (order[w.parameter], w.tensor, w.axis)))
 
 
 def _baked(problem: Problem, reference: Candidate, table: str) -> BakedNorm | None:

@@ -22,7 +22,7 @@ from enjoyln_cli.errors import EnjoyLNError, NotCentred, NothingToFold, Unsuppor
 from enjoyln_cli.models.classes import locate
 from enjoyln_cli.models.load import values_of
 from enjoyln_cli.plan.axis import Axis, centre
-from enjoyln_cli.plan.edits import Edit, edits_of
+from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import require_fit
 from enjoyln_cli.runtime.entries import entries, entry_of
@@ -216,7 +216,12 @@ def _by_tensor(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, str, tuple
     tensors = values_of(model)
     axes: dict[int, dict[Axis, None]] = {}
     for name, edit in edits_of(plan, held=True).items():
-        axes.setdefault(id(tensors[name]), {}).update(dict.fromkeys(_axes(name, edit, tensors)))
+        if not tensors[name].is_floating_point():
+            raise UnsupportedModel(
+                f"{name}: holds {tensors[name].dtype}, which cannot be centred while training; "
+                "load the model in a floating dtype"
+            )
+        axes.setdefault(id(tensors[name]), {}).update(dict.fromkeys(edit.axes))
     places = []
     for module in model.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -228,15 +233,6 @@ def _by_tensor(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, str, tuple
                     )
                 places.append((module, name, tuple(axes[id(tensor)])))
     return places
-
-
-def _axes(name: str, edit: Edit, tensors: Mapping[str, torch.Tensor]) -> tuple[Axis, ...]:
-    if not tensors[name].is_floating_point():
-        raise UnsupportedModel(
-            f"{name}: holds {tensors[name].dtype}, which cannot be centred while training; load "
-            "the model in a floating dtype"
-        )
-    return edit.axes
 
 
 def _own_class(module: nn.Module) -> None:
