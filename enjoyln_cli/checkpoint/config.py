@@ -93,7 +93,7 @@ def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedCo
             f"transformers rejects the {CONFIG} of {source.model}: {type(error).__name__}: {first}"
         ) from error
     if not trust_remote_code:
-        require_no_code_of(config, source.model)
+        require_no_code(config, source.model)
     return config
 
 
@@ -155,8 +155,11 @@ def require_unquantised(config: Mapping[str, Any], model: str) -> None:
             )
 
 
-def require_no_code(config: Mapping[str, Any], model: str) -> None:
-    """Raise ``UnsupportedModel`` if the config names custom code (``auto_map``)."""
+def require_no_code(config: Mapping[str, Any] | PretrainedConfig, model: str) -> None:
+    """Raise ``UnsupportedModel`` if the config names custom code (``auto_map``).
+
+    ``config`` is parsed JSON or a configuration object; ``model`` is a name for messages.
+    """
     named = _code_of(config)
     if named:
         raise UnsupportedModel(
@@ -165,13 +168,9 @@ def require_no_code(config: Mapping[str, Any], model: str) -> None:
         )
 
 
-def require_no_code_of(config: PretrainedConfig, model: str) -> None:
-    """``require_no_code`` for a loaded config."""
-    require_no_code({"auto_map": getattr(config, "auto_map", None)}, model)
-
-
-def _code_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    named = config.get("auto_map") or {}
+def _code_of(config: Mapping[str, Any] | PretrainedConfig) -> dict[str, Any]:
+    raw = config if isinstance(config, Mapping) else vars(config)
+    named = raw.get("auto_map") or {}
     return named if isinstance(named, dict) else {"auto_map": named}
 
 

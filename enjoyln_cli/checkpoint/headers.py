@@ -267,34 +267,29 @@ def _require_printable(names: Iterable[str], file: str) -> None:
 
 def read_bin_header(path: Path) -> list[StoredTensor]:
     """The tensors of a pickled state dict, in its order. Raises as ``load_bin`` does."""
-    found = []
+    stored = []
     for name, tensor in load_bin(path).items():
-        if tensor.is_meta:
-            raise BadCheckpoint(
-                f"{name} in {path.name} is a meta tensor, without values; load all weights, then "
-                "save the model again"
-            )
-        if tensor.is_nested:
-            raise BadCheckpoint(
-                f"{name} in {path.name} is a nested tensor, which safetensors cannot hold; save "
-                "the model again"
-            )
-        dtype = _NAMES.get(tensor.dtype)
         if tensor.is_quantized or tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
             raise _quantised(name, path.name, str(tensor.dtype))
-        if dtype is None or tensor.layout != torch.strided:
-            raise BadCheckpoint(
-                f"{name} in {path.name} is a {tensor.layout} tensor of {tensor.dtype}, which "
-                "safetensors cannot hold; save the model again"
-            )
-        nbytes = tensor.numel() * tensor.dtype.itemsize
-        if nbytes > tensor.untyped_storage().nbytes():
-            raise BadCheckpoint(
-                f"{name} in {path.name} is an expanded view, which would take {nbytes} bytes in "
-                "safetensors; save the model again"
-            )
-        found.append(StoredTensor(name, path.name, dtype, tuple(tensor.shape), -1, nbytes))
-    return found
+        if kind := _unfit_kind(tensor):
+            raise BadCheckpoint(f"{name} in {path.name} is {kind}; save the model again")
+        dtype, nbytes = _NAMES[tensor.dtype], tensor.numel() * tensor.dtype.itemsize
+        stored.append(StoredTensor(name, path.name, dtype, tuple(tensor.shape), -1, nbytes))
+    return stored
+
+
+def _unfit_kind(tensor: torch.Tensor) -> str:
+    """What kind of tensor it is, if safetensors cannot hold that kind; otherwise empty."""
+    if tensor.is_meta:
+        return "a meta tensor, without values"
+    if tensor.is_nested:
+        return "a nested tensor, which safetensors cannot hold"
+    if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
+        return f"a {tensor.layout} tensor of {tensor.dtype}, which safetensors cannot hold"
+    nbytes = tensor.numel() * tensor.dtype.itemsize
+    if nbytes > tensor.untyped_storage().nbytes():
+        return f"an expanded view, which would take {nbytes} bytes in safetensors"
+    return ""
 
 
 def load_bin(path: Path) -> dict[str, torch.Tensor]:

@@ -176,15 +176,15 @@ def marker(
     plan: Plan, source: Source, nonfinite: bool = False, trained: bool = False
 ) -> dict[str, Any]:
     """The ``enjoyln`` entry for ``config.json``: the fields of ``Marker``."""
-    found = marker_of_plan(plan, source, nonfinite, trained)
-    entry = {"version": found.version, **schema.plain(found)}
+    fields = marker_of_plan(plan, source, nonfinite, trained)
+    entry = {"version": fields.version, **schema.plain(fields)}
     return {**entry, "proof": proof_of(entry)}
 
 
 def marker_of_plan(
     plan: Plan, source: Source = IN_MEMORY, nonfinite: bool = False, trained: bool = False
 ) -> Marker:
-    """What a model that was folded by ``plan`` has to be told, without the ``proof``."""
+    """The marker of a model that was folded by ``plan``; its ``proof`` is left empty."""
     local = Path(source.model).expanduser()
     widened = [one for one in plan.widened if one.subtracts]
     turned = tuple(

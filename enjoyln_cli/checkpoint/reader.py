@@ -111,7 +111,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that was opened, for everything that is done with it afterwards."""
+    """A model with its config and stored tensors, opened once for all that is done with it."""
 
     config: PretrainedConfig
     checkpoint: Checkpoint
@@ -132,8 +132,10 @@ def open_subject(
     trust_remote_code: bool = False,
     stream: bool = False,
 ) -> Subject:
-    """Open ``model`` with its weights. Arguments and errors are those of ``open_source``,
-    ``load_config`` and ``open_checkpoint``."""
+    """Open ``model``, a directory or a Hub id, with its weights.
+
+    Arguments and errors are those of ``open_source``, ``load_config`` and ``open_checkpoint``.
+    """
     source = open_source(model, revision=revision, access=access, weights=True, stream=stream)
     config = load_config(source, trust_remote_code)
     return Subject(config, open_checkpoint(source), trust_remote_code)

@@ -17,7 +17,7 @@ import torch
 
 from enjoyln_cli.analysis.suggest import suggestions
 from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
-from enjoyln_cli.checkpoint.config import load_config, require_no_code_of, require_unfolded
+from enjoyln_cli.checkpoint.config import load_config, require_no_code, require_unfolded
 from enjoyln_cli.checkpoint.reader import Checkpoint, Subject, open_checkpoint, open_subject
 from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, UnsupportedModel
@@ -128,7 +128,7 @@ def analyze(
         source = open_source(str(model), revision=revision, access=access)
         config, checkpoint = load_config(source, trust_remote_code), _stored_in(source)
     elif not trust_remote_code:
-        require_no_code_of(config, f"this {type(config).__name__}")
+        require_no_code(config, f"this {type(config).__name__}")
     return analyze_config(
         config,
         model_class=model_class,
@@ -154,7 +154,7 @@ def _only_model_in(holder: Any) -> torch.nn.Module:
     if len(models) > 1:
         names = ", ".join(type(model).__name__ for model in models)
         raise UnsupportedModel(
-            f"{type(holder).__name__} holds {len(models)} models ({names}); pass model of them"
+            f"{type(holder).__name__} holds {len(models)} models ({names}); pass one of them"
         )
     return models[0]
 
@@ -214,7 +214,7 @@ def open_unfolded(name: str, opening: Opening) -> Subject:
 def recipe_text(inspections: Sequence[Inspection]) -> str:
     """The text of one recipe for all the plans, with one variant for each plan that differs.
 
-    Raises ``RecipeError`` if the models are not of inspection family.
+    Raises ``RecipeError`` if the models are not of one family.
     """
     from enjoyln_cli.recipe.from_plan import merge_recipes, recipe_of
     from enjoyln_cli.recipe.write import dump_recipe

@@ -17,7 +17,7 @@ from torch import nn
 
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.models.classes import apply_experts, class_named
-from enjoyln_cli.models.offload import Offload, WeightsOnDemand, read_when_needed
+from enjoyln_cli.models.offload import Offload, read_when_needed
 from enjoyln_cli.text import first_line
 
 
@@ -66,7 +66,11 @@ def load(
     for name in info["missing_keys"]:
         if name not in values or not values[name].is_floating_point():
             continue
-        fill(values[name], name, reader, name)
+        make = partial(_filling, name, values[name].shape)
+        if reader and values[name].is_meta:
+            reader.make(name, make)
+        else:
+            values[name].data.copy_(make())
         if missing is not None:
             missing.add(name)
     if dtype == torch.float64:
@@ -95,15 +99,6 @@ def stored_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return weights
 
 
-def fill(tensor: torch.Tensor, name: str, reader: WeightsOnDemand | None, seed: str) -> None:
-    """Fill a weight with random values that depend only on the text ``seed``."""
-    if reader and tensor.is_meta:
-        reader.make(name, partial(_filling, seed, tensor.shape))
-        return
-    with torch.no_grad():
-        tensor.copy_(_filling(seed, tensor.shape))
-
-
 def _in_float64(model: Any) -> Any:
     """The model in float64, with experts computed one by one: grouped products lack float64."""
     with silent():
@@ -127,6 +122,7 @@ def class_in(
 
 
 def _filling(name: str, shape: Sequence[int]) -> torch.Tensor:
+    """Random values for a weight, which depend only on its ``name``."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     values = 0.02 * torch.randn(tuple(shape), generator=generator)
     return values.to(torch.bfloat16).to(torch.float16)
