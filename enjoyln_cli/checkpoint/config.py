@@ -169,8 +169,8 @@ def require_no_code(config: Mapping[str, Any] | PretrainedConfig, model: str) ->
 
 
 def _code_of(config: Mapping[str, Any] | PretrainedConfig) -> dict[str, Any]:
-    raw = config if isinstance(config, Mapping) else vars(config)
-    named = raw.get("auto_map") or {}
+    is_raw = isinstance(config, Mapping)
+    named = (config.get("auto_map") if is_raw else getattr(config, "auto_map", None)) or {}
     return named if isinstance(named, dict) else {"auto_map": named}
 
 
