@@ -1,9 +1,10 @@
 """Install a proven plan in a live model: RMSNorm and explicit centring, in place.
 
-Decides how a plan changes a live ``torch.nn.Module``: which module a name refers to, which class
-that module gets (``modules``), which hooks the model gets (``hooks``), and which modules are
-refused because a hook or another ``forward`` may change their output. Which norms are converted is
-decided by the plan.
+Decides how a plan changes a live ``torch.nn.Module``: which class each module gets (``modules``),
+and which modules are refused because a hook or another ``forward`` may change their output. Which
+norms are converted is decided by the plan, and whether they may compute RMSNorm in a call by
+``weight_watch``. ``run_folded`` is what every fold of a live model ends with: ``fold_in_memory``,
+``optimize`` and ``keep_centred``.
 """
 
 from __future__ import annotations
