@@ -62,7 +62,7 @@ class Analysis:
     """Norms that the paper's Algorithm 1, as printed, calls foldable."""
     under: Callable[[Options], Analysis]
     """Analyse the same model with other options."""
-    subject: TracedClasses
+    family: TracedClasses
 
     def __repr__(self) -> str:
         """A short summary; ``plan`` and ``why`` have the details."""
@@ -145,7 +145,7 @@ def analyze_config(
         untraced = TracedClasses(
             reference=first, model_type=config.model_type, classes=(first.name,)
         )
-        return analyze_subject(untraced, options)
+        return analyze_family(untraced, options)
     siblings = (loading(other, config, shapes, checkpoint) for other in others)
     candidates = chain([first], (candidate for candidate in siblings if candidate))
     more = calls_like(example_calls)
@@ -209,10 +209,10 @@ def _analysis_of_classes(
         except (TraceFailed, UnsupportedModel):
             continue
         proven.append(other.name)
-    subject = TracedClasses(
+    family = TracedClasses(
         reference=first, model_type=model_type, classes=tuple(proven), traced=tuple(traced)
     )
-    return analyze_subject(subject, options)
+    return analyze_family(family, options)
 
 
 def _analysis_of_outputs(
@@ -232,14 +232,14 @@ def _analysis_of_outputs(
     refused: EnjoyLNError | None = None
     for candidate in candidates:
         try:
-            subject = TracedClasses(
+            family = TracedClasses(
                 reference=candidate,
                 model_type=model_type,
                 classes=(candidate.name,),
                 traced=(_trace_class(candidate, candidate, None, apart, more),),
                 outputs=outputs,
             )
-            return analyze_subject(subject, options)
+            return analyze_family(family, options)
         except EnjoyLNError as error:
             refused = refused or error
     raise refused or UnsupportedModel(f"no class is known for the model type {model_type}")
@@ -296,16 +296,16 @@ def analyze_calls(
         raise EnjoyLNError("a model in memory cannot be untied; pass its config or its checkpoint")
     with foreign_code(model):
         traced = (trace_calls(Captures(model), calls),)
-        return analyze_subject(subject_in_memory(model, traced, tuple(outputs)), options)
+        return analyze_family(family_in_memory(model, traced, tuple(outputs)), options)
 
 
-def subject_in_memory(
+def family_in_memory(
     model: nn.Module,
     traced: tuple[TracedModel, ...],
     outputs: tuple[str, ...] = (),
     training: DropoutChoice | None = None,
 ) -> TracedClasses:
-    """The subject for a live module, whose tensors count as stored under their own names."""
+    """The only class of a live module, whose tensors count as stored under their own names."""
     reference = Candidate(model, {name: (name,) for name in stored_weights(model)}, {}, ())
     return TracedClasses(
         reference=reference,
@@ -346,24 +346,24 @@ def _trace_class(
     return traced
 
 
-def analyze_subject(subject: TracedClasses, options: Options) -> Analysis:
+def analyze_family(family: TracedClasses, options: Options) -> Analysis:
     """State the problem, solve it, describe the result.
 
     If a norm is converted or a basis turned, the calls that the proof covers have to be known. If
     they are not yet, more calls are traced, and the analysis starts again with all traces.
     """
-    statement = state_problem(subject, options)
+    statement = state_problem(family, options)
     cut = solve(statement.problem)
-    plan = plan_of(subject, statement, cut, options)
-    if (plan.folded or plan.turned) and not coverage_is_known(subject.traced):
-        return analyze_subject(
-            replace(subject, traced=tuple(map(with_forms, subject.traced))), options
+    plan = plan_of(family, statement, cut, options)
+    if (plan.folded or plan.turned) and not coverage_is_known(family.traced):
+        return analyze_family(
+            replace(family, traced=tuple(map(with_forms, family.traced))), options
         )
     return Analysis(
         plan=plan,
         problem=statement.problem,
         cut=cut,
-        paper=algorithm_1(subject.traces[0]) if subject.traces else (),
-        under=partial(analyze_subject, subject),
-        subject=subject,
+        paper=algorithm_1(family.traces[0]) if family.traces else (),
+        under=partial(analyze_family, family),
+        family=family,
     )

@@ -77,20 +77,20 @@ class Statement:
     """The stored tensors of an untied parameter, whatever its layout."""
 
 
-def state_problem(subject: TracedClasses, options: Options) -> Statement:
-    """State the problem. Raises ``EnjoyLNError`` if one of ``subject.outputs`` does not exist."""
-    reference, traces = subject.reference, subject.traces
+def state_problem(family: TracedClasses, options: Options) -> Statement:
+    """State the problem. Raises ``EnjoyLNError`` if one of ``family.outputs`` does not exist."""
+    reference, traces = family.reference, family.traces
     groups = _groups(reference.model, traces)
     fixed = {groups.get(n, n): reason for trace in traces for n, reason in trace.locked.items()}
     scaled = {groups.get(name, name) for trace in traces for name in trace.scaled}
     single = _single(reference, groups, {*fixed, *scaled})
-    scales = Scales() if subject.training else find_scales(traces, groups, single)
+    scales = Scales() if family.training else find_scales(traces, groups, single)
     required = None
-    if subject.outputs:
-        required = _required(traces, reference.name, subject.outputs)
+    if family.outputs:
+        required = _required(traces, reference.name, family.outputs)
     elif options.rotate:
         required = _used(traces, bool(base_path(reference.model)))
-    changes_table = (options.untie or options.rotate) and not subject.training
+    changes_table = (options.untie or options.rotate) and not family.training
     baked = find_baked_norms(traces, groups, single) if changes_table else BakedNorms()
     flow = Flow(
         traces=traces,
@@ -98,14 +98,14 @@ def state_problem(subject: TracedClasses, options: Options) -> Statement:
         products=scales.products | baked.products,
         refused=scales.refused,
     )
-    forms, other_forms = layer_norms(reference.model, grouped=subject.training is not None)
+    forms, other_forms = layer_norms(reference.model, grouped=family.training is not None)
     norms, refused = norm_calls(flow, forms, other_forms)
     if not options.fold:
         norms, refused = {}, dict.fromkeys(norms, NOT_ASKED) | refused
     widenings = Widenings()
     if options.widen_mlp:
         calls = {trace.model_class: trace.call for trace in reversed(traces)}
-        others = ((one.model, one.captures.naming) for one in subject.traced[1:])
+        others = ((one.model, one.captures.naming) for one in family.traced[1:])
         search = resize_search([(reference.model, str), *others], calls, groups, options.widen_to)
         widenings = find_widenings(flow, groups, single, search)
     problem = Problem(
@@ -116,7 +116,7 @@ def state_problem(subject: TracedClasses, options: Options) -> Statement:
         scales=scales.into,
         baked=baked.tables,
         widenings=widenings,
-        centres_dropout=subject.training == "centre",
+        centres_dropout=family.training == "centre",
     )
     return Statement(
         problem=problem,

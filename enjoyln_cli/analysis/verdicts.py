@@ -46,22 +46,22 @@ from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import covered_calls, unproven_inputs
 
 
-def plan_of(subject: TracedClasses, statement: Statement, cut: Cut, options: Options) -> Plan:
+def plan_of(family: TracedClasses, statement: Statement, cut: Cut, options: Options) -> Plan:
     """The plan for a cut of the stated problem."""
-    problem, reference, traces = statement.problem, subject.reference, subject.traces
+    problem, reference, traces = statement.problem, family.reference, family.traces
     norms = problem.norms.keys() | statement.refused.keys()
     paths = [path for path, _ in reference.model.named_modules() if path in norms]
     subtracting = {mlp for support in cut.folded.values() for mlp in support.mlps}
     widened = widenings_for(subtracting, problem.widenings.resizes, reference.stored)
     table = _token_table(reference.model, problem.groups)
     turns = rotations(problem, options.values, table) if options.rotate else Rotations(())
-    merged, unmerged = _merges(statement, cut, subject, options, turns)
+    merged, unmerged = _merges(statement, cut, family, options, turns)
     tensors = partial(turned_tensors, problem, reference)
     bases = bases_of(turns, problem, merged, unmerged, tensors)
     if any(basis.reason for basis in bases):  # norms whose weight need not move after all
         turns = turns.that_turn(bases)
         if options.merge is not None:
-            merged, unmerged = _merges(statement, cut, subject, options, turns)
+            merged, unmerged = _merges(statement, cut, family, options, turns)
         else:  # each norm is decided by itself
             merged = tuple(one for one in merged if one.norm in turns.forms)
             unmerged = tuple(one for one in unmerged if one.norm in turns.forms)
@@ -69,9 +69,9 @@ def plan_of(subject: TracedClasses, statement: Statement, cut: Cut, options: Opt
     rows = tuple(_given_rows(statement, writers))
     entries = (e for support in cut.folded.values() for e in support.entries if e not in rows)
     return Plan(
-        model_type=subject.model_type,
+        model_type=family.model_type,
         model_class=reference.name,
-        classes=subject.classes,
+        classes=family.classes,
         norms=tuple(verdict_on(problem, cut, path, statement.refused) for path in paths),
         writers=writers,
         ops=ops_of(problem, cut),
@@ -79,7 +79,7 @@ def plan_of(subject: TracedClasses, statement: Statement, cut: Cut, options: Opt
         unproven=tuple(
             dict.fromkeys(
                 (
-                    *unproven_inputs(subject.traced),
+                    *unproven_inputs(family.traced),
                     *turns.unproven,
                     *rows,
                     *_unread(reference, traces),
@@ -87,7 +87,7 @@ def plan_of(subject: TracedClasses, statement: Statement, cut: Cut, options: Opt
             )
         ),
         other_norms=tuple(sorted(Counter(rms_norms(reference.model).values()).items())),
-        outputs=subject.outputs or _outputs_that_stay(problem, bases, options),
+        outputs=family.outputs or _outputs_that_stay(problem, bases, options),
         by_example=tuple(dict.fromkeys(t.label for t in traces if t.by_values)),
         widened=widened,
         merged=merged,
@@ -95,8 +95,8 @@ def plan_of(subject: TracedClasses, statement: Statement, cut: Cut, options: Opt
         bases=bases,
         seed=options.seed,
         settings=size_settings(widened),
-        covered=covered_calls(subject.traced, size_settings(widened)),
-        training=any(one.training for one in subject.traced),
+        covered=covered_calls(family.traced, size_settings(widened)),
+        training=any(one.training for one in family.traced),
     )
 
 
@@ -139,13 +139,13 @@ def _token_table(model: nn.Module, groups: Mapping[str, str]) -> Parameter | Non
 
 
 def _merges(
-    statement: Statement, cut: Cut, subject: TracedClasses, options: Options, turns: Rotations
+    statement: Statement, cut: Cut, family: TracedClasses, options: Options, turns: Rotations
 ) -> tuple[tuple[Merge, ...], tuple[UnmergedNorm, ...]]:
     """The norms that are merged: those asked for, and those in bases that are turned.
 
     Folded norms are asked for; if no norm is to be folded, all LayerNorms are.
     """
-    problem, reference = statement.problem, subject.reference
+    problem, reference = statement.problem, family.reference
     forms, moves = dict(turns.forms), dict(turns.moves)
     if options.merge is not None:
         asked = cut.folded.keys() if options.fold else statement.forms.keys()

@@ -236,4 +236,4 @@ def mappings_text(name: str, opening: Opening, *, is_type: bool = False) -> str:
     except UnsupportedModel:  # what is tied stays tied
         merging = replace(merging, untie=False)
         found = inspect(name, replace(opening, options=merging), is_type=is_type)
-    return llm_compressor_text(found.analysis.plan, found.analysis.subject.reference.model)
+    return llm_compressor_text(found.analysis.plan, found.analysis.family.reference.model)

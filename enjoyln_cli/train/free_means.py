@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from enjoyln_cli.analysis.analyze import subject_in_memory
+from enjoyln_cli.analysis.analyze import family_in_memory
 from enjoyln_cli.analysis.problem import state_problem
 from enjoyln_cli.calls.call_text import to_text
 from enjoyln_cli.calls.covered_examples import covered_examples
@@ -76,8 +76,8 @@ def require_free_means(model: nn.Module, plan: Plan, config: Any) -> None:
                 )
             _remove_dropout(trace.graph)
         outputs = (*plan.outputs, *_losses(traced)) if plan.outputs else ()
-        subject = subject_in_memory(bare, (traced,), outputs)
-        _require_unnoticed(state_problem(subject, PLAIN).problem, bare, plan)
+        family = family_in_memory(bare, (traced,), outputs)
+        _require_unnoticed(state_problem(family, PLAIN).problem, bare, plan)
         if is_custom:
             _require_all_sizes(with_forms(traced), [form for form, _ in examples])
 

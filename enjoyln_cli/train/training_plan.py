@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from enjoyln_cli.analysis.analyze import Analysis, analyze_subject, calls_of, subject_in_memory
+from enjoyln_cli.analysis.analyze import Analysis, analyze_family, calls_of, family_in_memory
 from enjoyln_cli.analysis.problem import DropoutChoice
 from enjoyln_cli.calls.calls import Call, ExampleCalls
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
@@ -65,7 +65,7 @@ def analyze_training(
                         "on random numbers (as LayerDrop does), so no plan is proven; set its rate "
                         "to 0"
                     )
-        analysis = analyze_subject(subject_in_memory(model, (*traced,), training=dropout), PLAIN)
+        analysis = analyze_family(family_in_memory(model, (*traced,), training=dropout), PLAIN)
     if not approximate:
         rates = tuple((name, value) for name, _, _, value in dropout_rates(model))
         analysis = replace(analysis, plan=replace(analysis.plan, dropout_rates=rates))
