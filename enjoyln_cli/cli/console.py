@@ -207,6 +207,8 @@ def write_unfold(result: Mapping[str, Any]) -> None:
 
 def write_export(result: Exported) -> None:
     """Print what the ONNX file computes, how its norms are written, and how it was verified."""
+    from enjoyln_cli.onnx_export.cached_generation import is_cache
+
     norms = ", ".join(
         f"{result.nodes[kind]} {kind}"
         for kind in ("RMSNormalization", "LayerNormalization")
@@ -218,9 +220,14 @@ def write_export(result: Exported) -> None:
         "green",
     )
     shapes = ", ".join(
-        f"{name} [{', '.join(map(str, axes))}]" for name, axes in result.inputs.items()
+        f"{name} [{', '.join(map(str, axes))}]"
+        for name, axes in result.inputs.items()
+        if not is_cache(name)
     )
-    say(f"  from {shapes} to {', '.join(result.outputs)}")
+    cached = sum(map(is_cache, result.outputs))
+    cache = f" and a cache of {counted(cached, 'tensor')}" if cached else ""
+    names = ", ".join(name for name in result.outputs if not is_cache(name))
+    say(f"  from {shapes} to {names}{cache}")
     if result.biased:
         say(f"  {result.biased} RMSNorms add a bias in a second node; fold with --merge bias")
     beside = f" and {result.data_file}" if result.data_file else ""

@@ -21,7 +21,6 @@ from enjoyln_cli.cli.options import (
     DTYPES,
     FILE,
     FOLDER,
-    NEW_FILE,
     OLD_FOLDER,
     WRITING,
     Options,
@@ -358,8 +357,15 @@ def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any)
 @help.command()
 @click.argument("out", type=FOLDER)
 @click.option(
-    "-o", "--out", "file", type=NEW_FILE, required=True, metavar="FILE", help="New ONNX file."
+    "-o",
+    "--out",
+    "file",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="New ONNX file (with --with-cache: new directory).",
 )
+@click.option("--with-cache", is_flag=True, help="Export a model that generates with its cache.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "float16"]),
@@ -397,7 +403,7 @@ def export(
     from enjoyln_cli.onnx_export.requirements import require_export
 
     require_models(out, options["against"])
-    require_export(file, force=options["force"], verify=options["verify"])
+    require_export(file, **{key: options[key] for key in ("force", "verify", "with_cache")})
     require_folded(out)
     with watch_job(quiet or as_json, f"opening {out}") as watch:
         from enjoyln_cli import export as write_onnx

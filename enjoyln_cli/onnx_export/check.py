@@ -9,8 +9,7 @@ in the dtype of the file: in torch, or in the same program. The bounds are those
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli.clock import Clock
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.metrics import (
     COARSE,
@@ -30,13 +28,11 @@ from enjoyln_cli.comparison.metrics import (
     relative,
     worst,
 )
-from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.comparison.run import run
-from enjoyln_cli.comparison.sampling import Runner, choose, length
-from enjoyln_cli.comparison.user_data import UserData
+from enjoyln_cli.comparison.sampling import length
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
-from enjoyln_cli.onnx_export.call import MASK, ExportedCall, batches_of_other_sizes
-from enjoyln_cli.onnx_export.runtimes import RUNTIMES
+from enjoyln_cli.onnx_export.call import MASK, ExportedCall
+from enjoyln_cli.onnx_export.form import ExportForm
 from enjoyln_cli.text import first_line
 
 Outputs = dict[str, torch.Tensor]
@@ -88,21 +84,18 @@ class Reference:
 
 
 def reference_of(
-    load: Callable[[torch.dtype], Any],
-    call: ExportedCall,
-    dtype: torch.dtype,
-    unproven: Sequence[str],
-    folder: Path,
-    seed: int,
+    load: Callable[[torch.dtype], Any], form: ExportForm, dtype: torch.dtype
 ) -> Reference:
-    """Run the original on seeded inputs, in float64 and in ``dtype``.
+    """Run the original on the inputs of ``form``, in float64 and in ``dtype``.
 
-    ``load`` loads it in a dtype. ``folder`` is the directory of the result, ``unproven`` are the
-    inputs that its proof does not cover. Raises ``UnsupportedModel`` if the original does not run
-    in float64.
+    ``load`` loads it in a dtype. Raises ``UnsupportedModel`` if the original does not run in
+    float64.
     """
+    call = form.call
     try:
-        batches, exact = _exact(load(torch.float64), call, dtype, unproven, folder, seed)
+        model = load(torch.float64)
+        batches = form.batches(model)
+        exact = [outputs_of(model, call, batch) for batch in batches]
     except (EnjoyLNError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # any error of the model's code
@@ -110,35 +103,17 @@ def reference_of(
             f"the original does not run in float64 ({first_line(error)}), so there is no exact "
             "result to compare with; --no-verify exports it unverified"
         ) from error
+    del model
     rounded = load(dtype)
     own = [
-        distances_of(_outputs(rounded, batch, call), expected)
+        distances_of(outputs_of(rounded, call, batch), expected)
         for batch, expected in zip(batches, exact, strict=True)
     ]
     return Reference(batches, exact, pool_distances(own))
 
 
-def _exact(
-    model: Any,
-    call: ExportedCall,
-    dtype: torch.dtype,
-    unproven: Sequence[str],
-    folder: Path,
-    seed: int,
-) -> tuple[list[Batch], list[Outputs]]:
-    """Inputs for the call, and the outputs of ``model`` for them."""
-
-    def one(batch: Batch) -> Outputs:
-        return _outputs(model, batch, call)
-
-    runner = Runner(model, folder, dtype, unproven, False, one)
-    seeded = choose(runner, UserData(), seed, Pace(Clock(time.perf_counter, math.inf))).batches
-    batches = [batch for batch in seeded if batch.keys() == call.batch.keys()]
-    batches += batches_of_other_sizes(model, call, dtype)
-    return batches, [one(batch) for batch in batches]
-
-
-def _outputs(model: Any, batch: Batch, call: ExportedCall) -> Outputs:
+def outputs_of(model: Any, call: ExportedCall, batch: Batch) -> Outputs:
+    """The outputs of ``call`` that a model returns for one batch."""
     return _compared(run(model, [batch])[0], batch, call)
 
 
@@ -169,12 +144,12 @@ def check_in(
     runtime: str,
     file: Path,
     original: Callable[[], Path],
-    call: ExportedCall,
+    form: ExportForm,
     reference: Reference,
     dtype: torch.dtype,
     max_ratio: float,
 ) -> RuntimeCheck:
-    """Run ``file`` in ``runtime`` (of ``RUNTIMES``) and compare with the exact outputs.
+    """Run what was written to ``file`` in ``runtime`` and compare with the exact outputs.
 
     If it is further from them than torch's rounding allows, the program itself may round more than
     torch. Then ``original`` writes the original as an ONNX file, and its error in the same program
@@ -182,11 +157,9 @@ def check_in(
     """
 
     def distances(file: Path) -> dict[str, Distance]:
-        compute = RUNTIMES[runtime](file)
-        pairs = zip(reference.batches, reference.exact, strict=True)
-        return pool_distances(
-            [distances_of(_compared(compute(batch), batch, call), exact) for batch, exact in pairs]
-        )
+        compute = form.load(runtime, file)
+        computed = [_compared(compute(batch), batch, form.call) for batch in reference.batches]
+        return pool_distances(list(map(distances_of, computed, reference.exact)))
 
     def judge(found: dict[str, Distance], own: dict[str, Distance], limit: float) -> RuntimeCheck:
         checked = _judge(found, own, dtype, limit)

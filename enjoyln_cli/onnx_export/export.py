@@ -11,49 +11,41 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 
-from enjoyln_cli.analysis.stored_class import require_weights
 from enjoyln_cli.checkpoint.access import HubAccess
-from enjoyln_cli.checkpoint.marker import Marker, read_marker
-from enjoyln_cli.checkpoint.reader import Subject, open_subject
-from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel, VerificationFailed
+from enjoyln_cli.checkpoint.reader import Subject, other_files
+from enjoyln_cli.checkpoint.result_files import REPORTS, is_own
+from enjoyln_cli.errors import EnjoyLNError, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staged_files import staged_file
-from enjoyln_cli.models.classes import apply_experts
-from enjoyln_cli.models.load import load
-from enjoyln_cli.models.outputs import config_returning
-from enjoyln_cli.onnx_export.call import ExportedCall, Positional, call_to_export
+from enjoyln_cli.fs.staging import staged_output
+from enjoyln_cli.onnx_export.cached_generation import with_a_cache
+from enjoyln_cli.onnx_export.call import call_to_export
 from enjoyln_cli.onnx_export.check import RuntimeCheck, check_in, reference_of
+from enjoyln_cli.onnx_export.converted import Converted, open_converted
+from enjoyln_cli.onnx_export.form import ExportForm
 from enjoyln_cli.onnx_export.onnx_program import (
     OPSET,
     OPSET_OF_LAYER_NORMS,
     count_nodes,
-    program_of,
     require_rms_norms,
-    save,
 )
 from enjoyln_cli.onnx_export.requirements import require_export, weights_file
 from enjoyln_cli.onnx_export.runtimes import installed
+from enjoyln_cli.onnx_export.whole_call import whole_call
 from enjoyln_cli.plan import schema
 from enjoyln_cli.recipe.read import tried_to_merge
+from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.runtime.entries import input_means
-from enjoyln_cli.runtime.loading import optimize, saved_class
+from enjoyln_cli.runtime.loading import optimize
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.text import first_line
-from enjoyln_cli.verification.verify import (
-    RATIO,
-    ROTATED_RATIO,
-    compute_dtype,
-    dtype_name,
-    original_of,
-)
-
-DTYPES = (torch.float32, torch.float16)
-"""The dtypes that are exported."""
+from enjoyln_cli.verification.verify import dtype_name
 
 
 @dataclass(frozen=True)
@@ -61,6 +53,7 @@ class Exported:
     """The result of ``export``."""
 
     file: str
+    """The file, or with a cache the directory."""
     data_file: str | None
     """The file beside it that holds the weights, if they are larger than 1.5 GB."""
     bytes_written: int
@@ -70,10 +63,10 @@ class Exported:
     dtype: str
     opset: int
     inputs: dict[str, list[str | int]]
-    """The shape of each input; dynamic axes by name."""
+    """The shape of each input of the (first) file; dynamic axes by name."""
     outputs: tuple[str, ...]
     nodes: dict[str, int]
-    """How many nodes of each type the graph has."""
+    """How many nodes of each type the (first) file has."""
     centrings: int
     """Number of added mean subtractions."""
     biased: int
@@ -100,6 +93,7 @@ def export(
     max_ratio: float | None = None,
     seed: int = 0,
     verify: bool = True,
+    with_cache: bool = False,
     force: bool = False,
     revision: str | None = None,
     token: str | None = None,
@@ -121,6 +115,9 @@ def export(
       outputs with those of the original in float64, on ``seed``ed inputs of several sizes. The
       error may be ``max_ratio`` times that of the original in ``dtype``: by default 1.25, and 2.0
       for a rotated model.
+    * ``with_cache``: write a directory instead, with one or two programs that generate with a
+      cache of keys and values (see ``cached_generation``), and with the tokenizer and the configs.
+      ``transformers.exporters.ExportedModel`` reads it.
     * ``against``: the original; by default the one that the marker of ``out`` names.
     * ``force``: replace ``file`` if it exists.
     * ``revision``: the branch, tag or commit of ``out`` on the Hub.
@@ -134,119 +131,80 @@ def export(
     begin = time.perf_counter()
     event = on_event or default_listener
     file = Path(file)
-    require_export(file, force=force, verify=verify)
+    require_export(file, force=force, verify=verify, with_cache=with_cache)
     data = weights_file(file)
     access = HubAccess(token=token, cache_dir=cache_dir)
-    folded = open_subject(
-        str(out), revision=revision, access=access, trust_remote_code=trust_remote_code
+    converted = open_converted(
+        str(out),
+        dtype=dtype,
+        model_class=model_class,
+        against=against,
+        max_ratio=max_ratio,
+        verify=verify,
+        with_cache=with_cache,
+        revision=revision,
+        access=access,
+        trust_remote_code=trust_remote_code,
     )
-    marker = read_marker(folded.checkpoint.raw_config, folded.source.model)
-    stored = compute_dtype(folded.checkpoint, None)
-    kind = _as_exported(compute_dtype(folded.checkpoint, dtype))
-    original = original_of(folded, marker, against, None, access) if verify else None
-    if max_ratio is None:
-        max_ratio = ROTATED_RATIO if marker.rotated else RATIO
-    name = model_class or _class_name(folded)
-
-    def load_from(subject: Subject, dtype: torch.dtype) -> Any:
-        return _load(subject, name, marker, dtype)
-
-    event("stage", f"exporting {name} in {dtype_name(kind)}")
-    model = load_from(folded, kind)
+    source, marker, kind = converted.folded.source, converted.marker, converted.dtype
+    event("stage", f"exporting {converted.model_class} in {dtype_name(kind)}")
+    model = converted.load(converted.folded, kind)
     optimize(model)
     call = call_to_export(model, marker.outputs, kind)
-    norms = _norms_that_run(model, call)
-    opset = OPSET if norms else OPSET_OF_LAYER_NORMS
-    program = program_of(model, call, opset)
-    require_rms_norms(program, model, norms)
+    if with_cache:
+        form = with_a_cache(model, call, kind, seed)
+    else:
+        form = whole_call(call, kind, marker.unproven, source.path, seed)
+    norms = {name: _norms_that_run(model, traced) for name, traced in form.traced.items()}
+    opset = OPSET if any(norms.values()) else OPSET_OF_LAYER_NORMS
+    programs = form.export(model, opset)
+    graphs = form.graphs(programs)
+    for name, graph in graphs.items():
+        require_rms_norms(graph, model, norms[name])
+    first = next(iter(graphs.values()))
     result = Exported(
         file=str(file),
         data_file=None,
         bytes_written=0,
-        model_class=name,
+        model_class=converted.model_class,
         source=marker.source,
         dtype=dtype_name(kind),
         opset=opset,
-        inputs={n: _shape(value, call.axes[n]) for n, value in call.batch.items()},
-        outputs=call.outputs,
-        nodes=count_nodes(program),
+        inputs={value.name: _shape(value) for value in first.inputs},
+        outputs=tuple(value.name for value in first.outputs),
+        nodes=count_nodes(first),
         centrings=len(marker.centering),
-        biased=0 if tried_to_merge(folded.source.path) else _count_biased(model),
+        biased=0 if tried_to_merge(source.path) else _count_biased(model),
         checks=(),
         seconds=0.0,
     )
-    del model
-    with staged_file(file, (data,), force=force) as staged:
+    del model, first, graphs
+    place: Any = (
+        staged_output(file, source=source.root, force=force)
+        if with_cache
+        else staged_file(file, (data,), force=force)
+    )
+    with place as staged:
         event("stage", f"writing {file}")
-        save(program, staged)
-        del program
-        if original is not None:
-            load_original = partial(load_from, original)
-
-            @cache
-            def original_file() -> Path:
-                path = staged.with_name("original.onnx")
-                save(program_of(load_original(kind), call, opset), path)
-                return path
-
-            folder = folded.source.path
-            reference = reference_of(load_original, call, kind, marker.unproven, folder, seed)
-            check = partial(
-                check_in,
-                file=staged,
-                original=original_file,
-                call=call,
-                reference=reference,
-                dtype=kind,
-                max_ratio=max_ratio,
-            )
-            advice = ""
-            if torch.finfo(stored).eps > torch.finfo(kind).eps:
-                advice = f" ({out} is stored in {dtype_name(stored)}; fold with --dtype float32)"
-            result = replace(result, checks=_run_checks(check, advice, event))
-        written = [one for one in (staged, staged.with_name(data.name)) if one.exists()]
-        size = sum(one.stat().st_size for one in written)
-    where = str(data) if len(written) > 1 else None
+        form.save(programs, staged)
+        del programs
+        written = [*staged.iterdir()] if with_cache else [staged, staged.with_name(data.name)]
+        sizes = {one: one.stat().st_size for one in written if one.exists()}
+        if converted.original is not None:
+            checks = _run_checks(converted, converted.original, form, staged, opset, event)
+            result = replace(result, checks=checks)
+        if with_cache:
+            others = [name for name in other_files(converted.folded.checkpoint) if not is_own(name)]
+            copy_files((name for name in others if name not in REPORTS), source.path, staged)
+    where = str(data) if len(sizes) > 1 and not with_cache else None
     seconds = time.perf_counter() - begin
-    return replace(result, data_file=where, bytes_written=size, seconds=seconds)
+    return replace(result, data_file=where, bytes_written=sum(sizes.values()), seconds=seconds)
 
 
-def _as_exported(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in DTYPES:
-        raise UnsupportedModel(
-            f"{dtype_name(dtype)} cannot be exported: onnxruntime has no operators for it on a "
-            "CPU; fold with --dtype float32 or float16"
-        )
-    return dtype
-
-
-def _class_name(subject: Subject) -> str:
-    """The class that the checkpoint was saved as."""
-    folder, trusted = str(subject.source.path), subject.trust_remote_code
-    cls = saved_class(folder, config=subject.config, trust_remote_code=trusted)
-    return str(cls.__name__)
-
-
-def _load(subject: Subject, name: str, marker: Marker, dtype: torch.dtype) -> Any:
-    """The checkpoint as the class ``name``, in a form that the exporter takes.
-
-    Raises ``BadCheckpoint`` if its outputs depend on weights that are not stored.
-    """
-    config = config_returning(subject.config, marker.outputs)
-    folder, trusted, missing = subject.source.path, subject.trust_remote_code, set[str]()
-    model = load(folder, name, config, dtype, trusted, missing=missing)
-    require_weights(model, missing, subject.source.model)
-    for part in (model.config, model.config.get_text_config()):
-        if getattr(part, "use_cache", None):
-            part.use_cache = False
-    apply_experts(model, "eager" if dtype == torch.float64 else "batched_mm")
-    return model
-
-
-def _norms_that_run(model: nn.Module, call: ExportedCall) -> set[str]:
-    """The folded norms that the call runs."""
+def _norms_that_run(model: nn.Module, call: Callable[[nn.Module], object]) -> set[str]:
+    """The folded norms that a call runs."""
     with torch.no_grad(), input_means(model) as means:
-        Positional(model, call)(*call.batch.values())
+        call(model)
     return set(means)
 
 
@@ -258,35 +216,58 @@ def _count_biased(model: nn.Module) -> int:
     )
 
 
-def _shape(value: torch.Tensor, axes: dict[int, str]) -> list[str | int]:
-    return [axes.get(at, size) for at, size in enumerate(value.shape)]
+def _shape(value: Any) -> list[str | int]:
+    """The sizes of an input; dynamic ones by name."""
+    return [size if isinstance(size, int) else str(size.value) for size in value.shape]
 
 
 def _run_checks(
-    check: Callable[[str], RuntimeCheck], advice: str, event: Event
+    converted: Converted,
+    original: Subject,
+    form: ExportForm,
+    file: Path,
+    opset: int,
+    event: Event,
 ) -> tuple[RuntimeCheck, ...]:
-    """``check`` for every installed program.
+    """Run what was written to ``file`` in every installed program.
 
-    Raises ``VerificationFailed``, with ``advice``, if one of them gives other outputs, or if
-    onnxruntime cannot run the file. If another program cannot run it, there is a warning.
+    Raises ``VerificationFailed`` if one of them gives other outputs, or if onnxruntime cannot run
+    the file. If another program cannot run it, there is a warning.
     """
+    load_original = partial(converted.load, original)
+    kind, stored = converted.dtype, converted.stored
+    advice = ""
+    if torch.finfo(stored).eps > torch.finfo(kind).eps:
+        out = converted.folded.source.model
+        advice = f" ({out} is stored in {dtype_name(stored)}; fold with --dtype float32)"
+    reference = reference_of(load_original, form, kind)
     checks = []
-    for runtime in installed():
-        event("stage", f"verifying in {runtime}")
-        try:
-            found = check(runtime)
-        except (EnjoyLNError, MemoryError):
-            raise
-        except Exception as error:  # each program has exceptions of its own
-            what = f"{runtime} cannot run the exported model: {first_line(error)}"
-            if runtime == "onnxruntime":
-                raise VerificationFailed(f"{what}; nothing was written") from error
-            event("warning", what)
-            continue
-        if found.failure:
-            raise VerificationFailed(
-                f"in {found.runtime}, the exported model is too far from the exact function: "
-                f"{found.failure}{advice}; nothing was written"
-            )
-        checks.append(found)
+    with TemporaryDirectory(dir=file.parent) as scratch:
+
+        @cache
+        def original_file() -> Path:
+            path = Path(scratch, file.name)
+            form.save(form.export(load_original(kind), opset), path)
+            return path
+
+        for runtime in installed():
+            event("stage", f"verifying in {runtime}")
+            try:
+                check = check_in(
+                    runtime, file, original_file, form, reference, kind, converted.max_ratio
+                )
+            except (EnjoyLNError, MemoryError):
+                raise
+            except Exception as error:  # each program has exceptions of its own
+                what = f"{runtime} cannot run the exported model: {first_line(error)}"
+                if runtime == "onnxruntime":
+                    raise VerificationFailed(f"{what}; nothing was written") from error
+                event("warning", what)
+                continue
+            if check.failure:
+                raise VerificationFailed(
+                    f"in {check.runtime}, the exported model is too far from the exact function: "
+                    f"{check.failure}{advice}; nothing was written"
+                )
+            checks.append(check)
     return tuple(checks)

@@ -49,7 +49,6 @@ def program_of(model: nn.Module, call: ExportedCall, opset: int = OPSET) -> Any:
     torch cannot export the model, or if an axis that should be dynamic would be fixed.
     """
     from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
-    from onnxscript.optimizer import optimize_ir
 
     dims = tuple(dict(call.axes[name]) for name in call.batch)
     try:
@@ -71,7 +70,7 @@ def program_of(model: nn.Module, call: ExportedCall, opset: int = OPSET) -> Any:
                 },
                 optimize=False,  # its rotary embedding takes no batch: cos and sin have one row
             )
-            optimize_ir(program.model)
+            simplify(program.model)
             return program
     except (torch.OutOfMemoryError, MemoryError):
         raise
@@ -81,9 +80,19 @@ def program_of(model: nn.Module, call: ExportedCall, opset: int = OPSET) -> Any:
         ) from error
 
 
-def require_rms_norms(program: Any, model: nn.Module, norms: set[str]) -> None:
-    """Raise ``UnsupportedModel`` if one of the ``norms`` that the call runs is no RMSNorm node."""
-    missing = sorted(norms - set(modules_of(program, RMS_NORM)))
+def simplify(model: Any) -> None:
+    """Fold constants of an ``onnx_ir.Model``, and remove nodes that compute nothing, in place."""
+    from onnxscript.optimizer import optimize_ir
+
+    optimize_ir(model)
+
+
+def require_rms_norms(graph: Any, model: nn.Module, norms: set[str]) -> None:
+    """Raise ``UnsupportedModel`` if one of the ``norms`` that the call runs is no RMSNorm node.
+
+    ``graph`` is an ``onnx_ir.Graph`` of ``model``.
+    """
+    missing = sorted(norms - set(modules_of(graph, RMS_NORM)))
     if missing:
         trouble = next((entry.trouble for _, entry in entries(model) if entry.trouble), "")
         raise UnsupportedModel(
@@ -92,19 +101,19 @@ def require_rms_norms(program: Any, model: nn.Module, norms: set[str]) -> None:
         )
 
 
-def modules_of(program: Any, op_type: str) -> list[str]:
+def modules_of(graph: Any, op_type: str) -> list[str]:
     """For each node of this type, the path of the module in the model that it comes from."""
     found = []
-    for node in program.model.graph:
+    for node in graph:
         if node.op_type == op_type:
             scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "['']"))
             found.append(scopes[-2].removeprefix("model.") if len(scopes) > 1 else "")
     return found
 
 
-def count_nodes(program: Any) -> dict[str, int]:
+def count_nodes(graph: Any) -> dict[str, int]:
     """How many nodes of each type the graph has."""
-    return dict(Counter(node.op_type for node in program.model.graph))
+    return dict(Counter(node.op_type for node in graph))
 
 
 def save(program: Any, file: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from enjoyln_cli.comparison.batches import Batch
 
 Run = Callable[[Batch], dict[str, torch.Tensor]]
-"""Computes the outputs, by name, of one batch of inputs."""
+"""Computes the outputs, by name, of one batch of inputs. Other inputs are left out."""
 
 
 def in_onnxruntime(file: Path) -> Run:
@@ -21,10 +21,11 @@ def in_onnxruntime(file: Path) -> Run:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    inputs = [one.name for one in session.get_inputs()]
     names = [one.name for one in session.get_outputs()]
 
     def run(batch: Batch) -> dict[str, torch.Tensor]:
-        found = session.run(names, {name: value.numpy() for name, value in batch.items()})
+        found = session.run(names, {name: batch[name].numpy() for name in inputs})
         return {name: torch.from_numpy(value) for name, value in zip(names, found, strict=True)}
 
     return run
@@ -37,9 +38,10 @@ def in_openvino(file: Path) -> Run:
     core = openvino.Core()
     exact = {"INFERENCE_PRECISION_HINT": "f32"}  # by default, some CPUs compute in bfloat16
     model = core.compile_model(core.read_model(file), "CPU", exact)
+    inputs = {name for one in model.inputs for name in one.names}
 
     def run(batch: Batch) -> dict[str, torch.Tensor]:
-        found = model({name: value.numpy() for name, value in batch.items()})
+        found = model({name: value.numpy() for name, value in batch.items() if name in inputs})
         return {  # an output may have names besides its own
             name: torch.from_numpy(found[at].copy())
             for at, one in enumerate(model.outputs)

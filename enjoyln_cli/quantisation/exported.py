@@ -16,13 +16,12 @@ import torch
 
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import tensors
-from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import apply_experts
 from enjoyln_cli.models.load import silent
+from enjoyln_cli.onnx_export import transformers_exporter
 from enjoyln_cli.quantisation import nncf_quantiser, onnxruntime_quantiser
 from enjoyln_cli.quantisation.measure import Compute
 from enjoyln_cli.quantisation.schemes import ONNX, QuantisationScheme
-from enjoyln_cli.text import first_line
 
 
 def exported(model: Any, batch: Batch, form: str) -> Any:
@@ -37,23 +36,18 @@ def exported(model: Any, batch: Batch, form: str) -> Any:
         OpenVINOExporter,
     )
 
-    exporter: Any = OnnxExporter() if form == ONNX else OpenVINOExporter()
     for part in (model.config, model.config.get_text_config()):
         if getattr(part, "use_cache", None):
             part.use_cache = False
     apply_experts(model, "batched_mm")
-    config = OnnxConfig(dynamic=True) if form == ONNX else OpenVINOConfig(dynamic=True)
-    try:
-        with torch.no_grad(), silent(), redirect_stdout(io.StringIO()):
-            made = exporter.export(model, batch, config)
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # the exporter and a model's code may raise anything
-        name = type(model).__name__
-        raise UnsupportedModel(f"{name} cannot be exported: {first_line(error)}") from error
     if form == ONNX:
+        made = transformers_exporter.exported(
+            OnnxExporter(), model, batch, OnnxConfig(dynamic=True)
+        )
         onnxruntime_quantiser.fold_transposed_weights(made.program)
-    return made
+        return made
+    config = OpenVINOConfig(dynamic=True)
+    return transformers_exporter.exported(OpenVINOExporter(), model, batch, config)
 
 
 def quantised(
@@ -87,11 +81,7 @@ def quantised(
 
 def save(made: Any, folder: Path, form: str, config: Any) -> None:
     """Write the program, and what ``ExportedModel.from_pretrained`` reads, to ``folder``."""
-    if form == ONNX:
-        for node in made.program.graph:
-            node.metadata_props.clear()  # it quotes the source code that was traced, with paths
-    made.config = config
-    made.save_pretrained(folder)
+    transformers_exporter.save(made, folder, config)
 
 
 def load(folder: Path, form: str) -> Compute:

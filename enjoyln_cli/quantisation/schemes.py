@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.onnx_export.requirements import require_packages
+from enjoyln_cli.onnx_export.requirements import require_packages, require_transformers
 
 
 @dataclass(frozen=True)
@@ -90,10 +89,5 @@ def require_scheme(scheme: str, form: str, to_run: bool = False) -> Quantisation
     target = FORMATS[form]
     packages = target.packages_to_run if to_run and target.packages_to_run else target.packages
     require_packages(packages, f"{'running' if to_run else 'quantising to'} {form}")
-    installed = version("transformers")
-    if tuple(map(int, installed.split(".")[:2])) < target.transformers:
-        needed = ".".join(map(str, target.transformers))
-        raise UnsupportedModel(
-            f"{form} needs transformers {needed} or newer, and {installed} is installed"
-        )
+    require_transformers(target.transformers, form)
     return SCHEMES[scheme]

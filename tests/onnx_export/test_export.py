@@ -252,7 +252,7 @@ def test_a_norm_that_computes_layer_norm_is_refused(outs: Outs) -> None:
     call = call_to_export(model, (), torch.float32)
     program = onnx_program.program_of(model, call)
     with pytest.raises(UnsupportedModel, match=r"h\.0\.ln_1 of GPT2.* exported as LayerNorm: "):
-        onnx_program.require_rms_norms(program, model, {"transformer.h.0.ln_1"})
+        onnx_program.require_rms_norms(program.model.graph, model, {"transformer.h.0.ln_1"})
 
 
 @pytest.mark.slow

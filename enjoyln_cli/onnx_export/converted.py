@@ -1,0 +1,110 @@
+"""A converted checkpoint that is exported, and its original."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from enjoyln_cli.analysis.stored_class import require_weights
+from enjoyln_cli.checkpoint.access import HubAccess
+from enjoyln_cli.checkpoint.marker import Marker, read_marker
+from enjoyln_cli.checkpoint.reader import Subject, open_subject
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.classes import apply_experts
+from enjoyln_cli.models.load import load
+from enjoyln_cli.models.outputs import config_returning
+from enjoyln_cli.runtime.loading import saved_class
+from enjoyln_cli.verification.verify import (
+    RATIO,
+    ROTATED_RATIO,
+    compute_dtype,
+    dtype_name,
+    original_of,
+)
+
+DTYPES = (torch.float32, torch.float16)
+"""The dtypes that are exported."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """The checkpoint that is exported, and what it is compared with."""
+
+    folded: Subject
+    marker: Marker
+    model_class: str
+    stored: torch.dtype
+    """The dtype of most of its weights."""
+    dtype: torch.dtype
+    """The dtype of the export."""
+    original: Subject | None
+    """``None`` without a check."""
+    max_ratio: float
+    """How many times the original's rounding error the error may be."""
+    with_cache: bool
+
+    def load(self, subject: Subject, dtype: torch.dtype) -> Any:
+        """The result or its original, as ``model_class``, in a form that exporters take.
+
+        Raises ``BadCheckpoint`` if its outputs depend on weights that are not stored.
+        """
+        config = config_returning(subject.config, self.marker.outputs)
+        folder, trusted, missing = subject.source.path, subject.trust_remote_code, set[str]()
+        model = load(folder, self.model_class, config, dtype, trusted, missing=missing)
+        require_weights(model, missing, subject.source.model)
+        for part in (model.config, model.config.get_text_config()):
+            if getattr(part, "use_cache", None):
+                part.use_cache = self.with_cache
+        apply_experts(model, "eager" if dtype == torch.float64 else "batched_mm")
+        return model
+
+
+def open_converted(
+    out: str,
+    *,
+    dtype: str | torch.dtype | None,
+    model_class: str | None,
+    against: str | Path | None,
+    max_ratio: float | None,
+    verify: bool,
+    with_cache: bool,
+    revision: str | None,
+    access: HubAccess,
+    trust_remote_code: bool,
+) -> Converted:
+    """Open the converted checkpoint ``out`` and its original (see ``export``)."""
+    folded = open_subject(
+        out, revision=revision, access=access, trust_remote_code=trust_remote_code
+    )
+    marker = read_marker(folded.checkpoint.raw_config, folded.source.model)
+    if max_ratio is None:
+        max_ratio = ROTATED_RATIO if marker.rotated else RATIO
+    return Converted(
+        folded=folded,
+        marker=marker,
+        model_class=model_class or _class_name(folded),
+        stored=compute_dtype(folded.checkpoint, None),
+        dtype=_as_exported(compute_dtype(folded.checkpoint, dtype)),
+        original=original_of(folded, marker, against, None, access) if verify else None,
+        max_ratio=max_ratio,
+        with_cache=with_cache,
+    )
+
+
+def _as_exported(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in DTYPES:
+        raise UnsupportedModel(
+            f"{dtype_name(dtype)} cannot be exported: onnxruntime has no operators for it on a "
+            "CPU; fold with --dtype float32 or float16"
+        )
+    return dtype
+
+
+def _class_name(subject: Subject) -> str:
+    """The class that the checkpoint was saved as."""
+    folder, trusted = str(subject.source.path), subject.trust_remote_code
+    cls = saved_class(folder, config=subject.config, trust_remote_code=trusted)
+    return str(cls.__name__)
