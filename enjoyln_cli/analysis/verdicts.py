@@ -54,7 +54,7 @@ def plan_of(family: TracedClasses, statement: Statement, cut: Cut, options: Opti
     subtracting = {mlp for support in cut.folded.values() for mlp in support.mlps}
     widened = widenings_for(subtracting, problem.widenings.resizes, reference.stored)
     table = _token_table(reference.model, problem.groups)
-    turns = rotations(problem, options.values, table) if options.rotate else Rotations(())
+    turns = rotations(problem, options, table) if options.rotate else Rotations(())
     merged, unmerged = _merges(statement, cut, family, options, turns)
     tensors = partial(turned_tensors, problem, reference)
     bases = bases_of(turns, problem, merged, unmerged, tensors)

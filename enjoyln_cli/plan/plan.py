@@ -39,6 +39,8 @@ class Options:
     """Turn each basis (see ``Basis``) by an orthogonal matrix."""
     values: bool = True
     """With ``rotate``, also turn the values of each attention head."""
+    products: bool = False
+    """With ``rotate``, also turn streams by products that are added (see ``Basis.product``)."""
     seed: int = 0
     """Chooses the matrices of ``rotate``."""
     matrix: str = ""
@@ -294,6 +296,9 @@ class Basis:
     """The module path or parameter that prevents the rotation."""
     given: Annotated[GivenMatrix | None, NOT_STORED] = None
     """The matrix, if the user gave one."""
+    product: Annotated[str, NOT_STORED] = ""
+    """Path of the block whose first input is multiplied by the matrix, since nothing linear writes
+    this stream. Only a live model or a program can carry that; empty if it is not needed."""
 
     @property
     def turns(self) -> bool:

@@ -20,7 +20,7 @@ from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.events import Event
 from enjoyln_cli.models.load import class_in, load
-from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.plan.plan import Basis, Options, Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 
 ORIGINAL = "original"
@@ -55,20 +55,36 @@ def candidates(
         forms.append(TurnedForm("untied", replace(plan, bases=(), merged=())))
     values = tuple(basis for basis in plan.turned if basis.kind == "values")
     if values:
-        inside = {norm for basis in values for norm in basis.norms}
-        merged = tuple(merge for merge in plan.merged if merge.norm in inside)
-        alone = replace(plan, bases=values, merged=merged, untied=(), settings=())
+        alone = replace(_turning(plan, values), untied=(), settings=())
         forms.append(TurnedForm("values only", alone))
-    if len(values) < len(plan.turned):
-        forms += [TurnedForm(f"rotated, seed {seed}", replace(plan, seed=seed)) for seed in seeds]
+    written = tuple(basis for basis in plan.turned if not basis.product)
+    ways = {"rotated": written, "rotated with a product": plan.turned}
+    forms += [
+        TurnedForm(f"{name}, seed {seed}", replace(_turning(plan, bases), seed=seed))
+        for name, bases in ways.items()
+        if len(bases) > len(values if bases is written else written)
+        for seed in seeds
+    ]
     return forms
 
 
-def rotation_plan(config: Any, checkpoint: Checkpoint, event: Event) -> Plan | None:
-    """The plan that turns everything that can turn; ``None`` if the model cannot be analysed."""
+def _turning(plan: Plan, bases: tuple[Basis, ...]) -> Plan:
+    """The plan that turns some of its bases only."""
+    inside = {norm for basis in bases for norm in basis.norms}
+    merged = tuple(merge for merge in plan.merged if merge.norm in inside)
+    return replace(plan, bases=bases, merged=merged)
+
+
+def rotation_plan(
+    config: Any, checkpoint: Checkpoint, event: Event, products: bool = False
+) -> Plan | None:
+    """The plan that turns everything that can turn; ``None`` if the model cannot be analysed.
+
+    With ``products``, a stream may be turned by a product that is added at its head.
+    """
     reason = ""
     for untie in (True, False):
-        options = Options(fold=False, rotate=True, untie=untie)
+        options = Options(fold=False, rotate=True, untie=untie, products=products)
         try:
             return analyze_config(config, checkpoint=checkpoint, options=options).plan
         except (UnsupportedModel, TraceFailed) as error:

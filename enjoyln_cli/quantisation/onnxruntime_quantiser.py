@@ -13,6 +13,7 @@ import torch
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.quantisation.schemes import QuantisationScheme
+from enjoyln_cli.rewrite.inserted_product import NAME
 
 PRODUCTS = ("MatMul", "Gemm")
 TABLES = ("Gather",)
@@ -44,7 +45,7 @@ def quantised(
         OnnxRuntimeStaticConfig,
     )
 
-    kept = _nodes_in(program, keep)
+    kept = _nodes_in(program, (*keep, f"*.{NAME}"))
     settings: dict[str, Any] = {
         "per_channel": True,
         "reduce_range": sums_saturate(),

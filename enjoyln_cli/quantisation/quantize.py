@@ -52,7 +52,13 @@ from enjoyln_cli.quantisation.measure import (
     with_embedding,
 )
 from enjoyln_cli.quantisation.quantised_checkpoints import WeightCount
-from enjoyln_cli.quantisation.schemes import FORMATS, OPENVINO, QuantisationScheme, require_scheme
+from enjoyln_cli.quantisation.schemes import (
+    FORMATS,
+    ONNX,
+    OPENVINO,
+    QuantisationScheme,
+    require_scheme,
+)
 from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.runtime.loading import saved_class
 from enjoyln_cli.text import listed_briefly, number
@@ -159,7 +165,8 @@ def quantize(
     source, config, checkpoint = subject.source, subject.config, subject.checkpoint
     check_place(Path(out), source=source.root, force=force)
     event("stage", f"finding what can turn in {config.model_type}")
-    plan = rotation_plan(config, checkpoint, event)
+    products = form == ONNX and settings.is_static
+    plan = rotation_plan(config, checkpoint, event, products)
     name = plan.model_class if plan else _class_name(checkpoint, config, opening)
     original = FloatModel(checkpoint, name, opening.trust_remote_code)
     with (

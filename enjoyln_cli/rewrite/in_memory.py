@@ -19,6 +19,7 @@ from enjoyln_cli.models.offload import Value, WeightsOnDemand, reader_of
 from enjoyln_cli.plan.edits import Edit, EditInputs, apply_edit, edits_of, read_edit_inputs
 from enjoyln_cli.plan.needed_tensors import needed_tensors
 from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rewrite.inserted_product import insert_product
 
 
 def centre_parameters(model: nn.Module, plan: Plan) -> None:
@@ -63,6 +64,9 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
                 tensor.copy_(wide)
             else:
                 tensor.data = wide.to(tensor.dtype)
+    for basis in plan.turned:
+        if basis.product:
+            insert_product(model.get_submodule(basis.product), basis.rotation(plan.seed))
     for mlp in plan.widened:
         for part in mlp.parts:
             _update_size(model, part.parameter, mlp.size, mlp.to)

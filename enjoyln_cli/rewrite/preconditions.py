@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from enjoyln_cli.checkpoint.reader import Checkpoint
-from enjoyln_cli.errors import BadCheckpoint, NothingToFold
+from enjoyln_cli.errors import BadCheckpoint, NothingToFold, UnsupportedModel
 from enjoyln_cli.plan.edits import Edit, edits_of
 from enjoyln_cli.plan.needed_tensors import NeededTensor, needed_tensors
 from enjoyln_cli.plan.plan import Plan
@@ -19,9 +19,16 @@ from enjoyln_cli.plan.plan import Plan
 def check_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
     """The edits of ``plan``, by the names of the written tensors.
 
-    Raises ``NothingToFold`` if the plan converts no norm and turns nothing, and ``BadCheckpoint``
-    if a tensor of the plan is not stored or has another shape.
+    Raises ``NothingToFold`` if the plan converts no norm and turns nothing, ``UnsupportedModel``
+    if it adds a product, and ``BadCheckpoint`` if a tensor of the plan is not stored or has another
+    shape.
     """
+    for basis in plan.turned:
+        if basis.product:
+            raise UnsupportedModel(
+                f"the input of {basis.product} is turned by a product, and a checkpoint has no "
+                "place for it; leave out Options.products"
+            )
     if not plan.folded and not plan.turned:
         raise NothingToFold(why_nothing_changes(plan, checkpoint.source.model))
     for needed in needed_tensors(plan):

@@ -16,7 +16,9 @@ that reads it is turned by the same ``Q``, no output changes:
 * A norm's weight has to be merged into the layers that read the norm first (``Gain``). Its bias
   becomes ``Q (bias / weight)``.
 
-A basis with any other reader or source stays as it is, and says which one.
+A basis with any other reader or source stays as it is, and says which one. A program that can carry
+an operation has one more way: a product with ``Q`` at the head of a stream that nothing linear
+writes (``FoundBasis.product``).
 """
 
 # Arguments of fx nodes are typed as a wide union.
@@ -56,6 +58,7 @@ from enjoyln_cli.proof.flow import (
 from enjoyln_cli.proof.linear_layers import parameter_names
 from enjoyln_cli.proof.min_cut import Parameter
 from enjoyln_cli.proof.pullback import WRITTEN, Opaque, commutes_with_every_matrix
+from enjoyln_cli.rotation.added_products import heads_of, is_product, misplaced_product
 from enjoyln_cli.rotation.feature_sums import (
     RMS_NORMS,
     is_normed_over_last,
@@ -115,6 +118,8 @@ class FoundBasis:
     whole: dict[tuple[int, Node], None] = field(default_factory=dict)
     """Ops that depend on how many features there are, with the index of the trace: norms, means
     and sums of squares."""
+    product: str = ""
+    """Path of the block whose first input is multiplied by the matrix; empty if no op is needed."""
 
 
 @dataclass(eq=False)
@@ -156,6 +161,8 @@ class _BasisSearch:
     def up(self, value: Value) -> None:
         """Visit everything that the value is computed from."""
         trace, node, axis = value.trace, value.node, value.axis
+        if is_product(self.flow, self.found.product, trace, node):
+            return
         if node in self.named[trace]:
             self.parameter(Parameter(self.named[trace][node], axis), value not in self.reading)
         elif node.op != "call_function":
@@ -369,6 +376,12 @@ def _in_words(found: Opaque, node: Node) -> str:
     return f"{op_name(whole)} acts on single features, so it does not commute with a rotation"
 
 
+def writers_in(basis: FoundBasis) -> list[Parameter]:
+    """The parameters that write a basis, without the biases of its norms."""
+    biases = {gain.bias for gain in basis.gains}
+    return [p for p, writes in basis.parameters.items() if writes and p.name not in biases]
+
+
 def is_read_elsewhere(
     parameter: str, basis: FoundBasis, gain: Gain, nodes: Sequence[tuple[int, Node]]
 ) -> bool:
@@ -404,23 +417,37 @@ def parameter_nodes(
     return named, nodes
 
 
-def find_bases(flow: Flow, groups: Mapping[str, str], *, values: bool) -> list[FoundBasis]:
+def find_bases(
+    flow: Flow, groups: Mapping[str, str], *, values: bool, products: bool = False
+) -> list[FoundBasis]:
     """Every basis that holds the input of a norm, and with ``values`` also those of attention.
 
-    What a norm reads as a whole is no basis of its own if its groups can be turned.
-    ``groups`` maps any parameter name to the first of its tied names.
+    With ``products``, a stream that cannot be turned is tried with a product at its head. What a
+    norm reads as a whole is no basis of its own if its groups can be turned. ``groups`` maps any
+    parameter name to the first of its tied names.
     """
     named, nodes = parameter_nodes(flow, groups)
     found: dict[Value, FoundBasis] = {}
     seen: set[Value] = set()
-    for value, carries in starting_values(flow, values):
-        if value in seen:
-            continue
-        basis = FoundBasis(size=value.axis.size, carries_values=carries)
+
+    def basis_of(value: Value, carries: bool, product: str) -> FoundBasis:
+        basis = FoundBasis(size=value.axis.size, carries_values=carries, product=product)
         search = _BasisSearch(flow, groups, named, nodes, basis)
         search.run(value)
         search.require_own_inputs()
+        if (misplaced := misplaced_product(flow, product, basis.values)) is not None:
+            search.stop("a product there would act on other values too", *misplaced)
+        return basis
+
+    for value, carries in starting_values(flow, values):
+        if value in seen:
+            continue
+        basis = basis_of(value, carries, "")
         seen |= basis.values
+        if basis.obstacle and products and not carries:
+            others = (basis_of(value, carries, block) for block in heads_of(flow, basis.values))
+            turning = (other for other in others if not other.obstacle and writers_in(other))
+            basis = next(turning, basis)
         found[value] = basis
     turned = {
         (at.trace, at.node) for one in found.values() if not one.obstacle for at in one.values

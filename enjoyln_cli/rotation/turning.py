@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.plan import Basis, BasisKind, Merge, TurnedTensor, UnmergedNorm
+from enjoyln_cli.plan.plan import Basis, BasisKind, Merge, Options, TurnedTensor, UnmergedNorm
 from enjoyln_cli.proof.flow import readers_of
 from enjoyln_cli.proof.min_cut import Parameter, Problem
 from enjoyln_cli.rotation.affine_merge import Move
@@ -24,6 +24,7 @@ from enjoyln_cli.rotation.bases import (
     find_bases,
     is_read_elsewhere,
     parameter_nodes,
+    writers_in,
 )
 
 
@@ -80,13 +81,15 @@ class Rotations:
         return dict.fromkeys(self.forms, "weight")
 
 
-def rotations(problem: Problem, values: bool, table: Parameter | None) -> Rotations:
-    """All bases of the stated model; with ``values``, also those of the values of attention.
+def rotations(problem: Problem, options: Options, table: Parameter | None) -> Rotations:
+    """All bases of the stated model that the options allow.
 
     ``table`` is the weight of ``get_input_embeddings()``. If ``forward`` does not read it, it turns
     with the basis of ``inputs_embeds``, which users make from it.
     """
-    found = find_bases(problem.flow, problem.groups, values=values)
+    found = find_bases(
+        problem.flow, problem.groups, values=options.values, products=options.products
+    )
     nodes = parameter_nodes(problem.flow, problem.groups)[1]
     if table and not any(readers_of(node) for _, node in nodes.get(table.name, ())):
         for basis in found:
@@ -179,6 +182,7 @@ def bases_of(
                 outputs=() if obstacle else _without_indices(basis.outputs),
                 reason=obstacle.reason if obstacle else "",
                 culprit=obstacle.culprit if obstacle else "",
+                product="" if obstacle else basis.product,
             )
         )
     return tuple(made)
@@ -193,6 +197,5 @@ def _without_indices(fields: Iterable[str]) -> tuple[str, ...]:
 def _kind(basis: FoundBasis) -> BasisKind:
     if basis.carries_values:
         return "values"
-    biases = {gain.bias for gain in basis.gains}
-    written = [p for p, writes in basis.parameters.items() if writes and p.name not in biases]
+    written = writers_in(basis)
     return "heads" if all(one.axis.outer > 1 for one in written) and written else "stream"

@@ -46,6 +46,13 @@ VIT = {
     "patch_size": 5,
     "encoder_stride": 5,
 }
+WHISPER = {
+    **TOKENS, "d_model": 24, "encoder_layers": 2, "decoder_layers": 1, "encoder_ffn_dim": 33,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 33,
+    "max_source_positions": 20, "max_target_positions": 31, "num_mel_bins": 8,
+    "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def live(model_class: str, config: Any, seed: int = 0) -> Any:
