@@ -92,9 +92,12 @@ def generation_of(model: Any, dtype: torch.dtype) -> Generation:
             f"{name} cannot be exported with a cache: {first_line(error.__cause__ or error)}"
         ) from error
     first, more = ({**inputs} for _, inputs in calls.values())
-    if not any(is_cache(leaf) for leaf in leaves(more)):
+    cached = [leaf for leaf in leaves(more) if leaf.split(".")[0] in NAMES]
+    if not cached or not all(map(is_cache, cached)):
+        others = [leaf for leaf in cached if not is_cache(leaf)]
+        what = f"holds {others[0]}, besides keys and values" if others else "is empty"
         raise UnsupportedModel(
-            f"{name} generates without a cache of keys and values; export it without --with-cache"
+            f"{name} cannot be exported with its cache, which {what}; leave out --with-cache"
         )
     if not model.config.is_encoder_decoder:
         return Generation({MODEL: more}, "")
@@ -109,12 +112,12 @@ def with_a_cache(model: Any, call: ExportedCall, dtype: torch.dtype, seed: int) 
     ``UnsupportedModel`` if the model does not generate with a cache, or if the conversion does not
     keep its logits.
     """
+    generation = generation_of(model, dtype)
     if LOGITS not in call.outputs:
         raise UnsupportedModel(
             f"{type(model).__name__} was converted for {', '.join(call.outputs)} alone, and "
             "generating needs its logits; fold without --outputs"
         )
-    generation = generation_of(model, dtype)
     outputs = tuple(name for name in call.outputs if name in (LOGITS, ENCODED))
     config = without_marker(model.config)
 
