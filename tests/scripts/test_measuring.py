@@ -9,6 +9,8 @@ from pathlib import Path
 import bench
 import paper_times
 import pytest
+import real_models
+from live_models import CHECKPOINTS, ROOT
 from paper_times import FIGURES, NORM_SHARES, paper_cases, time_models, times_page
 
 
@@ -75,3 +77,28 @@ def test_a_model_that_fails_is_left_out() -> None:
     results = time_models(cases, "cpu", "float32", 60)
     assert not results["GPT2"]["rows"] and results["GPT2"]["left_out"]
     assert "* left out: GPT2: " in times_page(results)
+
+
+@pytest.mark.slow
+def test_a_row_for_each_scheme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        str(CHECKPOINTS / "gpt2"),
+        "--text",
+        str(ROOT / "LICENSE"),
+        "--out",
+        str(tmp_path / "rows"),
+    ]
+    words += ["--formats", "onnx", "--schemes", "w8a8", "--rotations", "0", "--inputs", "4"]
+    real_models.main(words)
+    row = json.loads((tmp_path / "rows").read_text())
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.split("|")[1:3] == [" onnx ", " w8a8 "]
+    assert f" {row['held_out']['kl']:.3g} | {row['plain']['kl']:.3g} " in line
+    assert 0 < row["held_out"]["kl"] <= row["plain"]["kl"] < 0.01
+
+
+def test_words_that_differ() -> None:
+    said = ["the", "cat", "sat", "down"]
+    assert real_models.edit_distance(said, said) == 0
+    assert real_models.edit_distance(said, ["a", "cat", "down", "there"]) == 3
+    assert real_models.edit_distance(said, []) == 4 == real_models.edit_distance([], said)
