@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -137,7 +138,8 @@ def run_folded(model: Model, marker: Marker, reference: nn.Module | None = None)
     ``model`` was proven as it is. Returns ``model``. Raises as ``install`` does.
     """
     recentres = any(check.recentres for _, check in weight_checks(model))
-    install_marked(model, marker)
+    unproven = (*marker.unproven, *_inner_inputs(model, marker))
+    install_marked(model, replace(marker, unproven=unproven))
     watch_weights(model, WatchList.of(marker), reference)
     for _, check in weight_checks(model):
         check.recentres = recentres  # a model that is trained so stays so
@@ -152,7 +154,7 @@ def install_marked(model: nn.Module, marker: Marker) -> None:
         marker.rmsnorm,
         marker.centering,
         marker.entry_inputs,
-        (*marker.unproven, *_inner_inputs(model, marker)),
+        marker.unproven,
         bool(marker.weightless or marker.biasless or marker.baked),
         marker.covered,
     )
