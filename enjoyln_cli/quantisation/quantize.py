@@ -184,7 +184,7 @@ def quantize(
         limit = settings.max_error if max_error is None else max_error
         measured = measure(work, chosen, held_out, limit)
         if not measured.chosen.error <= limit:
-            worst = costly_layers(original.load(chosen), settings, choosing)
+            worst = costly_layers(original.load(chosen), settings, choosing, event)
             raise VerificationFailed(
                 f"{scheme} costs too much: error {number(measured.chosen.error)} of the "
                 f"outputs (limit {limit:g}); the layers that cost most are "
