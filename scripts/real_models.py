@@ -26,6 +26,7 @@ import torch
 from enjoyln_cli.comparison.user_data import read_user_data, require_data
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.quantisation import exported
+from enjoyln_cli.quantisation.measure import Compute
 from enjoyln_cli.quantisation.quantize import quantize
 from enjoyln_cli.quantisation.schemes import FORMATS
 
@@ -109,7 +110,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def word_errors(model: str, compute: exported.Compute, speech: Path) -> dict[str, float]:
+def word_errors(model: str, compute: Compute, speech: Path) -> dict[str, float]:
     """Word error rates, in percent, of Whisper in float32 and of ``compute``; both are greedy.
 
     ``compute`` has no cache, so the float model proposes how a sentence goes on. One call of

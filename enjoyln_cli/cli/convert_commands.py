@@ -126,7 +126,7 @@ model_options = all_of(
 @conversion_options
 def fold(**options: Any) -> None:
     """Convert MODEL into the new directory OUT and verify the result."""
-    _convert(**options)
+    _convert(choice={}, **options)
 
 
 @help.command()
@@ -171,10 +171,9 @@ def rotate(
     The result computes the same function in the stock class: outliers are spread over all
     features, and norms stay as they are (their weights are merged). Norms are not converted.
     """
-    choice: Options = {"search": search, "learn": learn, "scheme": scheme}
-    if not any(choice.values()):
-        choice = {}
-    else:
+    choice: Options = {}
+    if search or learn or scheme:
+        choice = {"search": search, "learn": learn, "scheme": scheme}
         require_choice(opening=opening, like=like, **choice, **options)
         require_one_source(options["data"], options["samples"])
     if like is not None:
@@ -214,10 +213,9 @@ def _convert(
     dry_run: bool,
     quiet: bool,
     as_json: bool,
-    choice: Options | None = None,
+    choice: Options,
     **options: Any,
 ) -> None:
-    choice = choice or {}
     if out is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--out'.")
     if options["keep_means"] and options["dtype"]:

@@ -178,5 +178,4 @@ def trials(
 
 def _load(ready: PreparedFold, plan: Plan | None) -> Any:
     form = TurnedForm(ORIGINAL if plan is None else "rotated", plan)
-    trusted = ready.opening.trust_remote_code
-    return FloatModel(ready.subject.checkpoint, ready.plan.model_class, trusted).load(form)
+    return FloatModel(ready.subject, ready.plan.model_class).load(form)

@@ -63,6 +63,13 @@ def apply_experts(model: nn.Module, way: str = "batched_mm") -> None:
             cast(Any, part).set_experts_implementation(way)
 
 
+def leave_out_cache(model: Any) -> None:
+    """Let calls of ``model`` that do not ask for a cache return none."""
+    for part in (model.config, model.config.get_text_config()):
+        if getattr(part, "use_cache", None):
+            part.use_cache = False
+
+
 def class_named(name: str) -> type:
     """The transformers model class ``name``. Raises ``UnsupportedModel`` with similar names."""
     import transformers

@@ -13,10 +13,10 @@ from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.reader import Subject, open_subject
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.models.classes import apply_experts
+from enjoyln_cli.models.classes import apply_experts, leave_out_cache
 from enjoyln_cli.models.load import load
 from enjoyln_cli.models.outputs import config_returning
-from enjoyln_cli.runtime.loading import saved_class
+from enjoyln_cli.runtime.loading import saved_class_of
 from enjoyln_cli.verification.verify import (
     RATIO,
     ROTATED_RATIO,
@@ -55,9 +55,8 @@ class Converted:
         folder, trusted, missing = subject.source.path, subject.trust_remote_code, set[str]()
         model = load(folder, self.model_class, config, dtype, trusted, missing=missing)
         require_weights(model, missing, subject.source.model)
-        for part in (model.config, model.config.get_text_config()):
-            if getattr(part, "use_cache", None):
-                part.use_cache = self.with_cache
+        if not self.with_cache:
+            leave_out_cache(model)
         apply_experts(model, "eager" if dtype == torch.float64 else "batched_mm")
         return model
 
@@ -85,7 +84,7 @@ def open_converted(
     return Converted(
         folded=folded,
         marker=marker,
-        model_class=model_class or _class_name(folded),
+        model_class=model_class or saved_class_of(folded).__name__,
         stored=compute_dtype(folded.checkpoint, None),
         dtype=_as_exported(compute_dtype(folded.checkpoint, dtype)),
         original=original_of(folded, marker, against, None, access) if verify else None,
@@ -101,10 +100,3 @@ def _as_exported(dtype: torch.dtype) -> torch.dtype:
             "CPU; fold with --dtype float32 or float16"
         )
     return dtype
-
-
-def _class_name(subject: Subject) -> str:
-    """The class that the checkpoint was saved as."""
-    folder, trusted = str(subject.source.path), subject.trust_remote_code
-    cls = saved_class(folder, config=subject.config, trust_remote_code=trusted)
-    return str(cls.__name__)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from enjoyln_cli.analysis.analyze import analyze_config
-from enjoyln_cli.checkpoint.config import load_config
-from enjoyln_cli.checkpoint.reader import Checkpoint
+from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.events import Event
 from enjoyln_cli.models.load import class_in, load
@@ -58,13 +57,15 @@ def candidates(
         alone = replace(_turning(plan, values), untied=(), settings=())
         forms.append(TurnedForm("values only", alone))
     written = tuple(basis for basis in plan.turned if not basis.product)
-    ways = {"rotated": written, "rotated with a product": plan.turned}
-    forms += [
-        TurnedForm(f"{name}, seed {seed}", replace(_turning(plan, bases), seed=seed))
-        for name, bases in ways.items()
-        if len(bases) > len(values if bases is written else written)
-        for seed in seeds
-    ]
+    for name, bases, fewer in (
+        ("rotated", written, values),
+        ("rotated with a product", plan.turned, written),
+    ):
+        if len(bases) > len(fewer):
+            turning = _turning(plan, bases)
+            forms += [
+                TurnedForm(f"{name}, seed {seed}", replace(turning, seed=seed)) for seed in seeds
+            ]
     return forms
 
 
@@ -75,9 +76,7 @@ def _turning(plan: Plan, bases: tuple[Basis, ...]) -> Plan:
     return replace(plan, bases=bases, merged=merged)
 
 
-def rotation_plan(
-    config: Any, checkpoint: Checkpoint, event: Event, products: bool = False
-) -> Plan | None:
+def rotation_plan(subject: Subject, event: Event, products: bool = False) -> Plan | None:
     """The plan that turns everything that can turn; ``None`` if the model cannot be analysed.
 
     With ``products``, a stream may be turned by a product that is added at its head.
@@ -86,7 +85,9 @@ def rotation_plan(
     for untie in (True, False):
         options = Options(fold=False, rotate=True, untie=untie, products=products)
         try:
-            return analyze_config(config, checkpoint=checkpoint, options=options).plan
+            return analyze_config(
+                subject.config, checkpoint=subject.checkpoint, options=options
+            ).plan
         except (UnsupportedModel, TraceFailed) as error:
             reason = reason or str(error)
     event("warning", f"only the original is quantised: nothing could be turned: {reason}")
@@ -97,22 +98,19 @@ def rotation_plan(
 class FloatModel:
     """The model to quantise, which is loaded anew for each candidate."""
 
-    checkpoint: Checkpoint
+    subject: Subject
     model_class: str
-    trust_remote_code: bool
 
     @property
     def class_of_model(self) -> Any:
         """The class with the name ``model_class``."""
-        source, trusted = self.checkpoint.source, self.trust_remote_code
-        return class_in(source.path, self.model_class, load_config(source, trusted), trusted)
+        folder, trusted = self.subject.source.path, self.subject.trust_remote_code
+        return class_in(folder, self.model_class, self.subject.config, trusted)
 
     def load(self, candidate: TurnedForm) -> Any:
         """The candidate in float32."""
-        source = self.checkpoint.source
-        config = load_config(source, self.trust_remote_code)
-        trusted = self.trust_remote_code
-        model = load(source.path, self.model_class, config, torch.float32, trusted)
+        folder, trusted = self.subject.source.path, self.subject.trust_remote_code
+        model = load(folder, self.model_class, self.subject.config, torch.float32, trusted)
         if candidate.plan is not None:
             centre_parameters(model, candidate.plan)
         return model

@@ -16,7 +16,7 @@ import torch
 
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import tensors
-from enjoyln_cli.models.classes import apply_experts
+from enjoyln_cli.models.classes import apply_experts, leave_out_cache
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export import transformers_exporter
 from enjoyln_cli.quantisation import nncf_quantiser, onnxruntime_quantiser
@@ -36,9 +36,7 @@ def exported(model: Any, batch: Batch, form: str) -> Any:
         OpenVINOExporter,
     )
 
-    for part in (model.config, model.config.get_text_config()):
-        if getattr(part, "use_cache", None):
-            part.use_cache = False
+    leave_out_cache(model)
     apply_experts(model, "batched_mm")
     if form == ONNX:
         made = transformers_exporter.exported(
@@ -77,11 +75,6 @@ def quantised(
     ((name, component),) = made.components.items()
     parts = {name: ExportedComponent(program, component.metadata)}
     return ExportedModel(parts, made.export_format)
-
-
-def save(made: Any, folder: Path, form: str, config: Any) -> None:
-    """Write the program, and what ``ExportedModel.from_pretrained`` reads, to ``folder``."""
-    transformers_exporter.save(made, folder, config)
 
 
 def load(folder: Path, form: str) -> Compute:

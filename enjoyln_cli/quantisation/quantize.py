@@ -21,7 +21,7 @@ import torch
 
 from enjoyln_cli.benchmark.timing import Task, time_rounds
 from enjoyln_cli.checkpoint.model_name import local_folder
-from enjoyln_cli.checkpoint.reader import Checkpoint, other_files
+from enjoyln_cli.checkpoint.reader import other_files
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, is_own
 from enjoyln_cli.comparison.embedding import embedder
 from enjoyln_cli.comparison.run import run
@@ -30,6 +30,7 @@ from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, staged_output
+from enjoyln_cli.onnx_export import transformers_exporter
 from enjoyln_cli.quantisation import exported, quantised_checkpoints
 from enjoyln_cli.quantisation.candidates import (
     ORIGINAL,
@@ -60,7 +61,7 @@ from enjoyln_cli.quantisation.schemes import (
     require_scheme,
 )
 from enjoyln_cli.rewrite.directory import copy_files
-from enjoyln_cli.runtime.loading import saved_class
+from enjoyln_cli.runtime.loading import saved_class_of
 from enjoyln_cli.text import listed_briefly, number
 from enjoyln_cli.verification.verify import compute_dtype
 from enjoyln_cli.version import __version__
@@ -162,13 +163,13 @@ def quantize(
         raise UnsupportedModel(f"--keep does not work for {form}")
     require_float(str(model))
     subject = open_unfolded(str(model), opening)
-    source, config, checkpoint = subject.source, subject.config, subject.checkpoint
+    source = subject.source
     check_place(Path(out), source=source.root, force=force)
-    event("stage", f"finding what can turn in {config.model_type}")
+    event("stage", f"finding what can turn in {subject.config.model_type}")
     products = form == ONNX and settings.is_static
-    plan = rotation_plan(config, checkpoint, event, products)
-    name = plan.model_class if plan else _class_name(checkpoint, config, opening)
-    original = FloatModel(checkpoint, name, opening.trust_remote_code)
+    plan = rotation_plan(subject, event, products)
+    name = plan.model_class if plan else saved_class_of(subject).__name__
+    original = FloatModel(subject, name)
     with (
         staged_output(Path(out), source=source.root, force=force) as staged,
         TemporaryDirectory(dir=staged.parent) as scratch,
@@ -240,7 +241,7 @@ class Workshop:
         model, folder = self.original.load(candidate), self.place(candidate.name)
         float_folder = self.place(FLOAT) if candidate.plan is None else None
         if FORMATS[self.form].is_checkpoint:
-            dtype = compute_dtype(self.original.checkpoint, None)
+            dtype = compute_dtype(self.original.subject.checkpoint, None)
             return quantised_checkpoints.write(
                 model, self.form, self.scheme, dtype, self.keep, folder, float_folder
             )
@@ -251,9 +252,9 @@ class Workshop:
         small = exported.quantised(
             made, self.form, self.scheme, batch, calibration, keep, candidate.is_rotated
         )
-        exported.save(small, folder, self.form, model.config)
+        transformers_exporter.save(small, folder, model.config)
         if float_folder:
-            exported.save(made, float_folder, self.form, model.config)
+            transformers_exporter.save(made, float_folder, model.config)
         return None
 
     def load(self, name: str) -> Compute:
@@ -275,8 +276,8 @@ def read_data(
 
     ``used`` are the outputs that the class is used for; ``embed`` adds one.
     """
-    model, source = work.original.load(TurnedForm(ORIGINAL, None)), work.original.checkpoint.source
-    halves = split(model, source.path, data, inputs, work.original.trust_remote_code)
+    model, subject = work.original.load(TurnedForm(ORIGINAL, None)), work.original.subject
+    halves = split(model, subject.source.path, data, inputs, subject.trust_remote_code)
     batch = halves.choosing[0].batch
     names = compared_outputs(with_embedding(run(model, [batch])[0], batch, embed), used)
     choosing = exact_outputs(model, halves.choosing, names, work.folder, embed)
@@ -331,7 +332,7 @@ def store(work: Workshop, result: Quantised, staged: Path) -> None:
     for file in work.place(result.chosen).iterdir():
         file.rename(staged / file.name)
     written = {file.name for file in staged.iterdir()}
-    checkpoint = work.original.checkpoint
+    checkpoint = work.original.subject.checkpoint
     others = [file for file in other_files(checkpoint) if not is_own(file)]
     copy_files([file for file in others if file not in written], checkpoint.source.path, staged)
     text = json.dumps(result.to_json(), indent=2) + "\n"
@@ -369,9 +370,3 @@ def best(compared: Sequence[Compared], float_size: int) -> int:
 def size_of(folder: Path) -> int:
     """Bytes of a program and its weights."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.suffix != ".json")
-
-
-def _class_name(checkpoint: Checkpoint, config: Any, opening: Opening) -> str:
-    trusted = opening.trust_remote_code
-    folder = str(checkpoint.source.path)
-    return str(saved_class(folder, config=config, trust_remote_code=trusted).__name__)

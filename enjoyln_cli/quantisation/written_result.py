@@ -62,13 +62,13 @@ def verify_quantised(
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadCheckpoint(f"{out / QUANTISATION_FILE} is damaged; quantise again") from error
     opening = opening or Opening(revision=None if against else record.get("revision"))
-    checkpoint = open_unfolded(against or record["source"], opening).checkpoint
-    embed = embedder(checkpoint.source, default_listener)
-    trusted = opening.trust_remote_code
-    original: Any = FloatModel(checkpoint, name, trusted).load(TurnedForm(ORIGINAL, None))
-    examples = split(original, checkpoint.source.path, data, INPUTS_IN_A_HALF, trusted).held_out
-    with TemporaryDirectory() as folder:
-        exact = exact_outputs(original, examples, names, Path(folder), embed)
+    subject = open_unfolded(against or record["source"], opening)
+    embed = embedder(subject.source, default_listener)
+    original: Any = FloatModel(subject, name).load(TurnedForm(ORIGINAL, None))
+    folder, trusted = subject.source.path, subject.trust_remote_code
+    examples = split(original, folder, data, INPUTS_IN_A_HALF, trusted).held_out
+    with TemporaryDirectory() as scratch:
+        exact = exact_outputs(original, examples, names, Path(scratch), embed)
         measured = differences(load_result(out, form, type(original)), exact)
         perplexity = perplexity_in(exact)
     return QuantisedCheck(measured, perplexity, len(examples), limit, measured.error <= limit)

@@ -18,6 +18,7 @@ from torch import nn
 
 from enjoyln_cli import kernels
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
+from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.models.classes import build, locate
@@ -81,6 +82,12 @@ def saved_class(folder: str, **kwargs: Any) -> Any:
     _require_proven(marker, name)
     trusted = bool(hub.pop("trust_remote_code", False))
     return class_in(folder, name, config, trusted, **hub)
+
+
+def saved_class_of(subject: Subject) -> Any:
+    """``saved_class`` of a model that is opened already."""
+    folder, trusted = str(subject.source.path), subject.trust_remote_code
+    return saved_class(folder, config=subject.config, trust_remote_code=trusted)
 
 
 def optimize(model: Holder) -> Holder:

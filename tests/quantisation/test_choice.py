@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from math import inf, nan
+from typing import Any
 
 import pytest
 import torch
 from live_models import CHECKPOINTS
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from enjoyln_cli.checkpoint.reader import open_checkpoint
-from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.checkpoint.reader import open_subject
 from enjoyln_cli.comparison.text_scores import perplexity, with_predicted_tokens
 from enjoyln_cli.quantisation.candidates import FloatModel, candidates, rotation_plan
 from enjoyln_cli.quantisation.examples import Example
@@ -106,10 +106,9 @@ def test_the_differences_of_a_model_whose_logits_move(gpt2: torch.nn.Module) -> 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "bloom"])
 def test_every_candidate_computes_the_function(name: str) -> None:
-    source = open_source(str(CHECKPOINTS / name), weights=True)
-    config = AutoConfig.from_pretrained(source.path)
-    checkpoint = open_checkpoint(source)
-    plan = rotation_plan(config, checkpoint, lambda *_: None)
+    subject = open_subject(str(CHECKPOINTS / name))
+    config: Any = subject.config
+    plan = rotation_plan(subject, lambda *_: None)
     assert plan is not None
     forms = candidates(plan, (0, 5))
     names = [form.name for form in forms]
@@ -122,7 +121,7 @@ def test_every_candidate_computes_the_function(name: str) -> None:
         inputs = {"pixel_values": torch.randn(2, 3, config.image_size, config.image_size)}
     outputs, weights = [], []
     for form in forms:
-        model = FloatModel(checkpoint, plan.model_class, False).load(form)
+        model = FloatModel(subject, plan.model_class).load(form)
         with torch.no_grad():
             outputs.append(model(**inputs)[0])
         weights.append({name: value.clone() for name, value in model.state_dict().items()})

@@ -9,10 +9,10 @@ import onnx
 import pytest
 import torch
 from tiny_models import WHISPER, live
-from transformers import AutoConfig, WhisperConfig
+from transformers import WhisperConfig
 
-from enjoyln_cli.checkpoint.reader import open_checkpoint
-from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.checkpoint.reader import open_subject
+from enjoyln_cli.onnx_export import transformers_exporter
 from enjoyln_cli.quantisation import exported
 from enjoyln_cli.quantisation.candidates import FloatModel, candidates, rotation_plan
 from enjoyln_cli.quantisation.schemes import ONNX, SCHEMES
@@ -22,9 +22,8 @@ from enjoyln_cli.quantisation.schemes import ONNX, SCHEMES
 def test_the_product_in_an_onnx_file_stays_in_float32(tmp_path: Path) -> None:
     name = "WhisperForConditionalGeneration"
     live(name, WhisperConfig(**WHISPER)).float().save_pretrained(tmp_path / "model")
-    checkpoint = open_checkpoint(open_source(str(tmp_path / "model"), weights=True))
-    config = AutoConfig.from_pretrained(tmp_path / "model")
-    plan = rotation_plan(config, checkpoint, lambda *_: None, products=True)
+    subject = open_subject(str(tmp_path / "model"))
+    plan = rotation_plan(subject, lambda *_: None, products=True)
     assert plan is not None
     forms = {form.name: form for form in candidates(plan, (0,))}
     assert list(forms)[-2:] == ["rotated, seed 0", "rotated with a product, seed 0"]
@@ -35,7 +34,7 @@ def test_the_product_in_an_onnx_file_stays_in_float32(tmp_path: Path) -> None:
     }
     outputs, kinds = {}, {}
     for form in ("original", *list(forms)[-2:]):
-        model = FloatModel(checkpoint, name, False).load(forms[form])
+        model = FloatModel(subject, name).load(forms[form])
         with torch.no_grad():
             outputs[form] = model(**batch).logits
         if form == "original":
@@ -43,7 +42,7 @@ def test_the_product_in_an_onnx_file_stays_in_float32(tmp_path: Path) -> None:
         made = exported.exported(model, batch, ONNX)
         scheme = SCHEMES["w8a8-static"]
         small = exported.quantised(made, ONNX, scheme, batch, [batch], (), True)
-        exported.save(small, tmp_path / form, ONNX, model.config)
+        transformers_exporter.save(small, tmp_path / form, model.config)
         graph = onnx.load(tmp_path / form / "model.onnx").graph
         kinds[form] = Counter(node.op_type for node in graph.node)
         computed = exported.load(tmp_path / form, ONNX)(batch)["logits"]
