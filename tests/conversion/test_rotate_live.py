@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from live_models import CHECKPOINTS
+from live_models import CHECKPOINTS, shaken
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -28,15 +28,6 @@ CLASSES = {"bert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}
 
 def trained(name: str) -> Any:
     return CLASSES.get(name, AutoModelForCausalLM).from_pretrained(CHECKPOINTS / name).eval()
-
-
-def randomly_filled(model: Any) -> Any:
-    """The model with random values in every parameter, those of norms and biases among them."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
 
 
 def outputs_of(model: Any) -> torch.Tensor:
@@ -98,7 +89,7 @@ def test_a_model_of_rms_norms_turns_as_well() -> None:
         num_key_value_heads=2,
         tie_word_embeddings=True,
     )
-    model = randomly_filled(LlamaForCausalLM(config)).double()
+    model = shaken(LlamaForCausalLM(config)).double()
     expected = outputs_of(model)
     plan = rotate(model)
     assert [basis.kind for basis in plan.turned] == ["stream", "values", "values"]
@@ -111,7 +102,7 @@ def test_a_head_that_the_config_cannot_untie_stays_tied() -> None:
     torch.manual_seed(2)
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 2}
     model = T5ForConditionalGeneration(T5Config(vocab_size=61, decoder_start_token_id=0, **sizes))
-    randomly_filled(model).double()
+    shaken(model).double()
     expected = outputs_of(model)
     plan = rotate(model)
     assert plan.turned and not plan.untied

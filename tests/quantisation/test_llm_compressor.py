@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from commands import good
-from live_models import CHECKPOINTS
+from live_models import CHECKPOINTS, shaken
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from enjoyln_cli import NothingToFold
@@ -93,11 +93,7 @@ def llama() -> Any:
         num_key_value_heads=2,
         tie_word_embeddings=False,
     )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
+    return shaken(LlamaForCausalLM(config))
 
 
 def sections(model: Any, folder: Path) -> dict[str, Any]:

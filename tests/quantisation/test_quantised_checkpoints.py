@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from commands import GPT2, good
-from live_models import CHECKPOINTS, ROOT
+from live_models import CHECKPOINTS, ROOT, shaken
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM
@@ -43,11 +43,7 @@ def small_opt(width: int = 64, hidden: int = 96) -> Any:
         num_attention_heads=4,
         max_position_embeddings=40,
     )
-    model = OPTForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model
+    return shaken(OPTForCausalLM(config), 0.05)
 
 
 def written(model: Any, form: str, scheme: str, folder: Path, **changes: Any) -> WeightCount:

@@ -31,6 +31,14 @@ def moved(model: nn.Module, seed: int | None = 0) -> Any:
     return model
 
 
+def shaken(model: nn.Module, size: float = 0.1) -> Any:
+    """In eval mode, with random numbers of about this ``size`` added to every parameter."""
+    with torch.no_grad():
+        for parameter in model.eval().parameters():
+            parameter.add_(size * torch.randn_like(parameter))
+    return model
+
+
 def folded_norms(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, Folded)]
 
