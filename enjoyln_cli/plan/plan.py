@@ -380,8 +380,8 @@ class Plan:
     """Output fields, or patterns, that have to stay the same; empty means all fields.
     Outputs that a later call may take as inputs, such as a cache, always stay the same."""
     by_example: tuple[str, ...] = ()
-    """Calls that were traced with real values, since shapes depend on values; they are proven for
-    inputs of this kind only."""
+    """Calls whose operations depend on values of the inputs; they are proven for inputs like the
+    examples only."""
     widened: tuple[Widening, ...] = ()
     merged: tuple[Merge, ...] = ()
     unmerged: tuple[UnmergedNorm, ...] = ()

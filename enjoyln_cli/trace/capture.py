@@ -2,8 +2,12 @@
 
 A run without any values is tried first (``recorder.record``): it is fast, and its graph holds for
 all values. If the code needs values of its inputs, or writes in place, the run is repeated with the
-values of the example inputs (``recorder.record_example``). If Python reads one of these, the graph
-holds for calls of this kind only.
+values of the example inputs (``recorder.record_example``). If Python reads one of these, a further
+run shows whether the graph holds for all values in spite of that (``holds_for_all_values``). If not,
+it holds for calls of this kind only.
+
+All these runs take the branches that the code takes while it is exported, since these need the
+fewest values. Only if the code fails there, the run with values takes its usual branches.
 
 Each recording works on a copy of the model without weights that is made for this one graph.
 """
@@ -14,6 +18,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,8 +44,9 @@ from enjoyln_cli.models.norm_modules import first_names
 from enjoyln_cli.plan.trusted_code import is_stock
 from enjoyln_cli.trace.annotate import CallToTrace, Weights, annotate
 from enjoyln_cli.trace.failure_reasons import say_why
-from enjoyln_cli.trace.recorder import record, record_example
+from enjoyln_cli.trace.recorder import record, record_example, selects
 from enjoyln_cli.trace.shared_storage import reason_of_sharing, reason_outside, ties
+from enjoyln_cli.trace.size_range import holds_for_all_values
 from enjoyln_cli.trace.steps import Steps, quiet, watch
 from enjoyln_cli.trace.trace import Naming, Trace
 
@@ -74,12 +80,23 @@ class Captures:
         if recording := self._recording(call):
             return recording
         try:
-            with quiet(call.training):
-                return record_example_call(self.prepared(call))
+            with suppress(Exception):  # some code fails while it is exported
+                return self._with_values(call)
+            return self._with_values(call, exporting=False)
         except Exception as error:  # of the model's code, or of torch
             raise TraceFailed(
                 f"{type(self.model).__name__} could not be traced ({call.label}): {say_why(error)}"
             ) from error
+
+    def _with_values(self, call: Call, exporting: bool = True) -> Trace:
+        """The graph of one call with its example inputs. Raises any exception of the model."""
+        with quiet(call.training, exporting):
+            trace = record_example_call(self.prepared(call))
+            if trace.by_values:
+                with suppress(Exception):  # the path depends on values, or may do so
+                    holds = holds_for_all_values(self.prepared(call), trace.graph)
+                    return replace(trace, by_values=not holds)
+            return trace
 
     def prepared(self, call: Call) -> CallToTrace:
         """``call`` with a copy of the model that runs it (see ``copy_without_weights``)."""
@@ -125,7 +142,7 @@ def accepts(model: nn.Module, call: Call) -> bool:
     try:
         bare = copy_without_weights(model).train(call.training)
         forget_buffers(bare, keep_integers=True)
-        with quiet(call.training), weightless():
+        with quiet(call.training, exporting=False), weightless():
             Steps(bare, call.flags, None, cache=call.cache)(*on_cpu(call.steps))
     except Exception:  # with inputs of a wrong form, a model may raise any exception
         return False
@@ -144,7 +161,10 @@ def record_call(this: CallToTrace) -> Trace:
 
 
 def record_example_call(this: CallToTrace) -> Trace:
-    """The graph of a call with its example inputs. Raises an exception if it cannot be recorded."""
+    """The graph of a call with its example inputs, and whether Python read their values.
+
+    Raises an exception if it cannot be recorded.
+    """
     forget_buffers(this.model, keep_integers=True)
     runner = this.runner()
     recording, computed = record_example(runner, this.call.steps)
@@ -166,6 +186,9 @@ def record_example_call(this: CallToTrace) -> Trace:
 
 def _tells_python(node: Node) -> bool:
     """Whether the node's result makes later code depend on values: as a number or as a shape."""
+    if node.target is torch.ops.aten.index.Tensor:
+        indices: Any = node.args[1]
+        return any(index is not None and selects(index.meta["val"]) for index in indices)
     told = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     return not told.isdisjoint(getattr(node.target, "tags", ()))
 

@@ -11,15 +11,15 @@ then replaces those that no other op can see.
 values (see ``models.meta_device``). What reads or writes values is recorded as any other operation.
 If Python reads a value, the graph holds for calls with these values only.
 
-Neither can record an operator with a subgraph, such as ``torch.cond``. Both run the branches that a
-model takes while it is exported, since these need the fewest values.
+``record_symbolic`` shows for which sizes, or for which values, such a graph holds.
+
+None of them can record an operator with a subgraph, such as ``torch.cond``.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -45,12 +45,13 @@ from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import Memory, on_cpu, weightless
 from enjoyln_cli.trace import meta_results
 from enjoyln_cli.trace.escapes import READS
-from enjoyln_cli.trace.steps import Steps, as_exporting
+from enjoyln_cli.trace.steps import Steps
 
 aten = torch.ops.aten
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _MASKS = (torch.bool, torch.uint8)
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _CONSTANT = {aten.lift_fresh_copy, aten.detach, aten._to_copy, aten.to}
 """Ops whose result is a constant if their operand is one."""
@@ -108,12 +109,31 @@ def record_example(runner: Steps, steps: Any) -> tuple[Recording, Memory]:
     return recording, computed
 
 
-def record_symbolic(runner: Steps, steps: Any, sizes: ShapeEnv) -> Graph:
-    """The graph of ``runner`` for ``steps`` in which every size but 1 is a symbol of ``sizes``.
+class Symbols(ShapeEnv):
+    """Symbols for sizes, and for numbers that depend on values."""
 
-    Whenever Python reads a size, ``sizes`` gets a condition under which the path stays the same.
-    All tensors count as on the CPU, and none has values. Raises ``NotRecorded``, or any exception
-    of the model.
+    def __init__(self) -> None:
+        super().__init__(trace_asserts=True)
+        self.in_operation = False
+        """Whether an operation runs: torch itself asks about sizes, and can do without answers."""
+        self.undecided = False
+        """Whether the code had to know a value, even if it caught the exception."""
+
+    def _make_data_dependent_error(self, *args: Any, **kwargs: Any) -> Any:
+        self.undecided |= not self.in_operation
+        return super()._make_data_dependent_error(*args, **kwargs)
+
+
+def record_symbolic(runner: Steps, steps: Any, sizes: Symbols, free: bool = True) -> Graph:
+    """The graph of ``runner`` for ``steps`` without values, in which sizes may be symbols.
+
+    If ``free``, every size of an input but 1 is a symbol of ``sizes``, and whenever Python reads
+    one, ``sizes`` gets a condition under which the path stays the same. Sizes and numbers that
+    depend on values are always symbols. A condition on these alone raises an exception, unless it
+    is checked, so that a call in which it does not hold fails. All tensors count as on the CPU, and
+    none has values.
+
+    Raises ``NotRecorded``, or any exception of the model.
     """
     fake = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
     with fake:
@@ -121,14 +141,17 @@ def record_symbolic(runner: Steps, steps: Any, sizes: ShapeEnv) -> Graph:
 
     def with_symbols(tensor: torch.Tensor) -> torch.Tensor:
         tensor = torch.empty_like(tensor, device="cpu")
-        free = [DimDynamic.STATIC if n == 1 else DimDynamic.DYNAMIC for n in tensor.shape]
-        context: Any = StatelessSymbolicContext(dynamic_sizes=free)
+        fixed, varying = DimDynamic.STATIC, DimDynamic.DYNAMIC
+        kinds = [varying if free and size > 1 else fixed for size in tensor.shape]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
         return fake.from_tensor(tensor, symbolic_context=context)
 
     leaves, layout = pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, with_symbols, steps))
-    recorder = _Recorder(_Tracer(), lenient=True, symbolic=True)
+    recorder = _Recorder(_Tracer(), lenient=True, symbols=sizes)
     with fake, torch.backends.nnpack.flags(enabled=False):  # which is chosen by the number of rows
         recording, _ = _record(runner, recorder, leaves, layout)
+    if not recorder.sure or sizes.undecided:
+        raise NotRecorded("a call reads a value")
     return recording.graph
 
 
@@ -148,7 +171,7 @@ def _record(
             tracer.placeholder(buffer)
     inputs = [tracer.placeholder(leaf) for leaf in leaves]
     tracer.follow_module_calls(runner)
-    with as_exporting(), _NoReads(recorder), enable_python_dispatcher(), recorder:
+    with _NoReads(recorder), enable_python_dispatcher(), recorder:
         result = runner(*pytree.tree_unflatten(leaves, layout))
     results, results_layout = pytree.tree_flatten(result)
     nodes = [tracer.node_of(tensor, recorder.lenient) for tensor in results]
@@ -277,7 +300,9 @@ class _Recorder(ProxyTorchDispatchMode):
     It is registered in place of torch's own proxy mode, so that ``get_proxy_mode`` finds it.
     """
 
-    def __init__(self, tracer: _Tracer, lenient: bool = False, symbolic: bool = False) -> None:
+    def __init__(
+        self, tracer: _Tracer, lenient: bool = False, symbols: Symbols | None = None
+    ) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
         self._mode_key = torch._C._TorchDispatchModeKey.PROXY
         self.enter_stack: list[Any] = []
@@ -285,12 +310,14 @@ class _Recorder(ProxyTorchDispatchMode):
         self.tracer: Any = tracer
         self.lenient = lenient
         """Whether operations may read and write values."""
-        self.symbolic = symbolic
-        """Whether sizes are symbols, which only torch's operations in Python leave free."""
+        self.symbols = symbols
+        """The symbols of sizes, which only torch's operations in Python leave free."""
         self.sure = True
         """Whether everything could be recorded so far."""
         self.writing = False
         """Whether ``torch.tensor`` runs on constants in the code."""
+        self.numbers: set[Any] = set()
+        """Symbols of the numbers that Python read from tensors."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -321,7 +348,7 @@ class _Recorder(ProxyTorchDispatchMode):
         if self.lenient:
             return self._record_any(func, args, kwargs)
         if func is aten.index.Tensor:
-            if any(index is not None and index.dtype in _MASKS for index in args[1]):
+            if any(index is not None and selects(index) for index in args[1]):
                 raise NotRecorded("the number of selected elements depends on a mask")
             kind = ""
         else:
@@ -360,9 +387,15 @@ class _Recorder(ProxyTorchDispatchMode):
                 raise NotRecorded(f"{func} writes in place inside a transform")
             return func(*args, **kwargs)
         nodes, named = self._with_nodes(args, {}), self._with_nodes(kwargs, {})
-        with enable_python_dispatcher() if self.symbolic else nullcontext():
-            value = func(*args, **kwargs)
-        return self._called(func, args, nodes, named, value)
+        if self.symbols is None:
+            return self._called(func, args, nodes, named, func(*args, **kwargs))
+        self.symbols.in_operation = True
+        try:
+            with enable_python_dispatcher():
+                value = func(*args, **kwargs)
+            return self._called(func, args, nodes, named, value)
+        finally:
+            self.symbols.in_operation = False
 
     def _called(self, func: Any, args: tuple[Any, ...], nodes: Any, named: Any, value: Any) -> Any:
         """Add the call to the graph; returns its result ``value``, which gets nodes."""
@@ -371,6 +404,8 @@ class _Recorder(ProxyTorchDispatchMode):
         if func is aten.lift_fresh.default:
             func = aten.lift_fresh_copy.default
         node = self.tracer.called(func, nodes, named, value)
+        if isinstance(value, _SYMBOLIC):
+            self.numbers |= value.node.expr.free_symbols
         if isinstance(value, torch.Tensor):
             self._give(value, node)
         elif isinstance(value, (tuple, list)):
@@ -401,7 +436,9 @@ class _Recorder(ProxyTorchDispatchMode):
             return type(value)([self._with_nodes(item, devices) for item in value])
         if type(value) is dict:
             return {key: self._with_nodes(item, devices) for key, item in value.items()}
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if isinstance(value, _SYMBOLIC):
+            if not self.numbers.isdisjoint(value.node.expr.free_symbols):
+                raise NotRecorded("an operation takes a number that Python read from a tensor")
             return None  # a node would read its number
         return value
 
@@ -422,6 +459,11 @@ class _Recorder(ProxyTorchDispatchMode):
         while node.op == "call_function" and packet(node) in _CONSTANT:
             node = node.args[0]
         return node in self.tracer.constants
+
+
+def selects(index: torch.Tensor) -> bool:
+    """Whether an index is a mask, whose values decide how many elements it selects."""
+    return index.dtype in _MASKS
 
 
 @cache

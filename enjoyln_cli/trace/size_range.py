@@ -1,9 +1,12 @@
-"""Find the input sizes for which a call takes the same path as the traced one.
+"""Find the inputs for which a call takes the same path as the traced one.
 
 A second recording makes every size a symbol. Whenever Python reads a size (a comparison, ``range``,
 ``len``, an index), torch adds a condition under which the path stays the same. For all sizes that
 meet these conditions, the call runs the same operations. As a check, the operations of both
 recordings are compared. A size of 1 stays 1, since torch broadcasts it.
+
+In the same way, a recording in which sizes and numbers that depend on values are symbols shows
+whether a call runs the same operations for all values of its inputs.
 """
 
 from __future__ import annotations
@@ -19,12 +22,10 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.experimental import _config as symbolic
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
 from enjoyln_cli.calls.calls import Call
-from enjoyln_cli.graph.in_place import replace_private_writes
 from enjoyln_cli.models.meta_device import copy_without_weights
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument
 from enjoyln_cli.plan.covered_calls import (
@@ -38,7 +39,8 @@ from enjoyln_cli.plan.covered_calls import (
     sizes_in,
 )
 from enjoyln_cli.plan.size_conditions import holds, names_in, require_condition
-from enjoyln_cli.trace.recorder import record_symbolic
+from enjoyln_cli.trace.annotate import CallToTrace
+from enjoyln_cli.trace.recorder import Symbols, record_symbolic
 from enjoyln_cli.trace.steps import Steps, quiet, watch
 from enjoyln_cli.trace.trace import Trace
 
@@ -62,6 +64,17 @@ def traced_forms(model: nn.Module, trace: Trace) -> tuple[CallForm, ...]:
     return () if form is None else (form,)
 
 
+def holds_for_all_values(this: CallToTrace, graph: Graph) -> bool:
+    """Whether a call runs the operations of ``graph`` for all values of inputs of these sizes.
+
+    ``graph`` was recorded with the values of the example inputs. A check (``assert``,
+    ``torch._check``) may read any value: if it fails, so does the call. Raises an exception if it
+    is unknown.
+    """
+    symbolic = record_symbolic(this.runner(), this.call.steps, Symbols(), free=False)
+    return _operations(symbolic) == _operations(graph)
+
+
 def in_two_rows(call: Call) -> Iterator[Call]:
     """The same call with two rows if it has one, since torch may broadcast a single row."""
 
@@ -80,7 +93,7 @@ class _Before:
     """Records the form of each step, and how many conditions on sizes existed when it began."""
 
     model: nn.Module
-    sizes: ShapeEnv
+    sizes: Symbols
     forms: list[CallForm | None] = field(default_factory=list)
     known: list[int] = field(default_factory=list)
 
@@ -115,7 +128,7 @@ def _holds_for_one(form: CallForm) -> bool:
 
 def _general_forms(model: nn.Module, call: Call, trace: Trace) -> tuple[CallForm, ...]:
     """The forms with symbolic sizes; empty if it is unknown for which sizes they hold."""
-    sizes = ShapeEnv()
+    sizes = Symbols()
     try:
         bare = copy_without_weights(model)
         watch(bare, call.training)
@@ -124,7 +137,6 @@ def _general_forms(model: nn.Module, call: Call, trace: Trace) -> tuple[CallForm
         runner = Steps(bare, call.flags, None, cache=call.cache, before=before)
         with quiet(call.training), oblivious, _read_as_text():
             graph = record_symbolic(runner, call.steps, sizes)
-            replace_private_writes(graph)
         if _operations(graph) != _operations(trace.graph):
             return ()
         return tuple(_forms_with_conditions(before, len(call.steps)))
@@ -150,23 +162,28 @@ def _read_as_text() -> Iterator[None]:
         torch.SymInt.__repr__ = plain  # type: ignore[method-assign]
 
 
-def _operations(graph: Graph) -> list[Any]:
-    """The operations on tensors in order, without reads of sizes and marks of places.
+def _operations(graph: Graph) -> list[tuple[str, str]]:
+    """The operations on tensors in order, by the names of an op and its overload.
 
-    What ``torch.tensor`` runs is left out too, as a strict recording does.
+    An op that writes in place counts as the one that does not. Left out are reads of sizes and
+    numbers, what ``torch.tensor`` runs, and ops that may return what they are given: which of these
+    are recorded depends on devices, strides and writes.
     """
-    aten = torch.ops.aten
-    of_sizes = (aten.sym_size, aten.sym_numel, aten.sym_stride)
-    others = (*of_sizes, aten.alias, aten.detach_, aten.lift_fresh, aten.lift_fresh_copy)
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
-    targets = [node.target for node in nodes if not _is_whole(node)]
+    nodes = [node for node in graph.nodes if node.op == "call_function" and not _is_whole(node)]
+    targets = [node.target for node in nodes if isinstance(node.target, torch._ops.OpOverload)]
+    names = ((target._schema.name, target._overloadname) for target in targets)
     return [
-        target
-        for target in targets
-        if isinstance(target, torch._ops.OpOverload)
-        and target.overloadpacket not in others
-        and not target.name().startswith(("aten::_assert", "aten::sym_constrain"))
+        (name.rstrip("_"), overload)
+        for name, overload in names
+        if not name.startswith(("aten::_assert", "aten::sym_")) and name not in _UNCOMPARED
     ]
+
+
+_UNCOMPARED = {
+    "aten::_is_all_true", "aten::alias", "aten::contiguous", "aten::detach", "aten::detach_",
+    "aten::dropout", "aten::feature_dropout", "aten::item", "aten::lift_fresh",
+    "aten::lift_fresh_copy",
+}  # fmt: skip
 
 
 def _is_whole(node: Node) -> bool:

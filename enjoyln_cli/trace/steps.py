@@ -181,12 +181,13 @@ def watch(bare: nn.Module, training: bool = False) -> Watchers:
 
 
 @contextmanager
-def quiet(training: bool = False) -> Iterator[None]:
+def quiet(training: bool = False, exporting: bool = True) -> Iterator[None]:
     """The process-wide state of a trace: all that is set here is as before afterwards.
 
     No gradients; no warnings and logs of torch's exceptions; nodes without their Python stack,
     which makes tracing faster; torch's random numbers on the CPU. In training mode, some branches
-    are decided (see ``models.known_answers``).
+    are decided (see ``models.known_answers``). If ``exporting``, the code of a model takes the same
+    branches as under ``torch.export``.
     """
     logged = logging.root.manager.disable
     unrecorded = getattr(fx_config, "do_not_emit_stack_traces", False)  # since torch 2.13
@@ -199,6 +200,8 @@ def quiet(training: bool = False) -> Iterator[None]:
         stack.enter_context(answers_without_values())
         if training:
             stack.enter_context(KnownAnswers())
+        if exporting:
+            stack.enter_context(_as_exporting())
         logging.disable(logging.ERROR)
         fx_config.do_not_emit_stack_traces = True
         try:
@@ -209,7 +212,7 @@ def quiet(training: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def as_exporting() -> Iterator[None]:
+def _as_exporting() -> Iterator[None]:
     """Inside the block, the code of a model takes the same branches as under ``torch.export``."""
     compiler, flags = torch.compiler, ("_is_compiling_flag", "_is_exporting_flag")
     before = {flag: getattr(compiler, flag) for flag in flags}

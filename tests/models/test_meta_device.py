@@ -217,10 +217,10 @@ def test_a_model_that_reads_sizes_folds_for_every_size() -> None:
         assert error(folded, model, *example(*sizes)) <= 1e-12
 
 
-def test_rows_that_values_select_are_traced_for_the_example() -> None:
+def test_rows_that_values_select_fold_for_any_number_of_rows() -> None:
     model, (x, _) = random(Unpadded()), example(8)
     found = analyze_module(model, x, torch.arange(8) % 3 > 0)
-    assert found.problem.flow.traces[0].by_values
+    assert not found.problem.flow.traces[0].by_values
     assert [verdict.norm for verdict in found.plan.folded] == ["norm"]
     folded = converted(model, found.plan, guarded=False)
     for kept in (2, 5, 8):

@@ -1,0 +1,123 @@
+"""Whether a graph that was recorded with example values holds for all values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.assertions import asserted
+from torch import nn
+
+from enjoyln_cli.analysis.analyze import analyze_module
+from enjoyln_cli.trace.trace import Trace
+
+WIDTH = 6
+
+
+class Net(nn.Module):
+    """Two layers with a norm between them, and ``code`` that is given as a function."""
+
+    def __init__(self, code: Any) -> None:
+        super().__init__()
+        self.own, self.norm, self.out = (
+            nn.Linear(5, WIDTH),
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3),
+        )
+        self.code = code
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.code(self.own(x), ids)))
+
+
+def trace_of(code: Any) -> Trace:
+    torch.manual_seed(0)
+    model = Net(code)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.4, 0.5)
+    ids = torch.tensor([[1, 0, 2, 2], [2, 2, 1, 0], [0, 1, 2, 2]])
+    found = analyze_module(model.double().eval(), torch.randn(3, 4, 5).double(), ids)
+    return found.problem.flow.traces[0]
+
+
+def checked(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    torch._check_tensor_all(ids >= 0, lambda: "negative")
+    return h
+
+
+def checked_with_a_message(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    count = (ids == 2).sum()
+    text = f"{count} of {ids.numel()}"
+    torch._check_tensor_all(count == 6, lambda: text)
+    return h
+
+
+def rows_of_a_mask(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return h.masked_scatter((ids == 2)[..., None], h[ids == 2].flip(0))
+
+
+def an_input_that_is_written(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    ids += 1
+    return h[:, ids[0] % 4]
+
+
+def rows_in_a_transform(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    mask = torch.vmap(lambda row, value: row[value] > 0, in_dims=(None, 0))(ids[0], ids[1])
+    return h * mask[:, None]
+
+
+def branched(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return h if ids.max().item() < 3 else h.abs()
+
+
+def repeated(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    for _ in range(int(ids[0, 0])):
+        h = h * 2
+    return h
+
+
+def counted(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return h if len(h[ids == 2]) == 6 else h.abs()
+
+
+def with_a_number(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return h * ids.max().item()
+
+
+def up_to_a_number(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return torch.cat((h[:, : ids.max().item()], h[:, :2]), 1)
+
+
+def tried(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    try:
+        wrong = ids.max().item() > 2
+    except Exception:
+        wrong = False
+    return h.abs() if wrong else h
+
+
+def tried_branch(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    highest = ids.max().item()
+    try:
+        return h.abs() if highest > 2 else h
+    except Exception:
+        return h
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        checked, checked_with_a_message, asserted, rows_of_a_mask, an_input_that_is_written,
+        rows_in_a_transform,
+    ],
+)  # fmt: skip
+def test_values_that_choose_no_path_are_proven_for_all(code: Any) -> None:
+    assert not trace_of(code).by_values
+
+
+@pytest.mark.parametrize(
+    "code", [branched, repeated, counted, with_a_number, up_to_a_number, tried, tried_branch]
+)
+def test_values_that_choose_a_path_are_proven_for_the_example(code: Any) -> None:
+    assert trace_of(code).by_values
