@@ -7,7 +7,8 @@ never follows values that are marked as written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,10 +36,18 @@ _FRESH = {
     aten.embedding, aten.gelu, aten.layer_norm, aten.linear, aten.log_softmax, aten.matmul,
     aten.mm, aten.mul, aten.pad, aten.scaled_dot_product_attention, aten.softmax, aten.sub,
 }  # fmt: skip
-"""Ops whose result never shares memory with an operand."""
+"""Ops whose result never shares memory with an operand, although the schemas of some do not say."""
 
-_PUTS = {aten.index_add, aten.index_copy, aten.index_put}
-"""Out-of-place ops that replace or add rows of a tensor; each also has an in-place form."""
+_PUTS = {
+    aten.copy, aten.fill, aten.index_add, aten.index_copy, aten.index_put, aten.masked_fill,
+    aten.masked_scatter, aten.scatter, aten.scatter_add, aten.zero,
+}  # fmt: skip
+"""Ops that return a tensor with other values in some places; each also has an in-place form."""
+_SCATTERS = {
+    aten.select.int: aten.select_scatter.default,
+    aten.slice.Tensor: aten.slice_scatter.default,
+}
+"""For an op that selects a part of a tensor, the one that returns the tensor with another part."""
 _COPIES = {aten.copy_, aten.index_add_, aten.index_copy_, aten.index_put_, aten.scatter_}
 """In-place ops that copy values, so that what they write does not share memory with the source."""
 
@@ -47,25 +56,82 @@ def replace_private_writes(graph: Graph) -> None:
     """Replace ``x.add_(y)`` by ``x.add(y)`` if nothing else sees the memory of ``x`` afterwards.
 
     That holds if ``x`` has its own memory, or that of a value that nothing but ``x`` reads, and if
-    all of its other readers come before the write and return new memory. (Nodes that read ``x``
-    after the write refer to the result of the write.)
-    For a model with a residual ``+=`` this avoids full functionalisation, which takes ten times as
-    long.
+    all other readers of its memory come before the write. (Nodes that read ``x`` after the write
+    refer to the result of the write.) A write to a part of such a value, ``x[:, 1:] = y``, becomes
+    an op that returns the whole with another part.
     """
     writes = mutating_ops(graph)
     if writes:
         _drop_idle_dropout(graph)
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in writes:
-        target: Any = node.target
+        plain = _plain(node.target)
         written: Any = node.args[0] if node.args else None
-        plain = getattr(aten, target.overloadpacket.__name__.rstrip("_"), None)
-        if plain not in _FRESH | _PUTS or not isinstance(written, Node) or not _writes_first(node):
+        if plain is None or not isinstance(written, Node):
             continue
-        others = [user for user in written.users if user is not node]
-        private = all(_is_fresh(user) and position[user] < position[node] for user in others)
-        if private and _owns_memory(written):
-            node.target = getattr(plain, target._overloadname)
+        if not all(_is_done(user, written, position, node) for user in written.users):
+            continue
+        if _owns_memory(written):
+            node.target = plain
+        elif written.target in _SCATTERS and _is_private_part(written, node, position):
+            node.target = plain
+            _put_back(written, node, position)
+
+
+@cache
+def _plain(target: Any) -> Any:
+    """The op that returns in new memory what ``target`` writes to its first argument.
+
+    ``None`` if there is none, or if ``target`` may do anything else.
+    """
+    packet_of = getattr(aten, target.overloadpacket.__name__.removesuffix("_"), None)
+    plain = getattr(packet_of, target._overloadname, None)
+    if plain is None or plain is target or not _returns_new(plain):
+        return None
+    written = [a.name for a in target._schema.arguments if a.alias_info and a.alias_info.is_write]
+    known = torch.Tag.pointwise in plain.tags or packet_of in _FRESH | _PUTS
+    return plain if known and written == [target._schema.arguments[0].name] else None
+
+
+def _takes_no_memory(user: Node, value: Node) -> bool:
+    """Whether the result of ``user`` shares no memory with ``value``, its operand."""
+    copies = packet(user) in _COPIES and user.args[0] is not value
+    return _is_fresh(user) or copies
+
+
+def _is_done(user: Node, value: Node, position: Mapping[Node, int], write: Node) -> bool:
+    """Whether a reader of ``value`` comes before a write, and all readers of its memory do."""
+    if user is write:
+        return True
+    if position[user] > position[write]:
+        return False
+    return _takes_no_memory(user, value) or (
+        user.target in _SCATTERS and all(_is_done(u, user, position, write) for u in user.users)
+    )
+
+
+def _is_private_part(part: Node, write: Node, position: Mapping[Node, int]) -> bool:
+    """Whether only later readers of the whole, and readers of ``write``, see a write to a part."""
+    whole: Any = part.args[0]
+    before = [u for u in whole.users if u is not part and position[u] < position[write]]
+    return (
+        all(_is_done(user, whole, position, write) for user in before)
+        and all(_takes_no_memory(user, write) for user in write.users)
+        and _owns_memory(whole)
+    )
+
+
+def _put_back(part: Node, new: Node, position: dict[Node, int]) -> None:
+    """Let all later readers of a tensor read it with ``new`` in place of ``part``."""
+    graph, whole = part.graph, part.args[0]
+    later = [user for user in whole.users if position[user] > position[new]]
+    with graph.inserting_after(new):
+        arguments = (whole, new, *part.args[1:])
+        changed = graph.call_function(_SCATTERS[part.target], arguments, dict(part.kwargs))
+    changed.meta |= {"val": whole.meta["val"], "nn_module_stack": new.meta["nn_module_stack"]}
+    position[changed] = position[new]
+    for user in later:
+        user.replace_input_with(whole, changed)
 
 
 def _owns_memory(node: Node) -> bool:
@@ -78,13 +144,6 @@ def _owns_memory(node: Node) -> bool:
             return False
         (node,) = operands
     return True
-
-
-def _writes_first(node: Node) -> bool:
-    """Whether the op writes to its first argument (and not to ``out``)."""
-    target: Any = node.target
-    first = target._schema.arguments[0].alias_info
-    return first is not None and first.is_write
 
 
 def _drop_idle_dropout(graph: Graph) -> None:
@@ -143,12 +202,17 @@ def _is_scaling(node: Node, written: Node) -> bool:
 
 
 def _is_fresh(node: Node) -> bool:
-    """Whether the result of the op has new memory.
+    """Whether the result of the op has new memory."""
+    return isinstance(node.target, torch._ops.OpOverload) and _returns_new(node.target)
+
+
+@cache
+def _returns_new(target: Any) -> bool:
+    """Whether an op writes nothing, and returns new memory.
 
     The schema tells, except for composite ops and for views with "unsafe" in their name.
     """
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    if target._schema.is_mutable:
         return False
     if target.overloadpacket in _FRESH:
         return True
@@ -193,5 +257,5 @@ def _written(graph: Graph, together: Sequence[Node] = ()) -> list[Node]:
 
 def _shared(node: Node) -> Sequence[Node]:
     """The operands that a result, which is not fresh, may share its memory with."""
-    copied_to = node.args[0] if packet(node) in _COPIES and _writes_first(node) else None
+    copied_to = node.args[0] if packet(node) in _COPIES and _plain(node.target) else None
     return [copied_to] if isinstance(copied_to, Node) else node.all_input_nodes

@@ -361,7 +361,9 @@ def _pad(node: Node, axis: Axis) -> Pull:
     return ((node.args[0], axis),)
 
 
-@rule(aten.zeros, aten.zeros_like, aten.new_zeros)
+@rule(
+    aten.zeros, aten.zeros_like, aten.new_zeros, aten.empty, aten.empty_like, aten.new_empty
+)  # fmt: skip
 def _zeros(node: Node, axis: Axis) -> Pull:
-    """Zeros have zero mean, with no condition on operands."""
+    """Zeros have zero mean, and so may memory have that holds no values yet."""
     return ()

@@ -72,7 +72,8 @@ def annotate(
     names = [_input_name(path, order) for path, _ in steps]
     accepted = accepted_by(model)
     leaves = {naming(path) for path, module in model.named_modules() if not any(module.children())}
-    returned = _fields_of(recording.returned, recording.layout)
+    results: Any = recording.graph.output_node().args[0]
+    returned = _fields_of(list(results), recording.layout)
     lost = this.watchers.places.lost | lost_places(recording.graph)
     locked = {**_locked_by_call(this, changed, recording.constants.values()), **this.weights.locked}
     return Trace(

@@ -3,8 +3,8 @@
 A run without any values is tried first (``recorder.record``): it is fast, and its graph holds for
 all values. If the code needs values of its inputs, or writes in place, the run is repeated with the
 values of the example inputs (``recorder.record_example``). If Python reads one of these, a further
-run shows whether the graph holds for all values in spite of that (``holds_for_all_values``). If not,
-it holds for calls of this kind only.
+run shows whether the graph holds for all values in spite of that (``holds_for_all_values``).
+Otherwise it holds for calls of this kind only.
 
 All these runs take the branches that the code takes while it is exported, since these need the
 fewest values. Only if the code fails there, the run with values takes its usual branches.

@@ -72,9 +72,8 @@ class Recording:
     """The nodes of the flattened steps, in order."""
     constants: Mapping[Node, torch.Tensor]
     """Other tensors that the graph reads, such as constants in the code."""
-    returned: list[Node]
     layout: pytree.TreeSpec
-    """The structure of the result of ``Steps``."""
+    """The structure of the result of ``Steps``, whose values the graph returns."""
 
 
 def record(runner: Steps, steps: Any) -> Recording:
@@ -181,7 +180,6 @@ def _record(
         parameters=parameters,
         inputs=inputs,
         constants=tracer.constants,
-        returned=nodes,
         layout=results_layout,
     )
     return recording, result

@@ -53,6 +53,56 @@ class Recorded(nn.Module):
         cleaned[cleaned == 3] = 0
         return x + F.embedding(cleaned, self.table)
 
+    def into_parts(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty(x.shape)
+        y[:, 1:] = x[:, 1:]
+        y[:, 0] = x[:, 0]
+        return y
+
+    def onto_a_part(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        y = F.embedding(tokens, self.table)
+        y[:, 1:-1:2] += x[:, 1:-1:2]
+        return y + x
+
+    def after_a_view(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        first = y[:, :1] + x[:, :1]
+        y[:, torch.arange(x.shape[1])] = x
+        return y + first
+
+    def masked(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        y = F.embedding(tokens, self.table) + x
+        y.masked_fill_((tokens == 3)[..., None], 0.0)
+        return y
+
+    def onto_a_part_of_the_features(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y[..., 1:] += x[..., :-1]
+        return y
+
+    def onto_a_part_that_an_earlier_view_shows(
+        self, x: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        y = x.clone()
+        view = y[:, 1:]
+        y[:, 2:] *= self.gain
+        return torch.cat((x[:, :1], view), 1)
+
+    def onto_a_part_of_a_part(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        part = y[:, 1:]
+        part[:, 0] *= self.gain
+        return y
+
+    def onto_a_part_that_is_written_again(
+        self, x: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        y = x.clone()
+        part = y[:, 1:]
+        part += x[:, :-1]
+        part *= self.gain
+        return y
+
     def between(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         x = x.tanh()
         mean = x.mean(-1, keepdim=True)
@@ -108,8 +158,13 @@ class Recorded(nn.Module):
         SEEN.clear()
 
 
-FOLDING = ["nothing", "residual", "into_the_only_view", "ids_before"]
+FOLDING = [
+    "nothing", "residual", "into_the_only_view", "ids_before", "into_parts", "onto_a_part",
+    "after_a_view", "masked",
+]  # fmt: skip
 WRITING = [
+    "onto_a_part_of_the_features", "onto_a_part_that_an_earlier_view_shows",
+    "onto_a_part_of_a_part", "onto_a_part_that_is_written_again",
     "between", "between_by_another_view", "between_by_out", "into_one_of_two_views",
     "written_mean", "index", "mask", "parameter", "kept", "through_a_list",
 ]  # fmt: skip
