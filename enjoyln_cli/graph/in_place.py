@@ -43,7 +43,7 @@ _PUTS = {
     aten.masked_scatter, aten.scatter, aten.scatter_add, aten.zero,
 }  # fmt: skip
 """Ops that return a tensor with other values in some places; each also has an in-place form."""
-_SCATTERS = {
+_SCATTERS: dict[Any, Any] = {
     aten.select.int: aten.select_scatter.default,
     aten.slice.Tensor: aten.slice_scatter.default,
 }
@@ -123,7 +123,8 @@ def _is_private_part(part: Node, write: Node, position: Mapping[Node, int]) -> b
 
 def _put_back(part: Node, new: Node, position: dict[Node, int]) -> None:
     """Let all later readers of a tensor read it with ``new`` in place of ``part``."""
-    graph, whole = part.graph, part.args[0]
+    graph = part.graph
+    whole: Any = part.args[0]
     later = [user for user in whole.users if position[user] > position[new]]
     with graph.inserting_after(new):
         arguments = (whole, new, *part.args[1:])
