@@ -38,7 +38,7 @@ EXPERTS = re.compile(r"(num|routed)_experts$|expert_num$")
 TEXT_IDS = re.compile(r"_(token|patch)_id$|_token_index$")
 VOCABULARY = 131
 PATIENCE = 60
-"""Seconds after which no further size is tried for a model that accepts no inputs."""
+"""Seconds of CPU time after which no further size is tried for a model that accepts no inputs."""
 SIDE = 128
 """Side of shrunken images: a power of two, so that patches can be merged."""
 GIVEN = {
@@ -351,9 +351,9 @@ def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
     sizes = [(factor, side, {}) for side in (224, 0, None) for factor in factors]
     sizes[1:1] = [(16, 0, {}), (16, 224, BEGUN)]
     sizes += [(factor, 224, BEGUN) for factor in factors[1:]]
-    begin = time.monotonic()
+    begin = time.process_time()
     for factor, side, more in sizes:
-        if more and True in found or found and time.monotonic() - begin > PATIENCE:
+        if more and True in found or found and time.process_time() - begin > PATIENCE:
             break
         try:
             config = _default(getattr(transformers, model_class), model_type, absent, more)

@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
 from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Node
@@ -38,27 +37,22 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from enjoyln_cli.graph.nodes import packet
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import Memory, on_cpu, weightless
 from enjoyln_cli.trace import meta_results
 from enjoyln_cli.trace.escapes import READS
+from enjoyln_cli.trace.graph_builder import PLAIN, GraphBuilder, NotRecorded
 from enjoyln_cli.trace.steps import Steps
 
 aten = torch.ops.aten
 
-_PLAIN = (torch.Tensor, nn.Parameter)
 _MASKS = (torch.bool, torch.uint8)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _CONSTANT = {aten.lift_fresh_copy, aten.detach, aten._to_copy, aten.to}
 """Ops whose result is a constant if their operand is one."""
-
-
-class NotRecorded(Exception):
-    """A call does something that cannot be recorded."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -82,13 +76,13 @@ def record(runner: Steps, steps: Any) -> Recording:
     All weights and buffers of its model are on the meta device. Raises ``NotRecorded``, or any
     exception of the model.
     """
-    if not all(type(tensor) in _PLAIN for tensor in (*runner.parameters(), *runner.buffers())):
+    if not all(type(tensor) in PLAIN for tensor in (*runner.parameters(), *runner.buffers())):
         raise NotRecorded("a parameter is not a plain tensor")
     bare = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), steps)
     leaves, layout = pytree.tree_flatten(bare)
     if any(isinstance(leaf, torch.Tensor) and type(leaf) is not torch.Tensor for leaf in leaves):
         raise NotRecorded("an input is not a plain tensor")
-    recorder = _Recorder(_Tracer())
+    recorder = _Recorder(GraphBuilder())
     recording, (*returned, (_, others)) = _record(runner, recorder, leaves, layout)
     repeated = len(returned) > len(steps) or bool(others)
     if not recorder.sure or repeated or runner.replaced or runner.written:
@@ -102,7 +96,7 @@ def record_example(runner: Steps, steps: Any) -> tuple[Recording, Memory]:
     The parameters of its model have to be on the meta device. Raises ``NotRecorded``, or any
     exception of the model.
     """
-    recorder = _Recorder(_Tracer(), lenient=True)
+    recorder = _Recorder(GraphBuilder(), lenient=True)
     with weightless() as computed:
         recording, _ = _record(runner, recorder, *pytree.tree_flatten(on_cpu(steps)))
     return recording, computed
@@ -146,7 +140,7 @@ def record_symbolic(runner: Steps, steps: Any, sizes: Symbols, free: bool = True
         return fake.from_tensor(tensor, symbolic_context=context)
 
     leaves, layout = pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, with_symbols, steps))
-    recorder = _Recorder(_Tracer(), lenient=True, symbols=sizes)
+    recorder = _Recorder(GraphBuilder(), lenient=True, symbols=sizes)
     with fake, torch.backends.nnpack.flags(enabled=False):  # which is chosen by the number of rows
         recording, _ = _record(runner, recorder, leaves, layout)
     if not recorder.sure or sizes.undecided:
@@ -185,113 +179,6 @@ def _record(
     return recording, result
 
 
-class _Known:
-    """Holds the node of a tensor, with the interface of the proxies in torch's own tracers."""
-
-    __slots__ = ("node",)
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-
-    @property
-    def proxy(self) -> _Known:
-        return self
-
-
-@dataclass(eq=False)
-class _Tracer:
-    """The growing graph, and the node that each tensor comes from."""
-
-    graph: Graph = field(default_factory=Graph)
-    tensor_tracker: Any = field(default_factory=WeakTensorKeyDictionary)
-    constants: dict[Node, torch.Tensor] = field(default_factory=dict)
-    around: Mapping[str, tuple[str, type]] = field(default_factory=dict)
-    """The running module calls, outermost first, in the format of ``nn_module_stack``."""
-    _first: Node | None = None
-    """The first operation."""
-    _given: set[int] = field(default_factory=set)
-    """The storages of all tensors that existed before the call."""
-
-    def placeholder(self, value: Any) -> Node:
-        """A node for a value from outside, inserted before the first operation."""
-        if self._first is None:
-            node = self.graph.placeholder("given")
-        else:
-            with self.graph.inserting_before(self._first):
-                node = self.graph.placeholder("given")
-        if isinstance(value, torch.Tensor):
-            self.tensor_tracker[value] = _Known(node)
-            self._given.add(value.untyped_storage()._cdata)
-            value = _shape_alone(value)
-        node.meta["val"] = value
-        return node
-
-    def follow_module_calls(self, root: nn.Module) -> None:
-        """From now on, ``around`` lists the modules of ``root`` that are being called."""
-        names = {id(module): name for name, module in root.named_modules()}
-        counts: dict[str, int] = {}
-        outside: list[Any] = []
-
-        def enter(module: nn.Module, args: Any) -> None:
-            outside.append(self.around)
-            name = names.get(id(module))
-            if name is not None:  # not a copy that was made during the call
-                number = counts[name] = counts.get(name, -1) + 1
-                self.around = {**self.around, f"{name}@{number}": (name, type(module))}
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self.around = outside.pop()
-
-        for module in root.modules():
-            module.register_forward_pre_hook(enter, prepend=True)
-            module.register_forward_hook(leave, always_call=True)
-
-    def made(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of a tensor was allocated during the call."""
-        return tensor.is_meta and tensor.untyped_storage()._cdata not in self._given
-
-    def node_of(self, tensor: torch.Tensor, lenient: bool = False) -> Node:
-        """The node that a tensor comes from; a tensor with values is a constant in the code.
-
-        If ``lenient``, any tensor of unknown origin is a constant.
-        """
-        known = self.tensor_tracker.get(tensor)
-        if known is not None:
-            return known.node  # type: ignore[no-any-return]
-        if not lenient and (tensor.is_meta or type(tensor) not in _PLAIN):
-            raise NotRecorded("a tensor was not created by a recorded operation")
-        return self.stand_in(tensor)
-
-    def stand_in(self, tensor: torch.Tensor) -> Node:
-        """A node for a tensor that existed before the call, or is a constant in the code."""
-        node = self.placeholder(tensor)
-        self.constants[node] = tensor
-        return node
-
-    def called(self, target: Any, args: Any, kwargs: Any, value: Any) -> Node:
-        node = self.graph.create_node("call_function", target, args, kwargs, _name_of(target))
-        self._first = self._first or node
-        node.meta["nn_module_stack"] = self.around
-        if isinstance(value, torch.Tensor):
-            node.meta["val"] = _shape_alone(value)
-        else:
-            node.meta["val"] = pytree.tree_map_only(torch.Tensor, _shape_alone, value)
-        return node
-
-
-@cache
-def _name_of(target: Any) -> str:
-    """What the nodes of an op are called, before they are numbered."""
-    return Graph()._target_to_str(target)
-
-
-def _shape_alone(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape, strides, dtype and device, without a reference to this one."""
-    if tensor.is_meta:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return tensor.detach().clone()
-
-
 class _Recorder(ProxyTorchDispatchMode):
     """Records every operation before autograd, where ``linear`` etc. are single operations.
 
@@ -299,7 +186,7 @@ class _Recorder(ProxyTorchDispatchMode):
     """
 
     def __init__(
-        self, tracer: _Tracer, lenient: bool = False, symbols: Symbols | None = None
+        self, tracer: GraphBuilder, lenient: bool = False, symbols: Symbols | None = None
     ) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
         self._mode_key = torch._C._TorchDispatchModeKey.PROXY
@@ -417,12 +304,12 @@ class _Recorder(ProxyTorchDispatchMode):
         return isinstance(args[0], torch.Tensor) and self.tracer.made(args[0])
 
     def _give(self, value: Any, node: Node) -> None:
-        if type(value) not in _PLAIN:
+        if type(value) not in PLAIN:
             if not self.lenient:
                 raise NotRecorded("an operation returns something other than tensors")
             if not isinstance(value, torch.Tensor):
                 return
-        self.tracer.tensor_tracker[value] = _Known(node)
+        self.tracer.give(value, node)
 
     def _with_nodes(self, value: Any, devices: dict[str, None]) -> Any:
         """Arguments with tensors replaced by nodes; adds the devices of tensors with dimensions."""

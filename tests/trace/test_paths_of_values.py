@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.assertions import asserted
 from torch import nn
 
-from enjoyln_cli.analysis.analyze import analyze_module
+from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
 from enjoyln_cli.trace.trace import Trace
 
 WIDTH = 6
@@ -67,6 +68,12 @@ def rows_in_a_transform(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return h * mask[:, None]
 
 
+def fails_while_it_is_exported(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    if torch.compiler.is_exporting():
+        raise ValueError("no export")
+    return h[:, ids[0]]
+
+
 def branched(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return h if ids.max().item() < 3 else h.abs()
 
@@ -109,7 +116,7 @@ def tried_branch(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     "code",
     [
         checked, checked_with_a_message, asserted, rows_of_a_mask, an_input_that_is_written,
-        rows_in_a_transform,
+        rows_in_a_transform, fails_while_it_is_exported,
     ],
 )  # fmt: skip
 def test_values_that_choose_no_path_are_proven_for_all(code: Any) -> None:
@@ -121,3 +128,18 @@ def test_values_that_choose_no_path_are_proven_for_all(code: Any) -> None:
 )
 def test_values_that_choose_a_path_are_proven_for_the_example(code: Any) -> None:
     assert trace_of(code).by_values
+
+
+SERIES = {
+    "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 8,
+    "decoder_ffn_dim": 8, "context_length": 12, "prediction_length": 6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["Autoformer", "Informer", "TimeSeriesTransformer"])
+def test_time_series_models_are_proven_for_all_values(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(**SERIES)
+    plan = analyze_config(config, model_class=f"{name}Model").plan
+    folded = {verdict.norm for verdict in plan.folded}
+    assert folded == {"encoder.layernorm_embedding", "decoder.layernorm_embedding"}
+    assert not plan.by_example

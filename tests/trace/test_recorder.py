@@ -17,7 +17,8 @@ from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.graph.in_place import replace_private_writes
 from enjoyln_cli.models import classes
 from enjoyln_cli.trace.capture import Captures, accepts, record_call
-from enjoyln_cli.trace.recorder import NotRecorded, record
+from enjoyln_cli.trace.graph_builder import NotRecorded
+from enjoyln_cli.trace.recorder import record
 from enjoyln_cli.trace.steps import Steps, quiet
 from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import accepted_calls

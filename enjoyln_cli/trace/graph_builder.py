@@ -1,0 +1,132 @@
+"""``GraphBuilder``: the graph of a call while it runs, and the node that each tensor comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+PLAIN = (torch.Tensor, nn.Parameter)
+"""Classes of tensors that recorded operations return."""
+
+
+class NotRecorded(Exception):
+    """A call does something that cannot be recorded."""
+
+
+class _Known:
+    """Holds the node of a tensor, with the interface of the proxies in torch's own tracers."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    @property
+    def proxy(self) -> _Known:
+        return self
+
+
+@dataclass(eq=False)
+class GraphBuilder:
+    """The growing graph, and the node that each tensor comes from."""
+
+    graph: Graph = field(default_factory=Graph)
+    tensor_tracker: Any = field(default_factory=WeakTensorKeyDictionary)
+    constants: dict[Node, torch.Tensor] = field(default_factory=dict)
+    around: Mapping[str, tuple[str, type]] = field(default_factory=dict)
+    """The running module calls, outermost first, in the format of ``nn_module_stack``."""
+    _first: Node | None = None
+    """The first operation."""
+    _given: set[int] = field(default_factory=set)
+    """The storages of all tensors that existed before the call."""
+
+    def placeholder(self, value: Any) -> Node:
+        """A node for a value from outside, inserted before the first operation."""
+        if self._first is None:
+            node = self.graph.placeholder("given")
+        else:
+            with self.graph.inserting_before(self._first):
+                node = self.graph.placeholder("given")
+        if isinstance(value, torch.Tensor):
+            self.give(value, node)
+            self._given.add(value.untyped_storage()._cdata)
+            value = _shape_alone(value)
+        node.meta["val"] = value
+        return node
+
+    def give(self, tensor: torch.Tensor, node: Node) -> None:
+        """Note that ``tensor`` comes from ``node``."""
+        self.tensor_tracker[tensor] = _Known(node)
+
+    def follow_module_calls(self, root: nn.Module) -> None:
+        """From now on, ``around`` lists the modules of ``root`` that are being called."""
+        names = {id(module): name for name, module in root.named_modules()}
+        counts: dict[str, int] = {}
+        outside: list[Any] = []
+
+        def enter(module: nn.Module, args: Any) -> None:
+            outside.append(self.around)
+            name = names.get(id(module))
+            if name is not None:  # not a copy that was made during the call
+                number = counts[name] = counts.get(name, -1) + 1
+                self.around = {**self.around, f"{name}@{number}": (name, type(module))}
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.around = outside.pop()
+
+        for module in root.modules():
+            module.register_forward_pre_hook(enter, prepend=True)
+            module.register_forward_hook(leave, always_call=True)
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor was allocated during the call."""
+        return tensor.is_meta and tensor.untyped_storage()._cdata not in self._given
+
+    def node_of(self, tensor: torch.Tensor, lenient: bool = False) -> Node:
+        """The node that a tensor comes from; a tensor with values is a constant in the code.
+
+        If ``lenient``, any tensor of unknown origin is a constant.
+        """
+        known = self.tensor_tracker.get(tensor)
+        if known is not None:
+            return known.node  # type: ignore[no-any-return]
+        if not lenient and (tensor.is_meta or type(tensor) not in PLAIN):
+            raise NotRecorded("a tensor was not created by a recorded operation")
+        return self.stand_in(tensor)
+
+    def stand_in(self, tensor: torch.Tensor) -> Node:
+        """A node for a tensor that existed before the call, or is a constant in the code."""
+        node = self.placeholder(tensor)
+        self.constants[node] = tensor
+        return node
+
+    def called(self, target: Any, args: Any, kwargs: Any, value: Any) -> Node:
+        node = self.graph.create_node("call_function", target, args, kwargs, _name_of(target))
+        self._first = self._first or node
+        node.meta["nn_module_stack"] = self.around
+        if isinstance(value, torch.Tensor):
+            node.meta["val"] = _shape_alone(value)
+        else:
+            node.meta["val"] = pytree.tree_map_only(torch.Tensor, _shape_alone, value)
+        return node
+
+
+@cache
+def _name_of(target: Any) -> str:
+    """What the nodes of an op are called, before they are numbered."""
+    return Graph()._target_to_str(target)
+
+
+def _shape_alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, strides, dtype and device, without a reference to this one."""
+    if tensor.is_meta:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return tensor.detach().clone()
