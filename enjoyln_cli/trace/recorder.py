@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
+from torch._functorch.autograd_function import custom_function_call
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
@@ -344,6 +345,12 @@ class _Recorder(ProxyTorchDispatchMode):
         while node.op == "call_function" and packet(node) in _CONSTANT:
             node = node.args[0]
         return node in self.tracer.constants
+
+
+@custom_function_call.py_impl(_Recorder)  # type: ignore[untyped-decorator]
+def _inside_a_transform(recorder: _Recorder, *args: Any, **kwargs: Any) -> Any:
+    """A function with a derivative of its own inside a transform, where nothing is recorded."""
+    return custom_function_call(*args, **kwargs)
 
 
 def selects(index: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 import transformers
 from support.assertions import asserted
 from torch import nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
 from enjoyln_cli.trace.trace import Trace
@@ -68,6 +69,12 @@ def rows_in_a_transform(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return h * mask[:, None]
 
 
+def indexed_in_a_transform(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    with TransformGetItemToIndex():  # as transformers makes its masks
+        mask = torch.vmap(lambda place: ids[0][place] > 0)(torch.arange(4))
+    return h * mask[:, None]
+
+
 def fails_while_it_is_exported(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_exporting():
         raise ValueError("no export")
@@ -116,7 +123,7 @@ def tried_branch(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     "code",
     [
         checked, checked_with_a_message, asserted, rows_of_a_mask, an_input_that_is_written,
-        rows_in_a_transform, fails_while_it_is_exported,
+        rows_in_a_transform, indexed_in_a_transform, fails_while_it_is_exported,
     ],
 )  # fmt: skip
 def test_values_that_choose_no_path_are_proven_for_all(code: Any) -> None:
