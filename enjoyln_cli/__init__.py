@@ -62,9 +62,8 @@ if TYPE_CHECKING:
     from enjoyln_cli.recipe.read import load_recipe
     from enjoyln_cli.rewrite.in_memory import centre_parameters
     from enjoyln_cli.runtime.install import fold_in_memory, install
-    from enjoyln_cli.runtime.loading import from_pretrained, refold
+    from enjoyln_cli.runtime.loading import from_pretrained, optimize, refold
     from enjoyln_cli.runtime.quantizer import EnjoyLNConfig
-    from enjoyln_cli.verification.measured_norms import optimize
     from enjoyln_cli.verification.verify import verify
 
 
@@ -117,7 +116,7 @@ _LAZY = {
     "from_pretrained": ("enjoyln_cli.runtime.loading", "from_pretrained"),
     "install": ("enjoyln_cli.runtime.install", "install"),
     "load_recipe": ("enjoyln_cli.recipe.read", "load_recipe"),
-    "optimize": ("enjoyln_cli.verification.measured_norms", "optimize"),
+    "optimize": ("enjoyln_cli.runtime.loading", "optimize"),
     "push": ("enjoyln_cli.publish.push", "push"),
     "quantize": ("enjoyln_cli.quantisation.quantize", "quantize"),
     "read_user_data": ("enjoyln_cli.comparison.user_data", "read_user_data"),

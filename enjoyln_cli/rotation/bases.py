@@ -113,11 +113,6 @@ class FoundBasis:
     obstacle: LayerObstacle | None = None
     values: set[Value] = field(default_factory=set)
     """All values that are turned."""
-    sums: dict[tuple[Value, Value], None] = field(default_factory=dict)
-    """The pairs of values whose product is summed over the features."""
-    whole: dict[tuple[int, Node], None] = field(default_factory=dict)
-    """Ops that depend on how many features there are, with the index of the trace: norms, means
-    and sums of squares."""
     product: str = ""
     """Path of the block whose first input is multiplied by the matrix; empty if no op is needed."""
 
@@ -173,7 +168,6 @@ class _BasisSearch:
             self.found.merged[node] = None
             if packet(node) is aten.layer_norm:  # its table holds rows of zero mean
                 self.found.fixes_ones = True
-                self.found.whole[trace, node] = None
             self.visit(Value(trace, self.flow.products[node], axis))
         elif (norm := self.norm(value)) is not None:
             self.visit(Value(trace, norm, axis))
@@ -197,15 +191,12 @@ class _BasisSearch:
         centred = centred_operand(node)
         if centred is not None and centred[1].dim == axis.dim and covered:
             self.found.fixes_ones = True
-            self.found.whole[trace, node] = None
             return centred[0]
         over_last = axis.dim == rank_of(node) - 1 and covered
         if packet(node) is aten.layer_norm and over_last and is_normed_over_last(node, axis):
             self.found.fixes_ones = True
-            self.found.whole[trace, node] = None
             return self.affine(value, argument(node, 2, "weight"), argument(node, 3, "bias"))
         if packet(node) in RMS_NORMS and over_last and is_normed_over_last(node, axis):
-            self.found.whole[trace, node] = None
             return self.affine(value, argument(node, 2, "weight"), None)
         if packet(node) in (aten.mul, aten.multiply) and covered and not node.kwargs:
             for factor, other in (node.args[:2], node.args[1::-1]):
@@ -295,11 +286,10 @@ class _BasisSearch:
                 self.visit(Value(trace, reader, axis))
             elif (pair := summed_with(reader, node, axis)) is not None:
                 partner = Value(trace, *pair)
-                self.found.sums[value, partner] = None
                 self.reading.add(partner)
                 self.visit(partner)
             elif self.is_invariant(reader, node, axis):
-                self.found.whole[trace, reader] = None
+                continue
             elif self.is_normed(value, reader):
                 self.visit(Value(trace, reader, axis))
             elif (groups := _beside_others(value, reader)) is not None:

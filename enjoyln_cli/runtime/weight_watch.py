@@ -29,7 +29,6 @@ from enjoyln_cli.runtime.structure import (
     Fact,
     KeepStructure,
     Snapshot,
-    Structure,
     set_trouble,
     trouble_with,
 )
@@ -67,14 +66,8 @@ class KeepCentred(KeepStructure):
         self.tensors = tensors_at(model, self._paths(model))
         """The tensors of the last check; copies of the model have their own ones here."""
         self.trained = -1
-        self.accepted: tuple[Structure, Snapshot] | None = None
-        """The structure and the weights of a model whose weights are not centred, but whose error
-        with RMSNorm was measured."""
         self.recentres = False
         """Whether weights that have left zero mean are centred again, instead of being refused."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "accepted": None}
 
     def centre(self, model: nn.Module) -> None:
         """Centre the weights again, in training mode too.
@@ -84,16 +77,6 @@ class KeepCentred(KeepStructure):
         self.built.compare(model, self._adapted(model), in_any_mode=True)
         with in_shards(model):
             centre_watched(model, self.watch)
-
-    def accept(self, model: nn.Module) -> None:
-        """Take the weights as they are now for centred, until one of them changes."""
-        weights = Snapshot(tensors=tensors_at(model, self._paths(model)))
-        self.accepted = Structure(model, self.built.loose), weights
-        self.snapshot = None
-
-    def take_back(self) -> None:
-        """Undo ``accept``."""
-        self.accepted = self.snapshot = None
 
     def unchanged(self, entry: Entry) -> bool:
         """Whether modules, tensors and their values are those of the last check."""
@@ -122,9 +105,6 @@ class KeepCentred(KeepStructure):
 
     def compare(self, model: nn.Module) -> None:
         """Raises ``NotCentred`` if the model was edited or a weight is not centred."""
-        if self.accepted is not None and self.accepted[1].unchanged():
-            self.accepted[0].compare(model)
-            return
         adapted = self._adapted(model)
         for path, (kind, dim) in self.linear.items():
             with suppress(AttributeError):  # a layer that was removed

@@ -3,8 +3,6 @@
     EnjoyLNCallback()        for transformers' Trainer: evaluation and checkpoints run RMSNorm
     keep_centred(model)      the same for any other training loop
     reparametrize(model)     training computes RMSNorm too, on ``V = P W``; ``merge`` ends that
-    compress_streams(model)  residual streams of d - 1 features; ``decompress_streams`` ends that
-    crms_norm(x)             the norm of such a stream
 
 Names are looked up on first use: importing this package imports neither torch nor transformers.
 """
@@ -17,27 +15,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from enjoyln_cli.train.callback import EnjoyLNCallback
     from enjoyln_cli.train.centred_training import keep_centred
-    from enjoyln_cli.train.compressed_norm import CRMSNorm, crms_norm
-    from enjoyln_cli.train.compressed_stream import compress_streams, decompress_streams
     from enjoyln_cli.train.parametrize import merge, reparametrize
 
 __all__ = [
-    "CRMSNorm",
     "EnjoyLNCallback",
-    "compress_streams",
-    "crms_norm",
-    "decompress_streams",
     "keep_centred",
     "merge",
     "reparametrize",
 ]
 
 _LAZY = {
-    "CRMSNorm": "enjoyln_cli.train.compressed_norm",
     "EnjoyLNCallback": "enjoyln_cli.train.callback",
-    "compress_streams": "enjoyln_cli.train.compressed_stream",
-    "crms_norm": "enjoyln_cli.train.compressed_norm",
-    "decompress_streams": "enjoyln_cli.train.compressed_stream",
     "keep_centred": "enjoyln_cli.train.centred_training",
     "merge": "enjoyln_cli.train.parametrize",
     "reparametrize": "enjoyln_cli.train.parametrize",
