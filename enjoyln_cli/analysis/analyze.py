@@ -19,7 +19,7 @@ from torch import nn
 from enjoyln_cli.analysis import stored_names, untying
 from enjoyln_cli.analysis.output_gains import OutputGain, gains
 from enjoyln_cli.analysis.paper import algorithm_1
-from enjoyln_cli.analysis.problem import DropoutChoice, TracedClasses, state_problem
+from enjoyln_cli.analysis.problem import TracedClasses, state_problem
 from enjoyln_cli.analysis.same_ops import require_same
 from enjoyln_cli.analysis.stored_class import class_of, loading, require_known_class, shapes_of
 from enjoyln_cli.analysis.stored_names import Candidate
@@ -303,7 +303,7 @@ def family_in_memory(
     model: nn.Module,
     traced: tuple[TracedModel, ...],
     outputs: tuple[str, ...] = (),
-    training: DropoutChoice | None = None,
+    training: bool = False,
 ) -> TracedClasses:
     """The only class of a live module, whose tensors count as stored under their own names."""
     reference = Candidate(model, {name: (name,) for name in stored_weights(model)}, {}, ())

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import nn
 
@@ -35,9 +34,6 @@ from enjoyln_cli.rotation.used_outputs import by_products
 from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import TracedModel
 
-DropoutChoice = Literal["keep", "centre"]
-"""Whether a norm behind a dropout stays LayerNorm, or the mean is subtracted behind the dropout."""
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TracedClasses:
@@ -52,8 +48,8 @@ class TracedClasses:
     """Traces of the reference, and of the classes that are not part of it as its base model."""
     outputs: tuple[str, ...] = ()
     """Fields of the reference's output that must stay unchanged; empty for all fields."""
-    training: DropoutChoice | None = None
-    """Set if the plan is for training: scales are not merged, and GroupNorm counts as a norm."""
+    training: bool = False
+    """Whether the plan is for training: scales are not merged then, and GroupNorm is a norm."""
 
     @property
     def traces(self) -> tuple[Trace, ...]:
@@ -98,7 +94,7 @@ def state_problem(family: TracedClasses, options: Options) -> Statement:
         products=scales.products | baked.products,
         refused=scales.refused,
     )
-    forms, other_forms = layer_norms(reference.model, grouped=family.training is not None)
+    forms, other_forms = layer_norms(reference.model, grouped=family.training)
     norms, refused = norm_calls(flow, forms, other_forms)
     if not options.fold:
         norms, refused = {}, dict.fromkeys(norms, NOT_ASKED) | refused
@@ -116,7 +112,6 @@ def state_problem(family: TracedClasses, options: Options) -> Statement:
         scales=scales.into,
         baked=baked.tables,
         widenings=widenings,
-        centres_dropout=family.training == "centre",
     )
     return Statement(
         problem=problem,

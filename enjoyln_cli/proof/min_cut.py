@@ -7,8 +7,6 @@ edge means one of these:
 * an explicit centring operation (a mean subtraction) is inserted, which costs 3;
 * an MLP subtracts the mean of the residual stream that it is added to, which costs 1.
 
-If ``centres_dropout`` is set, an operation directly behind a dropout costs only 1.
-
 Centring a parameter costs nothing; it is possible if nothing would notice a shift of the parameter.
 Norms, operations and MLPs belong to modules. They count once, however often the module is called
 and in however many traces.
@@ -26,16 +24,15 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Node
 
 from enjoyln_cli.graph.insertion_points import Spot, Where
-from enjoyln_cli.graph.nodes import DROPOUTS, argument, packet, rank_of, shape_of
+from enjoyln_cli.graph.nodes import rank_of, shape_of
 from enjoyln_cli.plan.axis import Axis, feature_axis, on_dimension
 from enjoyln_cli.proof.flow import Flow, Observer, Value
 from enjoyln_cli.proof.identity_ops import NormBehindTable
 from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.proof.widening import Edge, Mlp, Widenings
 
-SAVING, COST, WIDENING, AFTER_DROPOUT = 2, 3, 1, 1
-"""What a converted norm saves, and what a centring operation, a wider MLP, and a centring operation
-that is wanted behind a dropout cost."""
+SAVING, COST, WIDENING = 2, 3, 1
+"""What a converted norm saves, and what a centring operation and a wider MLP cost."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,6 @@ class Problem:
     """Maps embedding tables to the norm that is baked into them before they are centred."""
     widenings: Widenings = field(default_factory=Widenings)
     """Which MLPs can subtract which means."""
-    centres_dropout: bool = False
-    """Whether to subtract a mean behind a dropout, even if that makes only one norm RMSNorm."""
     _readers: dict[str, list[tuple[int, Node]]] = field(default_factory=dict)
     _carried: dict[Spot, list[tuple[int, Node]]] = field(default_factory=dict)
     _spots: dict[tuple[int, Node], Spot] = field(default_factory=dict)
@@ -120,17 +115,6 @@ class Problem:
             return ()
         found = self.flow.sources(item)
         return found if isinstance(found, Opaque) else tuple(self.item(v) for v in found)
-
-    def cost(self, item: Item) -> int:
-        """What it costs to centre ``item`` explicitly."""
-        while self.centres_dropout and isinstance(item, Value):
-            if packet(item.node) in DROPOUTS and argument(item.node, 1, "p") != 0:
-                return AFTER_DROPOUT
-            found = self.sources(item)
-            if isinstance(found, Opaque) or len(found) != 1:
-                break
-            item = found[0]
-        return COST
 
     def subtracting(self, item: Item, source: Item) -> Mlp | None:
         """The MLP that can subtract the mean of ``source``, where the sum of both is ``item``."""
@@ -313,11 +297,6 @@ def _network(
     for norm, inputs in norms.items():
         graph.add_edge(("norm", norm), "sink", capacity=SAVING * scale)
         graph.add_edges_from((_out(number), ("norm", norm)) for number in inputs)
-    costs: dict[Carrier, int] = {}
-    for way in ways:
-        if way.carrier is not None:
-            cost = problem.cost(way.item)
-            costs[way.carrier] = min(cost, costs.get(way.carrier, cost))
     for number, way in enumerate(ways):
         begin, end = _in(number), _out(number)
         if way.carrier is None:
@@ -326,7 +305,7 @@ def _network(
             before, after = ("before", way.carrier), ("after", way.carrier)
             graph.add_edge(begin, before)
             more = 1 if way.carrier.place == "entry" or way.carrier.module in usual else 2
-            graph.add_edge(before, after, capacity=costs[way.carrier] * scale + more)
+            graph.add_edge(before, after, capacity=COST * scale + more)
             graph.add_edge(after, end)
         if way.sources is None:
             graph.add_edge("source", begin)

@@ -11,7 +11,6 @@ from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.train.centred_training import (
     CentredTraining,
-    Every,
     centre_or_warn,
     centred_parameters,
     keep_centred,
@@ -24,18 +23,15 @@ class EnjoyLNCallback(TrainerCallback):
 
     Pass it in ``callbacks``. The model may be a folded one, or a LayerNorm model, which is folded
     in memory first. It is trained in LayerNorm, as without this callback. Its weights are centred
-    before each evaluation, before each checkpoint and at the end, and with ``every="step"`` after
-    each step, in all processes at the same steps. Evaluation and generation run RMSNorm, and every
+    before each evaluation, before each checkpoint and at the end, in all processes at the same
+    steps. Evaluation and generation run RMSNorm, and every
     checkpoint is a folded one. Resuming from a checkpoint goes on as if there had been no stop.
 
     Raises as ``keep_centred`` does, when the ``Trainer`` is made (or when training begins, if the
     callback is added later).
     """
 
-    def __init__(self, every: Every = "evaluation", plan: Plan | None = None) -> None:
-        if every not in ("evaluation", "step"):
-            raise ValueError(f"every is {every!r}, but must be 'evaluation' or 'step'")
-        self.every = every
+    def __init__(self, plan: Plan | None = None) -> None:
         self.plan = plan
         self._training: CentredTraining | None = None
 
@@ -51,8 +47,7 @@ class EnjoyLNCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Centre the weights in every process, if they are about to be used in one."""
-        used = control.should_evaluate or control.should_save
-        if used or self.every == "step":
+        if control.should_evaluate or control.should_save:
             self._centre()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

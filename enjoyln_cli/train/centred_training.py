@@ -9,7 +9,6 @@ reads them as such:
 
     a call in eval mode     the check before it centres them, and the norms run RMSNorm
     ``state_dict()``        every way to save reads it first
-    a step, on request      a hook of the optimizer
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,9 +47,6 @@ from enjoyln_cli.train.trained_fold import (
     recipe_in_training,
 )
 
-Every = Literal["evaluation", "step"]
-"""When weights are centred: before each evaluation and save, or also after each optimizer step."""
-
 
 class CentredTraining:
     """A model in training whose weights are centred when they are used; see ``keep_centred``."""
@@ -79,21 +75,22 @@ def keep_centred(
     model: Any,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    every: Every = "evaluation",
     plan: Plan | None = None,
 ) -> CentredTraining:
     """Keep ``model`` folded while it is trained, in place.
 
     In training mode it computes LayerNorm, as without this function. In eval mode it runs RMSNorm.
     Its weights are centred before a call in eval mode, before ``state_dict`` (and so before every
-    save), and with ``every="step"`` after each step of ``optimizer``. A checkpoint that
-    ``model.save_pretrained`` writes is a folded checkpoint: its config has the marker, its recipe
-    is in ``enjoyln_recipe.yaml``, and ``enjoyln verify`` compares RMSNorm with LayerNorm on its
-    weights. Names, the state dict, and the optimizer with its state stay as they are.
+    save). A checkpoint that ``model.save_pretrained`` writes is a folded checkpoint: its config has
+    the marker, its recipe is in ``enjoyln_recipe.yaml``, and ``enjoyln verify`` compares RMSNorm
+    with LayerNorm on its weights. Names, the state dict, and the optimizer with its state stay as
+    they are.
 
     * ``model``: a folded model, or a LayerNorm model of transformers that is folded now (in
       seconds; its function stays the same), or an object that holds such models, as for
       ``optimize``. For any other module pass its ``plan``.
+    * ``optimizer``: if it is passed, there is a warning where what it learns depends on the mean of
+      the weights.
     * ``plan``: the plan to follow; by default the one that ``analyze`` proves for the model.
 
     Call ``centre()`` of the result to centre at another time, and ``remove()`` to stop.
@@ -116,19 +113,11 @@ def keep_centred(
     hook on a block), calls in eval mode compute LayerNorm, and saves have weights that are not
     centred, both with a warning: training goes on.
     """
-    if every not in ("evaluation", "step"):
-        raise ValueError(f"every is {every!r}, but must be 'evaluation' or 'step'")
-    if every == "step" and optimizer is None:
-        raise ValueError("every='step' needs the optimizer whose steps are meant")
     models = models_in(model)
     handles = [handle for inner in models for handle in _start(inner, plan)]
-    training = CentredTraining(models, handles)
     if optimizer is not None:
         warn_of_dependence(optimizer, centred_parameters(models))
-        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        if every == "step":
-            handles.append(inner.register_step_post_hook(lambda *_: training.centre()))
-    return training
+    return CentredTraining(models, handles)
 
 
 def centred_parameters(models: list[nn.Module]) -> list[torch.Tensor]:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from enjoyln_cli.analysis.problem import DropoutChoice
 from enjoyln_cli.calls.calls import ExampleCalls
 from enjoyln_cli.checkpoint.marker import marker_of_plan
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, NothingToFold, UnsupportedModel
@@ -29,7 +28,7 @@ from enjoyln_cli.runtime.entries import entries, entry_of
 from enjoyln_cli.runtime.install import fold_in_memory, install_marked
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.structure import Fact, KeepStructure
-from enjoyln_cli.train.training_plan import analyze_training, dropout_rates, other_edits
+from enjoyln_cli.train.training_plan import analyze_training, dropout_rates
 
 
 class Centre(nn.Module):
@@ -53,8 +52,6 @@ def reparametrize(
     *,
     example: Any = None,
     example_calls: ExampleCalls = (),
-    dropout: DropoutChoice = "keep",
-    approximate: bool = False,
 ) -> Plan:
     """Train ``model`` with centred weights and RMSNorm, in place; ``merge`` ends that.
 
@@ -67,27 +64,18 @@ def reparametrize(
     * ``example`` are the inputs of one call, for a module that is not a transformers model: a
       tensor, a tuple of positional arguments, or a dictionary of keywords. ``example_calls`` are
       further calls, each as a pair ``(args, kwargs)``.
-    * ``dropout`` decides about a norm with a dropout between it and the weights: with ``"keep"`` it
-      stays LayerNorm, with ``"centre"`` the mean is subtracted behind the dropout. Both are exact.
-    * ``approximate`` ignores dropout, as the experiments of the paper do (Enjoy-LN, section 5.4).
-      **The training is then another one than that of the LayerNorm model.**
+
+    A norm with a dropout between it and the weights stays LayerNorm.
 
     Returns the plan that was used. Raises ``NothingToFold`` if no norm can become RMSNorm,
-    ``UnsupportedModel`` for a plan that is not proven for training mode or does more than centring,
-    and what ``analyze`` and ``install`` raise; nothing is changed then.
+    ``UnsupportedModel`` for a plan that is not proven for training mode, and what ``analyze`` and
+    ``install`` raise; nothing is changed then.
     """
     if plan is None:
         require_unconverted(model)
         args, kwargs = as_call(example)
-        plan = analyze_training(
-            model,
-            args,
-            kwargs,
-            dropout=dropout,
-            approximate=approximate,
-            example_calls=example_calls,
-        ).plan
-    _require_usable(model, plan, approximate)
+        plan = analyze_training(model, args, kwargs, example_calls).plan
+    _require_usable(model, plan)
     edits = _by_tensor(model, plan)
     install_marked(model, marker_of_plan(plan))
     for module, name, axes in edits:
@@ -176,25 +164,19 @@ def require_unconverted(model: nn.Module) -> None:
         )
 
 
-def _require_usable(model: nn.Module, plan: Plan, approximate: bool) -> None:
+def _require_usable(model: nn.Module, plan: Plan) -> None:
     """Raises an error for a plan that cannot be carried out while training."""
     name = type(model).__name__
     if not plan.folded:
         reasons = dict.fromkeys(f"{v.norm}: {v.reason} ({v.culprit})" for v in plan.kept)
         why = next(iter(reasons), "it has no LayerNorm")
         raise NothingToFold(f"{name}: every norm stays LayerNorm while training; {why}")
-    if not (plan.training or approximate):
+    if not plan.training:
         raise UnsupportedModel(
-            f"{name}: the plan is proven for eval mode only; call reparametrize without a plan, or "
-            "ignore dropout with approximate=True"
+            f"{name}: the plan is proven for eval mode only; call reparametrize without a plan"
         )
     if rate := _other_rate(model, plan):
         raise UnsupportedModel(f"{rate}; call reparametrize without a plan")
-    if other_edits(plan) or any(writer.scale for writer in plan.writers):
-        raise UnsupportedModel(
-            f"{name}: the plan does more than centring (it merges, turns, widens or unties "
-            "weights), which cannot be done while training; analyse without these options"
-        )
     require_fit(model, plan)
     if (enter := entry_of(model)) is None:
         return

@@ -8,6 +8,7 @@ checkpoints keep is that of their own weights with LayerNorm.
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.rewrite.preconditions import why_nothing_changes
 from enjoyln_cli.train.free_means import require_free_means
-from enjoyln_cli.train.training_plan import other_edits
 
 
 def plan_in_training(model: nn.Module, plan: Plan | None = None) -> Plan:
@@ -44,7 +44,7 @@ def plan_in_training(model: nn.Module, plan: Plan | None = None) -> Plan:
     plan = plan or _analysed(model, before)
     if not plan.folded:
         raise NothingToFold(why_nothing_changes(plan, name))
-    if others := other_edits(plan):
+    if others := _other_edits(plan):
         raise UnsupportedModel(
             f"{name}: the plan does more than centring ({', '.join(others)}); fold the model with "
             "it first, and train the result without a plan"
@@ -52,6 +52,13 @@ def plan_in_training(model: nn.Module, plan: Plan | None = None) -> Plan:
     _require_frozen_scales(model, plan)
     require_free_means(model, plan, _unmarked(getattr(model, "config", None)))
     return plan
+
+
+def _other_edits(plan: Plan) -> list[str]:
+    """The options because of which ``plan`` does more than centring."""
+    edits: dict[str, Collection[Any]] = {"widen-mlp": plan.widened, "merge": plan.merged}
+    edits |= {"untie": plan.untied or plan.baked, "rotate": plan.turned}
+    return [option for option, tensors in edits.items() if tensors]
 
 
 def marker_in(model: nn.Module) -> Marker | None:

@@ -4,7 +4,7 @@ Every call is traced in both modes, and one plan has to hold for all graphs. Tra
 by what the graphs show:
 
 * Dropout with p > 0 zeroes single features, so its output has no zero mean. A norm behind it stays
-  LayerNorm, or the mean is subtracted explicitly behind the dropout.
+  LayerNorm.
 * Dropout of attention probabilities and stochastic depth multiply all features of a token by one
   random number. They keep a zero mean.
 * A scale (LayerScale) is trained by itself, so it is not merged into another layer.
@@ -13,7 +13,7 @@ by what the graphs show:
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +21,11 @@ import torch
 from torch import nn
 
 from enjoyln_cli.analysis.analyze import Analysis, analyze_family, calls_of, family_in_memory
-from enjoyln_cli.analysis.problem import DropoutChoice
 from enjoyln_cli.calls.calls import Call, ExampleCalls
-from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
+from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.garbage import no_collections
 from enjoyln_cli.models.norm_modules import runs_torchs_layer_norm
-from enjoyln_cli.plan.plan import PLAIN, Plan
+from enjoyln_cli.plan.plan import PLAIN
 from enjoyln_cli.trace.capture import Captures
 from enjoyln_cli.trace.failure_reasons import foreign_code
 from enjoyln_cli.trace.traced_calls import TracedModel, trace_calls
@@ -37,48 +36,30 @@ def analyze_training(
     model: nn.Module,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    *,
-    dropout: DropoutChoice = "keep",
-    approximate: bool = False,
     example_calls: ExampleCalls = (),
 ) -> Analysis:
     """The plan for a live module that holds in training mode and in eval mode.
 
     The calls are like ``model(*args, **kwargs)``, or derived from the config of a transformers
-    model. ``dropout="centre"`` subtracts a mean behind each dropout that keeps a norm LayerNorm, if
-    a module carries the dropout's output. With ``approximate``, the plan holds in eval mode only.
+    model.
 
     Raises ``TraceFailed`` if a call cannot be traced in both modes, and ``UnsupportedModel`` if
     code branches on random numbers in training mode, or a norm computes something else there.
     """
-    if dropout not in ("keep", "centre"):
-        raise EnjoyLNError(f"dropout is {dropout!r}, but must be 'keep' or 'centre'")
     with foreign_code(model):
         calls = calls_of(model, tuple(args), dict(kwargs or {}), example_calls)
-        traced = [trace_calls(Captures(model), calls)]
-        if not approximate:
-            traced.append(trace_in_training(model, calls))
-            for trace in traced[-1].traces:
-                if trace.by_values:
-                    raise UnsupportedModel(
-                        f"{type(model).__name__}: in training mode, its code branches on values or "
-                        "on random numbers (as LayerDrop does), so no plan is proven; set its rate "
-                        "to 0"
-                    )
-        analysis = analyze_family(family_in_memory(model, (*traced,), training=dropout), PLAIN)
-    if not approximate:
-        rates = tuple((name, value) for name, _, _, value in dropout_rates(model))
-        analysis = replace(analysis, plan=replace(analysis.plan, dropout_rates=rates))
+        traced = trace_calls(Captures(model), calls), trace_in_training(model, calls)
+        if any(trace.by_values for trace in traced[1].traces):
+            raise UnsupportedModel(
+                f"{type(model).__name__}: in training mode, its code branches on values or on "
+                "random numbers (as LayerDrop does), so no plan is proven; set its rate to 0"
+            )
+        analysis = analyze_family(family_in_memory(model, traced, training=True), PLAIN)
+    rates = tuple((name, value) for name, _, _, value in dropout_rates(model))
+    analysis = replace(analysis, plan=replace(analysis.plan, dropout_rates=rates))
     for verdict in analysis.plan.folded:
         _require_same_in_training(verdict.norm, model.get_submodule(verdict.norm))
     return analysis
-
-
-def other_edits(plan: Plan) -> list[str]:
-    """The options because of which ``plan`` does more than centring."""
-    edits: dict[str, Collection[Any]] = {"widen-mlp": plan.widened, "merge": plan.merged}
-    edits |= {"untie": plan.untied or plan.baked, "rotate": plan.turned}
-    return [option for option, tensors in edits.items() if tensors]
 
 
 def trace_in_training(model: nn.Module, calls: Iterable[Call]) -> TracedModel:

@@ -136,15 +136,12 @@ def test_a_folded_model_is_trained_and_resumed(tmp_path: Path, outs: dict[str, P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", ["evaluation", "step"])
-def test_mixed_precision_accumulation_and_checkpointing(
-    tmp_path: Path, plan: Plan, every: Any
-) -> None:
+def test_mixed_precision_accumulation_and_checkpointing(tmp_path: Path, plan: Plan) -> None:
     """The masters are float32; an error of bfloat16 is allowed where the mean is taken off it."""
     more = {"bf16": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 2}
     more |= {"max_steps": 3, "loss": None}
     plain, _ = trained(tmp_path / "plain", live("GPT2LMHeadModel", CONFIG).float(), **more)
-    callback = EnjoyLNCallback(every=every, plan=plan)
+    callback = EnjoyLNCallback(plan=plan)
     model = live("GPT2LMHeadModel", CONFIG).float()
     kept, trainer = trained(tmp_path / "kept", model, callback, **more)
     assert kept.rms == [True] * 2
@@ -187,5 +184,3 @@ def test_a_callback_that_is_added_later_and_one_that_stays_unused(
     with torch.no_grad():
         model.eval()(input_ids=dataset()[0]["input_ids"][None])
     assert not any(m.shifted for m in model.modules() if isinstance(m, Folded))
-    with pytest.raises(ValueError, match="every is 'epoch'"):
-        EnjoyLNCallback(every="epoch")  # type: ignore[arg-type]

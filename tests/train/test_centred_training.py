@@ -122,9 +122,7 @@ def test_what_is_learned_is_what_layer_norm_learns(
     expected = train(plain, OPTIMIZERS[optimizer](plain.parameters()))
     assert float(expected[-1]) < 0.9 * float(expected[0])
     own = OPTIMIZERS[optimizer](kept.parameters())
-    keep_centred(
-        kept, own, every="step" if optimizer == "AdamW" else "evaluation", plan=plans[name]
-    )
+    keep_centred(kept, own, plan=plans[name])
     assert largest(train(kept, own), expected) < 1e-11
     kept.eval()
     with torch.no_grad():
@@ -341,7 +339,7 @@ def test_a_module_of_ones_own() -> None:
     for one in (plain, net):
         optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
         if one is net:
-            keep_centred(one, optimizer, every="step", plan=plan)
+            keep_centred(one, optimizer, plan=plan)
         for _ in range(5):
             optimizer.zero_grad()
             one.train()(x).square().sum().backward()
@@ -375,13 +373,6 @@ def test_weights_that_others_hold_are_refused(plans: dict[str, Plan]) -> None:
         empty = transformers.PhiForCausalLM(transformers.PhiConfig(**PHI))
     with pytest.raises(NotCentred, match="not in memory"):
         keep_centred(empty, plan=plans["phi"])
-
-
-def test_a_step_needs_an_optimizer(plans: dict[str, Plan]) -> None:
-    with pytest.raises(ValueError, match="needs the optimizer"):
-        keep_centred(phi(), every="step", plan=plans["phi"])
-    with pytest.raises(ValueError, match="every is 'epoch'"):
-        keep_centred(phi(), every="epoch", plan=plans["phi"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from training import (
 
 from enjoyln_cli import analyze, fold_in_memory
 from enjoyln_cli.errors import EnjoyLNError, NothingToFold, UnsupportedModel
-from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.runtime.modules import Folded, RMSNorm
 from enjoyln_cli.train import merge, reparametrize
 
@@ -293,14 +293,6 @@ def test_a_norm_behind_a_dropout_stays_layer_norm(xs: list[torch.Tensor], functi
     assert losses < EXACT and weights < EXACT
 
 
-def test_a_mean_is_subtracted_behind_a_dropout_on_request(xs: list[torch.Tensor]) -> None:
-    losses, weights, plan = differences(
-        dropped(), square_loss, xs, "SGD", example=xs[0], dropout="centre"
-    )
-    assert [op.module for op in plan.ops] == ["drop"] and len(plan.folded) == 2
-    assert losses < EXACT and weights < EXACT
-
-
 class DropsPaths(Mlp):
     """Stochastic depth: all features of a row are dropped together."""
 
@@ -345,16 +337,8 @@ def test_code_of_training_mode_is_seen(xs: list[torch.Tensor], kind: type[Mlp], 
     assert losses < EXACT and weights < EXACT
 
 
-def test_ignoring_dropout_is_another_training(xs: list[torch.Tensor]) -> None:
-    losses, _, plan = differences(
-        dropped(), square_loss, xs, "SGD", example=xs[0], approximate=True
-    )
-    assert len(plan.folded) == 2 and not plan.ops
-    assert losses > 1e-3
-
-
 def test_dropout_of_rate_zero_is_no_obstacle(xs: list[torch.Tensor]) -> None:
-    plan = reparametrize(moved(Mlp(0.0)), example=xs[0], dropout="centre")
+    plan = reparametrize(moved(Mlp(0.0)), example=xs[0])
     assert len(plan.folded) == 2 and not plan.ops
 
 
@@ -392,12 +376,6 @@ def test_what_cannot_be_parametrised_is_refused(xs: list[torch.Tensor]) -> None:
     proven = reparametrize(plain, example=xs[0])
     with pytest.raises(UnsupportedModel, match="drop.p: is a dropout of 0.4, and was 0.0"):
         reparametrize(model, proven)
-    with pytest.raises(EnjoyLNError, match="must be 'keep' or 'centre'"):
-        reparametrize(model, example=xs[0], dropout="ignore")  # type: ignore[arg-type]
-    merged = analyze(model, xs[0], options=Options(merge="bias")).plan
-    assert merged.merged
-    with pytest.raises(UnsupportedModel, match="more than centring"):
-        reparametrize(model, merged, approximate=True)
     fold_in_memory(model, plan)
     with pytest.raises(UnsupportedModel, match="computes RMSNorm already"):
         reparametrize(model, example=xs[0])
