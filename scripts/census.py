@@ -184,12 +184,14 @@ def outputs_of(run: Run, model: Any, dtype: Any) -> list[Any]:
     """Every tensor that ``model`` returns in this run; exact if ``dtype`` is float64."""
     import torch
 
-    from enjoyln_cli.kernels import literally
     from enjoyln_cli.models.arithmetic import Float64
     from enjoyln_cli.models.outputs import tensors_in
+    from enjoyln_cli.runtime.entries import entries
 
+    for _, entry in entries(model):
+        entry.fold.literal = True  # an input with a mean has to show
     torch.manual_seed(0)
-    with torch.no_grad(), literally(), Float64() if dtype == torch.float64 else nullcontext():
+    with torch.no_grad(), Float64() if dtype == torch.float64 else nullcontext():
         return [tensor.clone() for tensor in tensors_in(run(model))]
 
 

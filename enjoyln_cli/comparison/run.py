@@ -16,12 +16,12 @@ from torch import nn
 
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.kernels import literally
 from enjoyln_cli.models.arithmetic import Float64
 from enjoyln_cli.models.classes import dtype_of
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.models.offload import on_disk
 from enjoyln_cli.models.outputs import by_field, is_in_cache, match_names
+from enjoyln_cli.runtime.entries import entries
 
 Outputs = list[dict[str, torch.Tensor]]
 """One dict per batch, from output name to its tensor, on the CPU or memory-mapped from disk."""
@@ -31,15 +31,18 @@ def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) 
     """The outputs of ``model`` for every batch, in the dtypes that it returns.
 
     Floating inputs are cast to the model's dtype. A float64 model runs under ``Float64``. If a
-    ``folder`` is given, outputs are stored in files there.
+    ``folder`` is given, outputs are stored in files there. From now on, the norms of a folded
+    ``model`` compute RMSNorm even where LayerNorm is as good, so that an input with a mean shows.
     """
 
     def store(value: torch.Tensor) -> torch.Tensor:
         return on_disk(value, folder) if folder else value.cpu()
 
+    for _, entry in entries(model):
+        entry.fold.literal = True
     dtype = dtype_of(model)
     outputs: Outputs = []
-    with torch.no_grad(), silent(), literally():
+    with torch.no_grad(), silent():
         for batch in batches:
             cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
             if dtype == torch.float64:

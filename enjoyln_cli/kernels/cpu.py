@@ -26,41 +26,34 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _pack = struct.Struct("6qdq").pack
 LEVELS = ("avx512", "avx2", "plain")
 """What the library is compiled for, the fastest first."""
-dispatch_modes = torch._C._len_torch_dispatch_stack
-function_modes = torch._C._len_torch_function_stack
-transform = torch._C._functorch.peek_interpreter_stack
-tracing = torch._C._get_tracing_state
-autocast = torch._C._is_any_autocast_enabled
-empty_like = torch.empty_like
-
-
-class Missing(Exception):
-    """The library cannot be used, and the reason."""
 
 
 class Library:
-    """The loaded library. Raises ``Missing`` if there is none that this machine can use."""
+    """The loaded library. If this machine has none, ``missing`` says why, and it takes no dtype."""
 
+    missing = ""
     level = ""
     """Which of ``LEVELS`` computes."""
-    dtypes: Collection[torch.dtype] = DTYPES
+    dtypes: Collection[torch.dtype] = ()
     """What this level computes: ``plain`` has no instructions for float16."""
+    run: Callable[[bytes], None]
 
     def __init__(self) -> None:
         if os.environ.get("ENJOYLN_KERNELS", "") == "0":
-            raise Missing("switched off by ENJOYLN_KERNELS=0")
-        if not LIBRARY.exists():
-            raise Missing("not compiled when enjoyln was installed, which needs g++ or clang++")
-        try:
-            functions = ctypes.CDLL(str(LIBRARY))
-        except OSError as error:
-            raise Missing(f"it does not load: {error}") from error
-        self._use = functions.enjoyln_use
-        self._use.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
-        self.run: Callable[[bytes], None] = functions.enjoyln_rms_norm
-        functions.enjoyln_rms_norm.argtypes = [ctypes.c_char_p]
-        functions.enjoyln_rms_norm.restype = None
-        next(level for level in LEVELS if self.use(level))
+            self.missing = "switched off by ENJOYLN_KERNELS=0"
+        elif not LIBRARY.exists():
+            self.missing = "not compiled when enjoyln was installed, which needs g++ or clang++"
+        else:
+            try:
+                functions = ctypes.CDLL(str(LIBRARY))
+            except OSError as error:
+                self.missing = f"it does not load: {error}"
+                return
+            self._use, self.run = functions.enjoyln_use, functions.enjoyln_rms_norm
+            self._use.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
+            functions.enjoyln_rms_norm.argtypes = [ctypes.c_char_p]
+            functions.enjoyln_rms_norm.restype = None
+            next(level for level in LEVELS if self.use(level))
 
     def use(self, level: str) -> bool:
         """Compute with the instructions of ``level``; whether this processor has them."""
@@ -81,13 +74,7 @@ def _parallel_for() -> int | None:
     return None
 
 
-@cache
-def library() -> Library | Missing:
-    """The library, or the reason why there is none."""
-    try:
-        return Library()
-    except Missing as reason:
-        return reason
+library = cache(Library)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor | None:
@@ -97,48 +84,36 @@ def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
     contiguous.
     """
     loaded, dtype = library(), x.dtype
-    if isinstance(loaded, Missing) or dtype not in loaded.dtypes or _is_watched():
+    if dtype not in loaded.dtypes or _is_watched():
         return None
-    gradient = torch.is_grad_enabled()
     try:
-        if (gradient and x.requires_grad) or not _is_rows(x):
-            return None
-        d = x.shape[-1]
-        weight_at = _address(weight, dtype, d, gradient)
-        bias_at = _address(bias, dtype, d, gradient)
-        if weight_at is None or bias_at is None:
-            return None
-        x = x.contiguous()
-        # No address: it is empty, a wrapper of another tensor, or zeros that take no memory.
-        if not (x_at := x.data_ptr()):
-            return None
-    except RuntimeError:  # a tensor that has none either: sparse, or of a transform
+        x, d = x.contiguous(), x.shape[-1]
+        x_at = _address(x, dtype, x.numel())
+        weight_at, bias_at = (0 if p is None else _address(p, dtype, d) for p in (weight, bias))
+    except (RuntimeError, IndexError):  # sparse, nested, of a transform, or a single number
         return None
-    y = empty_like(x)
+    if x_at is None or weight_at is None or bias_at is None:
+        return None
+    y = torch.empty_like(x)
     loaded.run(_pack(x_at, y.data_ptr(), weight_at, bias_at, x.numel() // d, d, eps, DTYPES[dtype]))
     return y
 
 
-def _is_rows(t: Tensor) -> bool:
-    """Whether ``t`` is an ordinary tensor ``(..., d)`` in the memory of the CPU."""
-    ordinary = type(t) is Tensor or type(t) is Parameter
-    return ordinary and t.is_cpu and t.ndim > 0 and not t.is_neg() and not t.is_nested
+def _address(t: Tensor, dtype: torch.dtype, size: int) -> int | None:
+    """The address of a tensor, or ``None`` if the library does not take it.
 
-
-def _address(t: Tensor | None, dtype: torch.dtype, width: int, gradient: bool) -> int | None:
-    """The address of a parameter, 0 if there is none; ``None`` if the library does not take it.
-
-    It takes an ordinary contiguous tensor of ``width`` elements of ``dtype`` without a gradient.
+    It takes ordinary contiguous tensors of ``size`` elements of ``dtype`` in the memory of the CPU
+    that need no gradient. A tensor without an address is empty, a wrapper of another tensor, or
+    zeros that take no memory.
     """
-    if t is None:
-        return 0
     ordinary = (
         (type(t) is Parameter or type(t) is Tensor)
         and t.dtype is dtype
         and t.is_cpu
-        and t.numel() == width
-        and not (gradient and t.requires_grad)
+        and t.numel() == size
+        and not (t.requires_grad and torch.is_grad_enabled())
         and not t.is_neg()
+        and not t.is_nested
         and t.is_contiguous()
     )
     return t.data_ptr() or None if ordinary else None
@@ -151,10 +126,10 @@ def _is_watched() -> bool:
     ``torch.jit`` traces.
     """
     return bool(
-        dispatch_modes()
-        or function_modes()
-        or transform() is not None
-        or tracing() is not None
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
-        or autocast()
+        or torch._C._is_any_autocast_enabled()
     )

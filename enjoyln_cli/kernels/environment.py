@@ -19,51 +19,42 @@ def environment() -> dict[str, Any]:
     type, such as ``mps``. If kernels are active, it names them; otherwise the reason, and what is
     computed instead.
     """
-    others = torch.accelerator.current_accelerator(check_available=True)
-    devices = [_cpu(), _cuda()]
-    if others is not None and others.type != "cuda":
-        devices.append(_without(others.type, f"there are none for {others.type}"))
-    return {"torch": torch.__version__, "threads": torch.get_num_threads(), "devices": devices}
+    other = torch.accelerator.current_accelerator(check_available=True)
+    devices = dict.fromkeys(("cpu", "cuda", *([other.type] if other is not None else [])))
+    described = [_describe(device) for device in devices]
+    return {"torch": torch.__version__, "threads": torch.get_num_threads(), "devices": described}
+
+
+def why_no_kernels(device: str) -> str:
+    """Why there are no kernels on a type of device; empty if there are."""
+    if device == "cpu":
+        return cpu.library().missing
+    return gpu.why_not_measured() if device == "cuda" else f"there are none for {device}"
 
 
 def kernels_on(device: str) -> str:
     """The name of the kernels on a type of device, such as ``avx512``, or why there are none."""
-    if device == "cpu":
-        library = cpu.library()
-        return library.level if isinstance(library, cpu.Library) else str(library)
-    if device == "cuda" and not gpu.why_not_measured():
-        return "the fastest at load"
-    return f"there are none for {device}"
+    active = cpu.library().level if device == "cpu" else "the fastest at load"
+    return why_no_kernels(device) or active
 
 
 def lost_without_kernels() -> str:
     """One sentence about a CPU without kernels; empty if there are kernels."""
-    library = cpu.library()
-    if isinstance(library, cpu.Library):
-        return ""
-    return f"no kernels for this CPU ({library}): a folded norm computes {SAME_RESULTS}"
+    why = why_no_kernels("cpu")
+    return why and f"no kernels for this CPU ({why}): a folded norm computes {SAME_RESULTS}"
 
 
-def _cpu() -> dict[str, Any]:
-    library = cpu.library()
-    if isinstance(library, cpu.Missing):
-        return _without("cpu", str(library))
-    return {"device": "cpu", "active": True, "kernels": library.level, "library": str(cpu.LIBRARY)}
-
-
-def _cuda() -> dict[str, Any]:
-    if reason := gpu.why_not_measured():
-        return _without("cuda", reason)
-    measured = [
+def _describe(device: str) -> dict[str, Any]:
+    if why := why_no_kernels(device):
+        fused = "torch's rms_norm, or its LayerNorm if they have a bias (see fold --merge bias)"
+        instead = fused if norms.torch_fuses(device) else SAME_RESULTS
+        return {"device": device, "active": False, "why": why, "instead": instead}
+    entry = {"device": device, "active": True, "kernels": kernels_on(device)}
+    if device == "cpu":
+        return entry | {"library": str(cpu.LIBRARY)}
+    choices = [
         {"device": str(device)} | asdict(choice)
         for (device, _), choices in gpu.measured.items()
         for choice in choices
     ]
-    return {"device": "cuda", "active": True, "kernels": kernels_on("cuda"), "choices": measured}
-
-
-def _without(device: str, reason: str) -> dict[str, Any]:
-    instead = SAME_RESULTS
-    if norms.torch_fuses(device):
-        instead = "torch's rms_norm, or its LayerNorm if they have a bias (see fold --merge bias)"
-    return {"device": device, "active": False, "why": reason, "instead": instead}
+    return entry | {"choices": choices}

@@ -25,60 +25,41 @@ def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
     """
     wide = x.to(compute_dtype(x.dtype)).contiguous()
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    if weight is not None:
-        y = y * weight
-    if bias is not None:
-        y = y + bias
-    return y.to(x.dtype)
-
-
-def exported_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """``rms_norm`` by torch's operator, which stays one node in an exported graph.
-
-    The formula would become several nodes, from which the ONNX optimiser drops an ``eps`` below
-    1e-8. ONNX's operator needs a weight. Without one, torch's exporter would create a weight as
-    large as ``x``, so a weight of ones is passed here.
-    """
-    dtype = x.dtype if bias is None else compute_dtype(x.dtype)
-    weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
-    if weight is None and torch.onnx.is_in_onnx_export():
-        weight = x.new_ones(x.shape[-1:], dtype=dtype)
-    y = F.rms_norm(x.to(dtype).contiguous(), x.shape[-1:], weight, eps)
-    return (y if bias is None else y + bias).to(x.dtype)
+    return _scaled(y, weight, bias).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """``F.layer_norm`` over the last dimension, with ``weight`` and ``bias`` of any float dtype.
+    """``F.layer_norm`` of ``x`` ``(..., d)``; ``weight`` and ``bias`` as for ``rms_norm``.
 
-    If their dtype differs from that of ``x``, the norm is computed in float32 or wider and rounded
-    once: torch itself accepts few such combinations.
+    torch itself takes a weight and a bias of one dimension and of the dtype of ``x``.
     """
-    dtype = x.dtype
-    if (weight is None or weight.dtype is dtype) and (bias is None or bias.dtype is dtype):
-        return torch.layer_norm(x, [x.size(-1)], weight, bias, eps)
-    wide = compute_dtype(dtype)
-    weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
-    return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(dtype)
+    shape, dtype = x.shape[-1:], x.dtype
+    if (weight is None or (weight.dtype is dtype and weight.shape == shape)) and (
+        bias is None or (bias.dtype is dtype and bias.shape == shape)
+    ):
+        return torch.layer_norm(x, shape, weight, bias, eps)
+    return _scaled(F.layer_norm(x.to(compute_dtype(dtype)), shape, eps=eps), weight, bias).to(dtype)
 
 
 def torch_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """``F.rms_norm``, then the bias. Where dtypes differ, computes as ``layer_norm`` does."""
-    if all(p is None or p.dtype == x.dtype for p in (weight, bias)):
-        y = F.rms_norm(x, x.shape[-1:], weight, eps)
-        return y if bias is None else y + bias
-    wide = compute_dtype(x.dtype)
-    weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
-    return torch_rms_norm(x.to(wide), weight, bias, eps).to(x.dtype)
+    """``rms_norm`` by ``F.rms_norm``, which stays one node in an exported graph.
 
-
-def liger_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm by Liger's Triton kernel, computed in float32; it needs a ``weight``.
-
-    Raises ``ImportError`` if Liger is not installed.
+    The formula would be several nodes there, from which the ONNX optimiser drops an ``eps`` below
+    1e-8. ONNX's operator needs a weight. Without one, torch's exporter would create a weight as
+    large as ``x``, so a weight of ones is passed.
     """
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    shape, fits = x.shape[-1:], weight is not None and weight.shape == x.shape[-1:]
+    rounds_once = bias is None and (weight is None or (fits and weight.dtype == x.dtype))
+    dtype = x.dtype if rounds_once else compute_dtype(x.dtype)
+    inside = weight.to(dtype) if weight is not None and fits else None
+    if inside is None and torch.onnx.is_in_onnx_export():
+        inside = x.new_ones(shape, dtype=dtype)
+    y = F.rms_norm(x.to(dtype).contiguous(), shape, inside, eps)
+    return _scaled(y, None if fits else weight, bias).to(x.dtype)
 
-    y: Tensor = LigerRMSNormFunction.apply(x.contiguous(), weight, eps, 0.0, "gemma")
+
+def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
 

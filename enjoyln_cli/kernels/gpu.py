@@ -3,7 +3,7 @@
 ``prepare`` measures for the norms of a model, when it is loaded or optimised and never in a call.
 Each candidate is compared with the float64 formula on the GPU. Those that are right are timed with
 ``torch.utils.benchmark``, as replays of a CUDA graph and as calls from Python. The choice lasts as
-long as the process. ``ENJOYLN_TUNE=0`` and ``ENJOYLN_KERNELS=0`` switch this off.
+long as the process. ``ENJOYLN_KERNELS=0`` switches this off.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -89,26 +90,19 @@ def fastest_for(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Norm |
 
 def why_not_measured() -> str:
     """Why nothing is measured in this process, or ``""``."""
-    for name in ("ENJOYLN_KERNELS", "ENJOYLN_TUNE"):
-        if os.environ.get(name, "") == "0":
-            return f"switched off by {name}=0"
+    if os.environ.get("ENJOYLN_KERNELS", "") == "0":
+        return "switched off by ENJOYLN_KERNELS=0"
     return "" if torch.cuda.is_available() else "torch sees no GPU"
 
 
 def prepare(kinds: Iterable[tuple[torch.device, Norms]]) -> None:
     """Measure what is the fastest for these kinds of norm on each GPU, and use it from now on.
 
-    Does nothing for kinds that were measured before, on other devices, while a CUDA graph is
-    captured, in a compiled function, and if it is switched off.
+    Does nothing for kinds that were measured before, on other devices, and if it is switched off.
     """
-    on_gpus = [(device, norms) for device, norms in dict.fromkeys(kinds) if device.type == "cuda"]
-    if not on_gpus or why_not_measured() or torch.compiler.is_compiling():
-        return
-    if torch.cuda.is_current_stream_capturing():
-        return
-    for device, norms in on_gpus:
-        device = torch.device("cuda", device.index or 0)
-        if (device, norms) not in measured:
+    for device, norms in () if why_not_measured() else kinds:
+        device = torch.device(device.type, device.index or 0)
+        if device.type == "cuda" and (device, norms) not in measured:
             choices: list[Choice] = []
             with torch.cuda.device(device), torch.no_grad(), suppress(RuntimeError):
                 choices += (measure(device, norms, rows) for rows in ROWS)
@@ -157,9 +151,7 @@ def times_of(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Times]:
     ]
     times = {}
     for name in calls:
-        graph_time, call_time = (
-            sorted(turn[name][i] for turn in turns)[ROUNDS // 2] for i in (0, 1)
-        )
+        graph_time, call_time = (median(turn[name][i] for turn in turns) for i in (0, 1))
         times[name] = Times(1e6 * graph_time / CALLS, 1e6 * call_time)
     return times
 
@@ -194,7 +186,6 @@ def kernel_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
 CANDIDATES: dict[str, Norm] = {
     "layer_norm": formula.layer_norm,
     "rms_norm": formula.torch_rms_norm,
-    "liger": formula.liger_rms_norm,
     "kernel": kernel_norm,
 }
 """What may compute a norm, in the order in which one may replace another."""
@@ -212,10 +203,9 @@ def shape_of_launch(width: int, size: int, addresses: Iterable[int]) -> tuple[bo
 def _compiled(device: torch.device, name: str, dtype: str, parameters: str) -> Any:
     """The function ``name`` of ``cuda.cu``, which torch compiles for a GPU.
 
-    Raises ``RuntimeError`` or ``OSError`` if it cannot, for example without ``CUDA_HOME``.
+    Raises ``KeyError`` for a dtype that is none of ``TYPES``, and ``RuntimeError`` or ``OSError``
+    if torch cannot compile it, for example without ``CUDA_HOME``.
     """
-    if parameters not in (dtype, "float32") or dtype not in TYPES:
-        raise RuntimeError(f"there is no kernel for {dtype} with parameters of {parameters}")
     options = ["--std=c++17", f"-DROW={TYPES[dtype]}", f"-DPARAMETER={TYPES[parameters]}"]
     with torch.cuda.device(device):
         return torch.cuda._compile_kernel(SOURCE.read_text(), name, nvcc_options=options)
@@ -223,8 +213,8 @@ def _compiled(device: torch.device, name: str, dtype: str, parameters: str) -> A
 
 def _dtypes(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[str, str]:
     """The dtype of the rows, and that of the parameters, or of the rows if there are none."""
-    parameter = weight if weight is not None else bias
-    return _name(x.dtype), _name((x if parameter is None else parameter).dtype)
+    parameter = next((p for p in (weight, bias) if p is not None), x)
+    return _name(x.dtype), _name(parameter.dtype)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -87,7 +87,7 @@ class RMSNorm(Folded, nn.LayerNorm):
             return super().forward(input)
         weight = None if self.weightless else self.weight
         bias = None if self.biasless else self.bias
-        literal = self._enjoyln_fold.training_plan is not None
+        literal = self._enjoyln_fold.literal
         return rms_norm(input, weight, bias, self.eps, len(self.normalized_shape), literal)
 
 
@@ -138,7 +138,7 @@ def rms_spelled_out(base: type, form: LayerNormForm) -> type:
         input = only_input(args, kwargs, name)
         if input is None or not runs_proven(self._enjoyln_fold) or not form.holds_for(input.ndim):
             return plain(self, *args, **kwargs)
-        literal = self._enjoyln_fold.training_plan is not None
+        literal = self._enjoyln_fold.literal
         gain, bias = affine(self, form)
         if not form.takes_other_dtypes and _differs_in_dtype(input, gain, bias):
             return plain(self, *args, **kwargs)

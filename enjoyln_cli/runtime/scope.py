@@ -163,6 +163,11 @@ class Fold:
     If set, the weights are centred whatever an optimizer does, so that the norms compute RMSNorm in
     training mode, too.
     """
+    literal = False
+    """Whether norms never compute LayerNorm in place of RMSNorm, even if there is no kernel.
+
+    So it is in training on centred weights, and where an input with a mean has to show.
+    """
     was_proven = False
     """With a ``training_plan``: whether the norms computed RMSNorm in the last call."""
 

@@ -84,7 +84,7 @@ def reparametrize(
         parametrisation.train(module.training)
     paths = {id(module): path for path, module in model.named_modules()}
     for module, entry in entries(model):
-        entry.fold.training_plan = plan
+        entry.fold.training_plan, entry.fold.literal = plan, True
         path = paths[id(module)]
         entry.check = KeepParametrised(module, plan, f"{path}." if path else "")
     return plan
@@ -107,7 +107,7 @@ def merge(model: nn.Module) -> nn.Module:
     for module, name in list(_parametrised(model)):
         _own_class(module)
         parametrize.remove_parametrizations(module, name, leave_parametrized=False)
-    entry.fold.training_plan, entry.fold.was_proven = None, False
+    entry.fold.training_plan, entry.fold.literal, entry.fold.was_proven = None, False, False
     return fold_in_memory(model, plan)
 
 

@@ -78,11 +78,31 @@ def test_inputs_need_not_be_contiguous() -> None:
         assert close(y, exact(x, w[::2], b[::2], EPS)) and y.is_contiguous()
 
 
-def test_a_weight_for_every_head_is_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "FEWEST", 0)
-    x, weight = zero_mean(2, 3, 4, 8), torch.randn(4, 8, dtype=torch.float64)
-    y = kernels.rms_norm(x, weight, None, EPS)
-    assert torch.allclose(y, formula.rms_norm(x, weight, None, EPS), rtol=1e-13)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("other", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(4, 8), (4, 1), (1,), ()], ids=str)
+def test_parameters_are_broadcast(
+    dtype: torch.dtype, other: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """As in query and key norms: parameters ``(heads, d)`` for rows ``(..., heads, d)``."""
+    x = zero_mean(2, 3, 4, 8, dtype=dtype)
+    weight, bias = (torch.randn(shape).to(other) for _ in range(2))
+    for w, b in ((weight, bias), (weight, None), (None, bias)):
+        for literal in (False, True):
+            y = kernels.rms_norm(x, w, b, EPS, literal=literal)
+            assert y.dtype == dtype and close(y, exact(x, w, b, EPS))
+        program = torch.export.export(OneNorm(w, b), (x,))
+        assert close(program.module()(x), exact(x, w, b, EPS))
+        assert close(formula.torch_rms_norm(x, w, b, EPS), exact(x, w, b, EPS))
+
+
+class OneNorm(nn.Module):
+    def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.rms_norm(x, self.weight, self.bias, EPS)
 
 
 def test_the_result_is_an_ordinary_tensor() -> None:
@@ -97,8 +117,8 @@ def test_the_result_is_an_ordinary_tensor() -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
     """The calls of the CPU's library."""
     library, calls = cpu.library(), []
-    if isinstance(library, cpu.Missing):
-        pytest.skip(str(library))
+    if library.missing:
+        pytest.skip(library.missing)
     run = library.run
     with monkeypatch.context() as patch:
         patch.setattr(library, "run", lambda call: (calls.append(call), run(call)))
@@ -197,11 +217,7 @@ def test_a_mean_shows_where_rms_norm_is_to_be_taken_literally() -> None:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             return func(*args, **(kwargs or {}))
 
-    def is_literal() -> bool:
-        return torch.allclose(kernels.rms_norm(x, weight, None, EPS), literal, rtol=1e-3)
-
     with torch.no_grad(), Watching():  # nothing may pass a mode by, so no kernel runs
-        assert not is_literal()
-        with kernels.literally():
-            assert is_literal()
-        assert not is_literal()
+        for is_literal in (False, True):
+            y = kernels.rms_norm(x, weight, None, EPS, literal=is_literal)
+            assert torch.allclose(y, literal, rtol=1e-3) == is_literal

@@ -9,20 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from rounding import as_exact, exactly
+from tiny_models import TOKENS, live
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, GPT2Model
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
 from enjoyln_cli import analyze
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.kernels import literally
 from enjoyln_cli.models.classes import locate
 from enjoyln_cli.models.norm_modules import interference
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import Centring
 from enjoyln_cli.runtime.install import fold_in_memory, install
 from enjoyln_cli.runtime.modules import Folded, RMSNorm
+from enjoyln_cli.runtime.scope import Fold
 
 D = 32
 NORMS = ["transformer.h.0.ln_1", "transformer.h.0.ln_2", "transformer.ln_f"]
@@ -70,12 +72,13 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def no_layer_norm_fallback() -> Iterator[None]:
+def no_layer_norm_fallback(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Turn off the fallback to LayerNorm, which would hide an input with a mean.
 
     Norms compute RMSNorm where autograd records nothing.
     """
-    with literally(), torch.no_grad():
+    monkeypatch.setattr(Fold, "literal", True)
+    with torch.no_grad():
         yield
 
 
@@ -273,6 +276,24 @@ def test_centring_over_groups_of_the_last_dimension() -> None:
 
 
 # A fold of a live model.
+
+
+def test_query_and_key_norms_with_a_weight_for_every_head() -> None:
+    """In float32, and so few features that torch's LayerNorm computes them on a CPU."""
+    config = transformers.CohereConfig(
+        **TOKENS, hidden_size=24, intermediate_size=33, num_hidden_layers=2, use_qk_norm=True,
+        num_attention_heads=4, num_key_value_heads=2, logit_scale=1.0,
+    )  # fmt: skip
+    stock = live("CohereForCausalLM", config)
+    assert stock.model.layers[0].self_attn.q_norm.weight.shape == (4, 6)
+    narrow = copy.deepcopy(stock).float()
+    tokens = torch.arange(3, 12)[None]
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fold, "literal", False)  # as a user's calls are
+        exact, like = stock(tokens).logits, narrow(tokens).logits
+        fold_in_memory(narrow, analyze(narrow).plan)
+        assert not narrow.model.layers[0].self_attn.q_norm.shifted
+        assert as_exact(narrow(tokens).logits, like, exact)
 
 
 def test_a_live_module_notices_other_weights() -> None:
