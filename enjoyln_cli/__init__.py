@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.quantisation.quantize import quantize
     from enjoyln_cli.recipe.read import load_recipe
     from enjoyln_cli.rewrite.in_memory import centre_parameters
-    from enjoyln_cli.runtime.install import fold_in_memory, install
+    from enjoyln_cli.runtime.install import fold_in_memory
     from enjoyln_cli.runtime.loading import from_pretrained, optimize, refold
     from enjoyln_cli.runtime.quantizer import EnjoyLNConfig
     from enjoyln_cli.verification.verify import verify
@@ -91,7 +91,6 @@ __all__ = [
     "fold",
     "fold_in_memory",
     "from_pretrained",
-    "install",
     "load_recipe",
     "optimize",
     "push",
@@ -114,7 +113,6 @@ _LAZY = {
     "fold": ("enjoyln_cli.conversion.fold", "convert"),
     "fold_in_memory": ("enjoyln_cli.runtime.install", "fold_in_memory"),
     "from_pretrained": ("enjoyln_cli.runtime.loading", "from_pretrained"),
-    "install": ("enjoyln_cli.runtime.install", "install"),
     "load_recipe": ("enjoyln_cli.recipe.read", "load_recipe"),
     "optimize": ("enjoyln_cli.runtime.loading", "optimize"),
     "push": ("enjoyln_cli.publish.push", "push"),

@@ -42,6 +42,7 @@ from transformers import AutoModelForCausalLM, OPTConfig
 
 import enjoyln_cli
 from enjoyln_cli import kernels
+from enjoyln_cli.runtime.install import install
 
 ENJOYLN = (sys.executable, "-m", "enjoyln_cli")
 Row = dict[str, Any]
@@ -254,7 +255,7 @@ def norms(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
             x = (x - x.mean(-1, keepdim=True)).to(getattr(torch, name))
             weight, bias = weight.to(x.dtype), bias.to(x.dtype)
             stock = torch.nn.LayerNorm(width).to(x.dtype).eval()
-            folded = enjoyln_cli.install(torch.nn.LayerNorm(width).to(x.dtype).eval(), [""], [])
+            folded = install(torch.nn.LayerNorm(width).to(x.dtype).eval(), [""], [])
             tasks = {
                 "layer_norm": partial(F.layer_norm, x, (width,), weight, bias, 1e-5),
                 "rms_norm": partial(kernels.rms_norm, x, weight, bias, 1e-5),

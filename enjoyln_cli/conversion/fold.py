@@ -16,11 +16,10 @@ import torch
 
 from enjoyln_cli.analysis.suggest import better, suggestions
 from enjoyln_cli.checkpoint.access import HubAccess, access_keywords
-from enjoyln_cli.checkpoint.config import load_config, require_unfolded
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.checkpoint.result_files import ADAPTER_FOLDER, MATRIX_FILE
-from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.clock import Progress
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import NothingToFold, OutputError
@@ -115,18 +114,15 @@ def prepare(
     from enjoyln_cli.recipe.read import load_recipe
 
     event = on_event or default_listener
-    revision = opening.revision
     if local_folder(str(model)) is None:
         event("download", f"looking up {model} on the Hub")
-        source = open_source(str(model), revision=revision, access=opening.access)
-        require_unfolded(load_config(source, opening.trust_remote_code), source.model)
+
+    def require_place(source: Source) -> None:
         if out is not None:
             check_place(Path(out), source=source.root, force=force, resume=resume)
-        revision = source.revision
-    subject = open_unfolded(str(model), replace(opening, revision=revision))
+
+    subject = open_unfolded(str(model), opening, require_place)
     config, checkpoint = subject.config, subject.checkpoint
-    if out is not None:
-        check_place(Path(out), source=subject.source.root, force=force, resume=resume)
     asked = None if opening.recipe is None else load_recipe(opening.recipe)
     model_class, outputs = opening.model_class, opening.outputs
     outputs = outputs or (outputs_asked(asked, model_class, config) if asked else ())

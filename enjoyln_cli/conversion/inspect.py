@@ -7,7 +7,7 @@ class is stored there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from enjoyln_cli.analysis.suggest import suggestions
 from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
 from enjoyln_cli.checkpoint.config import load_config, require_no_code, require_unfolded
-from enjoyln_cli.checkpoint.reader import Checkpoint, Subject, open_checkpoint, open_subject
+from enjoyln_cli.checkpoint.reader import Checkpoint, Subject, open_checkpoint
 from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.holders import holds_a_model, models_in
@@ -195,20 +195,24 @@ def default_config(model_type: str) -> PretrainedConfig:
     return CONFIG_MAPPING[model_type]()
 
 
-def open_unfolded(name: str, opening: Opening) -> Subject:
+def open_unfolded(
+    name: str, opening: Opening, require: Callable[[Source], None] = lambda source: None
+) -> Subject:
     """Open the model ``name`` with its weights, to convert it.
 
-    Raises as ``open_subject`` does, and ``AlreadyFolded`` for the result of a conversion.
+    Raises as ``open_subject`` does, and ``AlreadyFolded`` for the result of a conversion. From the
+    Hub, such a result, and a source that ``require`` refuses, are refused before any weights are
+    downloaded.
     """
-    subject = open_subject(
-        name,
-        revision=opening.revision,
-        access=opening.access,
-        trust_remote_code=opening.trust_remote_code,
-        stream=opening.stream,
+    access, trusted = opening.access, opening.trust_remote_code
+    source = open_source(name, revision=opening.revision, access=access)
+    config = load_config(source, trusted)
+    require_unfolded(config, source.model)
+    require(source)
+    source = open_source(
+        name, revision=source.revision, access=access, weights=True, stream=opening.stream
     )
-    require_unfolded(subject.config, subject.source.model)
-    return subject
+    return Subject(config, open_checkpoint(source), trusted)
 
 
 def recipe_text(inspections: Sequence[Inspection]) -> str:

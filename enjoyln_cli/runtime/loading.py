@@ -189,7 +189,7 @@ def marker_of(model: nn.Module) -> Marker:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise UnsupportedModel(
-            f"{type(model).__name__} has no transformers config; use enjoyln_cli.install "
+            f"{type(model).__name__} has no transformers config; use enjoyln_cli.fold_in_memory "
             "for a model of your own"
         )
     marker = read_marker(config.to_dict(), type(model).__name__)
