@@ -102,6 +102,17 @@ def test_a_result_remembers_the_commit(hub: Hub, folded: Path) -> None:
     assert marker["revision"] == hub.repositories["org/gpt2"].refs["v1"]
 
 
+def test_a_result_is_refused_before_its_weights_are_fetched(
+    hub: Hub, home: Path, folded: Path, tmp_path: Path
+) -> None:
+    hub.add("org/folded", {path.name: path.read_bytes() for path in folded.iterdir()})
+    hub.requests.clear()
+    call = ["fold", "org/folded", "-o", tmp_path / "out", "--cache-dir", tmp_path / "cache"]
+    (done,) = enjoyln(hub, home, call)
+    assert done.status == 1 and "org/folded is the result of an earlier fold" in done.err
+    assert hub.fetched() == ["config.json"]
+
+
 # Faults of downloads.
 
 
