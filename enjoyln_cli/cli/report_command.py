@@ -71,10 +71,10 @@ def report(
     """Show which LayerNorms can become RMSNorm, and why others stay. Reads no weights."""
     if bool(models) == bool(types):
         raise click.UsageError("name at least one MODEL, or use --model-type instead.")
-    if why and len(models or types) > 1:
-        raise click.UsageError("--why takes one MODEL.")
     outputs = {"--why": why, "--save": show["picture"], "--write-recipe": save}
     chosen = [name for name, value in outputs.items() if value]
+    if chosen and len(models or types) > 1:
+        raise click.UsageError(f"{chosen[0]} takes one MODEL.")
     if len(chosen) > 1:
         raise click.UsageError(f"{chosen[0]} and {chosen[1]} cannot be combined.")
     if why and as_json:
@@ -82,7 +82,7 @@ def report(
     if mappings and (why or save or show["picture"] or as_json or len(models or types) > 1):
         raise click.UsageError("--mappings takes one MODEL and no other output.")
     if show["picture"]:
-        _check_picture(models or types, show["picture"])
+        _check_picture(show["picture"])
     if save:
         check_file(save)
     names = models or types
@@ -107,7 +107,7 @@ def report(
     elif why:
         write_tree(inspections[0].analysis.why(why))
     elif save and not failed:
-        write_file(save, recipe_text(inspections).encode())
+        write_file(save, recipe_text(inspections[0]).encode())
         say(f"wrote {save}")
     elif as_json and not save:
         for each in reports:
@@ -118,10 +118,8 @@ def report(
         raise click.exceptions.Exit(1)
 
 
-def _check_picture(names: Names, file: Path) -> None:
+def _check_picture(file: Path) -> None:
     """Refuse a picture that cannot be drawn, before anything is computed."""
-    if len(names) > 1:
-        raise click.UsageError("--save takes one MODEL.")
     from enjoyln_cli.report.picture import check
 
     check(file)

@@ -110,7 +110,6 @@ def prepare(
     ``EnjoyLNError``.
     """
     from enjoyln_cli.analysis.analyze import analyze_config
-    from enjoyln_cli.recipe.model import outputs_asked
     from enjoyln_cli.recipe.read import load_recipe
 
     event = on_event or default_listener
@@ -125,7 +124,7 @@ def prepare(
     config, checkpoint = subject.config, subject.checkpoint
     asked = None if opening.recipe is None else load_recipe(opening.recipe)
     model_class, outputs = opening.model_class, opening.outputs
-    outputs = outputs or (outputs_asked(asked, model_class, config) if asked else ())
+    outputs = outputs or (asked.outputs if asked else ())
     options = opening.options
     if asked is not None and opening.recipe is not None:
         options = _with_options_of(asked, Path(opening.recipe), options)
@@ -421,7 +420,7 @@ def _choose_plan(
         return follow(recipe, plan, config=config)
     whole = not plan.outputs and options == PLAIN
     shipped = shipped_recipe(plan, config) if whole else None
-    same_classes = shipped and set(shipped.variants[0].classes) == set(plan.classes)
+    same_classes = shipped and set(shipped.classes) == set(plan.classes)
     differing = differences(shipped, plan, config=config) if shipped and same_classes else ()
     if differing:
         what = "; ".join(differing)
@@ -439,10 +438,10 @@ def _ways_to_convert(
 
     ``alone`` maps each of the plan's classes to the analysis for that class only.
     """
-    by_class = ((f"--model-class {name}", one.plan) for name, one in alone.items())
+    by_class = ((f"--model-class {name}", analysed.plan) for name, analysed in alone.items())
     more = (*suggestions(analysis, options), *better(analysis.plan, by_class))
     gains = analysis.gains()
     return [
-        *(suggestion(one) for one in more),
+        *(suggestion(way) for way in more),
         *(f"--outputs {','.join(gain.outputs)} would convert {gain.norms}" for gain in gains),
     ]

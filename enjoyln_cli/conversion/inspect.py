@@ -215,19 +215,13 @@ def open_unfolded(
     return Subject(config, open_checkpoint(source), trusted)
 
 
-def recipe_text(inspections: Sequence[Inspection]) -> str:
-    """The text of one recipe for all the plans, with one variant for each plan that differs.
-
-    Raises ``RecipeError`` if the models are not of one family.
-    """
-    from enjoyln_cli.recipe.from_plan import merge_recipes, recipe_of
+def recipe_text(inspection: Inspection) -> str:
+    """The text of the plan's recipe."""
+    from enjoyln_cli.recipe.from_plan import recipe_of
     from enjoyln_cli.recipe.write import dump_recipe
 
-    recipes = [
-        recipe_of(each.analysis.plan, config=each.config, options=each.options)
-        for each in inspections
-    ]
-    return dump_recipe(recipes[0] if len(recipes) == 1 else merge_recipes(recipes))
+    plan, config = inspection.analysis.plan, inspection.config
+    return dump_recipe(recipe_of(plan, config=config, options=inspection.options))
 
 
 def mappings_text(name: str, opening: Opening, *, is_type: bool = False) -> str:
@@ -236,8 +230,8 @@ def mappings_text(name: str, opening: Opening, *, is_type: bool = False) -> str:
 
     merging = Options(fold=False, rotate=True, merge="affine", untie=True)
     try:
-        found = inspect(name, replace(opening, options=merging), is_type=is_type)
+        inspection = inspect(name, replace(opening, options=merging), is_type=is_type)
     except UnsupportedModel:  # what is tied stays tied
         merging = replace(merging, untie=False)
-        found = inspect(name, replace(opening, options=merging), is_type=is_type)
-    return llm_compressor_text(found.analysis.plan, found.analysis.family.reference.model)
+        inspection = inspect(name, replace(opening, options=merging), is_type=is_type)
+    return llm_compressor_text(inspection.analysis.plan, inspection.analysis.family.reference.model)

@@ -70,10 +70,10 @@ def rotate(
 def _apart(model: Any) -> untying.Apart | None:
     """Untie the parameters of ``model`` in place; ``None`` if none is tied, or all stay tied."""
     weights = stored_weights(model)
-    found = Candidate(model, {name: (name,) for name in weights}, {}, ())
+    candidate = Candidate(model, {name: (name,) for name in weights}, {}, ())
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     try:
-        apart = untying.apart(model.config, [found], shapes, None)
+        apart = untying.apart(model.config, [candidate], shapes, None)
     except UnsupportedModel:  # a saved checkpoint would load tied
         return None
     for copy in apart.untied if apart else ():

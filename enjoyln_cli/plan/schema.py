@@ -168,7 +168,7 @@ def _shown(value: Any) -> str:
 
 
 def _place(where: Sequence[int | str]) -> str:
-    """A place in the data as a path: ``variants[0].norms.ln_f``."""
+    """A place in the data as a path: ``classes[0].name``."""
     path = ""
     for step in where:
         if isinstance(step, int):

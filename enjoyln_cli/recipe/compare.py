@@ -14,13 +14,13 @@ from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.plan.schema import ABSENT
-from enjoyln_cli.recipe.from_plan import layers_in, variant_of
+from enjoyln_cli.recipe.from_plan import layers_in, lines_of
 from enjoyln_cli.recipe.model import (
     SECTIONS,
+    EditLines,
     Recipe,
-    Variant,
     prefix_errors,
-    variant_for,
+    require_for,
 )
 from enjoyln_cli.recipe.templates import KEEP, expand, to_template
 from enjoyln_cli.recipe.yaml_text import dump_inline
@@ -37,7 +37,7 @@ class Difference:
     """Two lines for one name, as text; ``nothing`` if there is no line."""
 
     section: str
-    """A field of ``Variant``."""
+    """A field of ``EditLines``."""
     name: str
     """The name of the line; empty for a field that is a list of names."""
     recipe: str
@@ -48,8 +48,8 @@ class Difference:
         return f"{place}: the recipe has {self.recipe}, the proof {self.proof}"
 
 
-def expanded(recipe: Variant, proof: Variant) -> Variant:
-    """A variant of a recipe with one line for each name of a proven plan's variant.
+def expanded(recipe: EditLines, proof: EditLines) -> EditLines:
+    """A recipe with one line for each name of a proven plan's lines.
 
     Raises ``RecipeError`` for a line that matches no name, and for two lines that name the same.
     """
@@ -61,8 +61,8 @@ def expanded(recipe: Variant, proof: Variant) -> Variant:
     return replace(recipe, **sections)
 
 
-def compare(recipe: Variant, proof: Variant) -> list[Difference]:
-    """All differences between two variants without placeholders."""
+def compare(recipe: EditLines, proof: EditLines) -> list[Difference]:
+    """All differences of edits without placeholders."""
     unequal = schema.differences(_texts(recipe), _texts(proof))
     return [
         Difference(section, "".join(name), *(NOTHING if text is ABSENT else text for text in texts))
@@ -70,13 +70,13 @@ def compare(recipe: Variant, proof: Variant) -> list[Difference]:
     ]
 
 
-def _texts(variant: Variant) -> dict[str, Any]:
+def _texts(lines: EditLines) -> dict[str, Any]:
     """The text of each line by section and name, and that of each list."""
     texts: dict[str, Any] = {
-        section: {name: _text(line) for name, line in getattr(variant, section).items()}
+        section: {name: _text(line) for name, line in getattr(lines, section).items()}
         for section in (*SECTIONS, "config")
     }
-    return texts | {field: list_names(getattr(variant, field)) for field in _LISTS}
+    return texts | {field: list_names(getattr(lines, field)) for field in _LISTS}
 
 
 def keeps(line: Any) -> bool:
@@ -100,11 +100,11 @@ def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str,
     Reasons and culprits of kept norms are not compared. A difference that is the same in several
     layers is one line.
     """
-    proof = variant_of(plan)
+    proof = lines_of(plan)
     layers = layers_in(proof)
     try:
-        variant = variant_for(recipe, plan.model_type, plan.model_class, config)
-        compared = compare(expanded(variant, proof), proof)
+        require_for(recipe, plan.model_type, plan.model_class, config)
+        compared = compare(expanded(recipe, proof), proof)
     except RecipeError as error:
         return (f"{recipe.where}: {error}",)
     by_layer: dict[Difference, list[Difference]] = {}

@@ -15,14 +15,14 @@ from typing import Any
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.plan import Basis, Plan, UnmergedNorm, Verdict
 from enjoyln_cli.recipe.compare import NOTHING, Difference, compare, expanded, keeps
-from enjoyln_cli.recipe.from_plan import layers_in, variant_of
+from enjoyln_cli.recipe.from_plan import layers_in, lines_of
 from enjoyln_cli.recipe.model import (
     SECTIONS,
+    EditLines,
     Recipe,
-    Variant,
     prefix_errors,
+    require_for,
     suggest,
-    variant_for,
 )
 from enjoyln_cli.recipe.templates import KEEP, to_template
 
@@ -52,9 +52,9 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
     not proven, matches nothing, or is missing.
     """
     with prefix_errors(recipe.where):
-        variant = variant_for(recipe, plan.model_type, plan.model_class, config)
-        proof = variant_of(plan)
-        edits = expanded(variant, proof)
+        require_for(recipe, plan.model_type, plan.model_class, config)
+        proof = lines_of(plan)
+        edits = expanded(recipe, proof)
         differences = compare(edits, proof)
         for difference in differences:
             _require_proven(difference, proof, edits, plan)
@@ -67,7 +67,9 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
     return chosen
 
 
-def _require_proven(difference: Difference, proof: Variant, recipe: Variant, plan: Plan) -> None:
+def _require_proven(
+    difference: Difference, proof: EditLines, recipe: EditLines, plan: Plan
+) -> None:
     """Raise ``RecipeError`` if the recipe has an edit that is not proven.
 
     It may omit proven edits and classes, except untied copies and config entries.
@@ -91,7 +93,7 @@ def _require_proven(difference: Difference, proof: Variant, recipe: Variant, pla
     raise RecipeError(f"{difference}; write what the proof has, {remedy}")
 
 
-def _is_known(section: str, name: str, proof: Variant) -> bool:
+def _is_known(section: str, name: str, proof: EditLines) -> bool:
     """Whether the proof has a line for a norm, or for a name or the same name in another layer."""
     layers, names = layers_in(proof), getattr(proof, section)
     if section == "norms":
@@ -112,7 +114,7 @@ def _obstacles(plan: Plan) -> dict[tuple[str, str], str]:
     }
 
 
-def _chosen(recipe: Variant, plan: Plan) -> Plan:
+def _chosen(recipe: EditLines, plan: Plan) -> Plan:
     """The plan with those proven edits that a recipe names."""
     names = {
         section: {name for name, line in getattr(recipe, section).items() if _is_edit(line)}

@@ -8,11 +8,9 @@ plan. So a recipe fits every size of its family.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from enjoyln_cli.calls import call_text
-from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.plan import (
     PLAIN,
@@ -26,12 +24,12 @@ from enjoyln_cli.plan.plan import (
     Verdict,
     size_settings,
 )
-from enjoyln_cli.recipe.model import SECTIONS, VERSION, Recipe, Variant, as_mapping
+from enjoyln_cli.recipe.model import SECTIONS, VERSION, EditLines, Recipe, as_mapping
 from enjoyln_cli.recipe.templates import KEEP, join_layers, layers_of
 from enjoyln_cli.version import versions
 
 DEPENDS = ("tie_word_embeddings",)
-"""Config attributes that every variant records as a condition, if the config has them."""
+"""Config attributes that every recipe records as a condition, if the config has them."""
 
 MOVES = {"weight": "weight", "bias": "bias", "divided": "bias"}
 """Fields of a ``Merge`` with the stored name of a norm's parameter, and that parameter."""
@@ -54,25 +52,25 @@ def recipe_of(
     attributes ``depends``.
     """
     values = as_mapping(config)
-    each = variant_of(plan)
-    layers = layers_in(each)
+    lines = lines_of(plan)
+    layers = layers_in(lines)
     joined: dict[str, Any] = {
-        name: join_layers(getattr(each, name), layers, gaps=name != "norms") for name in SECTIONS
+        name: join_layers(getattr(lines, name), layers, gaps=name != "norms") for name in SECTIONS
     }
     when = {name: values[name] for name in sorted(depends) if name in values}
     return Recipe(
+        **{**vars(lines), "when": when, **joined},
         version=VERSION,
         model_type=plan.model_type,
-        variants=(replace(each, when=when, **joined),),
         options=options,
         versions=versions("torch", "transformers"),
     )
 
 
-def variant_of(plan: Plan) -> Variant:
-    """The plan as a variant with a line for each norm, parameter and module."""
+def lines_of(plan: Plan) -> EditLines:
+    """The edits of a plan, with a line for each norm, parameter and module."""
     sizes = size_settings(plan.widened)  # they are in the lines of the MLPs
-    return Variant(
+    return EditLines(
         model_class=plan.model_class,
         classes=plan.classes,
         outputs=plan.outputs,
@@ -90,9 +88,9 @@ def variant_of(plan: Plan) -> Variant:
     )
 
 
-def layers_in(variant: Variant) -> dict[str, int]:
-    """The number of layers under each prefix of the names of a variant's lines."""
-    return layers_of(name for section in SECTIONS for name in getattr(variant, section))
+def layers_in(lines: EditLines) -> dict[str, int]:
+    """The number of layers under each prefix of the names of the lines."""
+    return layers_of(name for section in SECTIONS for name in getattr(lines, section))
 
 
 def _section(edits: Iterable[Any], key: str) -> dict[str, Any]:
@@ -156,26 +154,3 @@ def _without_repeats(items: Iterable[Any]) -> list[Any]:
     for item in items:
         unique += [] if item in unique else [item]
     return unique
-
-
-def merge_recipes(recipes: Iterable[Recipe]) -> Recipe:
-    """One recipe for a family: the variants of all ``recipes``, without options and versions.
-
-    Raises ``RecipeError`` if two variants differ but have the same class and conditions, or if the
-    recipes are for different model types.
-    """
-    recipes = list(recipes)
-    variants: list[Variant] = []
-    for variant in (variant for recipe in recipes for variant in recipe.variants):
-        for other in variants:
-            same = (other.model_class, other.when) == (variant.model_class, variant.when)
-            if same and other != variant:
-                raise RecipeError(
-                    f"two variants for {variant.model_class} when {dict(variant.when)} differ: "
-                    "name the config attribute that tells them apart"
-                )
-        if variant not in variants:
-            variants.append(variant)
-    if len({recipe.model_type for recipe in recipes}) != 1:
-        raise RecipeError("a recipe is for one model type: pass recipes of one family")
-    return Recipe(version=VERSION, model_type=recipes[0].model_type, variants=tuple(variants))

@@ -63,7 +63,7 @@ Section = Mapping[Annotated[str, checked(require_name)], Annotated[Any, checked(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class EditLines:
     """The edits for one model class under some config attributes. See ``plan.Plan``."""
 
     model_class: Word
@@ -95,22 +95,15 @@ class Variant:
 
 
 SECTIONS = ("untie", "norms", "centre", "centring_ops", "merge", "widen", "rotate")
-"""The fields of ``Variant`` with an edit for each name. Differences of the first cause others."""
-
-
-def _some(variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
-    if not variants:
-        raise ValueError("it is empty; a recipe has at least one")
-    return variants
+"""The fields of ``EditLines`` with an edit for each name. Differences of the first cause others."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """The recipe of a family (several variants) or of a fold (one variant)."""
+class Recipe(EditLines):
+    """The edits of a fold, or of most checkpoints of a family, with what they were proven for."""
 
     version: Annotated[int, checked(_version)]
     model_type: Word
-    variants: Annotated[tuple[Variant, ...], checked(_some)]
     options: Options = PLAIN
     versions: Mapping[Text, Text] = field(default_factory=dict)
     """The versions of the packages that made it."""
@@ -134,62 +127,32 @@ def as_mapping(config: Any) -> Mapping[str, Any]:
     return config.to_dict()
 
 
-def variant_for(recipe: Recipe, model_type: str, model_class: str, config: Any = None) -> Variant:
-    """The variant for a class whose conditions (``when``) hold; without a config, the first one.
+def require_for(recipe: Recipe, model_type: str, model_class: str, config: Any = None) -> None:
+    """Require that a recipe is for this class, and that its conditions (``when``) hold.
 
-    Raises ``RecipeError`` that names the model type, class or config attribute that does not match.
+    Without a config they are taken to hold. Raises ``RecipeError`` that names the model type, class
+    or config attribute that does not match.
     """
     if recipe.model_type != model_type:
         raise RecipeError(
             f"made for {recipe.model_type}, but the model is {model_type}; "
             f"pass a recipe for {model_type}"
         )
-    variants = [variant for variant in recipe.variants if variant.model_class == model_class]
-    if not variants:
-        classes = ", ".join(dict.fromkeys(variant.model_class for variant in recipe.variants))
+    if recipe.model_class != model_class:
         raise RecipeError(
-            f"made for {classes}, but the plan is for {model_class}; "
+            f"made for {recipe.model_class}, but the plan is for {model_class}; "
             "choose the class with --model-class"
         )
     values = as_mapping(config)
-    for variant in variants:
-        if not values or _holds(variant, values):
-            return variant
-    misses = [
-        f"{key}: {value}" for key, value in variants[0].when.items() if values.get(key) != value
-    ]
-    raise RecipeError(
-        f"made for models with {', '.join(misses)}, but this model's config differs; "
-        "pass a recipe that was written for this kind of model"
-    )
-
-
-def outputs_asked(recipe: Recipe, model_class: str | None, config: Any) -> tuple[str, ...]:
-    """The outputs that a recipe keeps unchanged, for ``model_class`` or for all of its classes.
-
-    Raises ``RecipeError`` if its classes keep different outputs unchanged.
-    """
-    values = as_mapping(config)
-    choices = {
-        variant.outputs
-        for variant in recipe.variants
-        if model_class in (None, variant.model_class)
-        and recipe.model_type == values.get("model_type")
-        and _holds(variant, values)
-    }
-    if len(choices) > 1:
+    misses = [f"{key}: {value}" for key, value in recipe.when.items() if values.get(key) != value]
+    if values and misses:
         raise RecipeError(
-            f"{recipe.where}: its classes keep different outputs unchanged; choose a class with "
-            "--model-class"
+            f"made for models with {', '.join(misses)}, but this model's config differs; "
+            "pass a recipe that was written for this kind of model"
         )
-    return choices.pop() if choices else ()
 
 
-def _holds(variant: Variant, config: Mapping[str, Any]) -> bool:
-    return all(config.get(key) == value for key, value in variant.when.items())
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Advice about an unknown name: a similar known one, or what to do otherwise."""
+def suggest(name: str, names: Iterable[str]) -> str:
+    """Advice about an unknown name: a similar names one, or what to do otherwise."""
     remedy = "remove it, or use the recipe with the model it was made for"
-    return did_you_mean(name, known, 1) or remedy
+    return did_you_mean(name, names, 1) or remedy

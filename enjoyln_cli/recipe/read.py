@@ -1,7 +1,7 @@
 """Read recipes from YAML text: the edits made to a checkpoint, or those to make.
 
-``docs/formats.md`` explains the format. The keys are the fields of ``recipe.model.Variant``, and in
-a line those of the plan's dataclasses. ``keep`` in any section leaves a name as it is. A name with
+``docs/formats.md`` explains the format. The keys are those of ``recipe.model.Recipe``, and in a
+line those of the plan's dataclasses. ``keep`` in any section leaves a name as it is. A name with
 ``{i}`` stands for every layer; a line with a layer number overrides it.
 """
 
@@ -17,7 +17,7 @@ from enjoyln_cli.checkpoint.result_files import RECIPE_FILE
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.recipe.model import Recipe, prefix_errors, variant_for
+from enjoyln_cli.recipe.model import Recipe, prefix_errors, require_for
 from enjoyln_cli.recipe.yaml_text import MAX_CHARS, load, one_line
 
 if TYPE_CHECKING:
@@ -55,10 +55,10 @@ def shipped_recipe(plan: Plan, config: Any = None) -> Recipe | None:
         return None
     recipe = parse_recipe(file.read_text(encoding="utf-8"), where=f"recipes/{file.name}")
     try:
-        variant = variant_for(recipe, plan.model_type, plan.model_class, config)
+        require_for(recipe, plan.model_type, plan.model_class, config)
     except RecipeError:
         return None
-    return replace(recipe, variants=(variant,))
+    return recipe
 
 
 def _shipped() -> Traversable:

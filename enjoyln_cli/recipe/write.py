@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 from enjoyln_cli.plan import schema
 from enjoyln_cli.recipe.model import SECTIONS, Recipe
 from enjoyln_cli.recipe.yaml_text import dump_inline
@@ -20,24 +17,17 @@ _HEAD = """\
 def dump_recipe(recipe: Recipe) -> str:
     """The canonical text: the same recipe always gives the same bytes.
 
-    Every name of a variant's sections has a line of its own.
+    Every name of a section has a line of its own.
     """
     lines = [_HEAD.format(model_type=recipe.model_type)]
-    for key, value in schema.plain(recipe, {"where"}).items():
-        if key != "variants":
+    data = schema.plain(recipe, {"where"})
+    first = {key: data.pop(key) for key in ("version", "model_type")}
+    for key, value in (first | data).items():
+        if value and key in SECTIONS:
+            lines.append(f"{key}:\n")
+            lines += (
+                f"  {dump_inline(name)}: {dump_inline(edit)}\n" for name, edit in value.items()
+            )
+        else:
             lines.append(f"{key}: {dump_inline(value)}\n")
-            continue
-        lines.append("variants:\n")
-        for variant in value:
-            for number, (field, data) in enumerate(variant.items()):
-                lines.append(f"{'  ' if number else '- '}{field}:")
-                lines += (
-                    _section(data) if data and field in SECTIONS else [f" {dump_inline(data)}\n"]
-                )
     return "".join(lines)
-
-
-def _section(edits: Mapping[str, Any]) -> Iterator[str]:
-    yield "\n"
-    for name, edit in edits.items():
-        yield f"    {dump_inline(name)}: {dump_inline(edit)}\n"

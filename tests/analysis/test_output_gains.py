@@ -94,7 +94,7 @@ def test_by_default_every_output_stays() -> None:
 def test_the_choice_is_carried_by_the_marker_the_recipe_and_the_check(out: Path) -> None:
     assert read_marker(json.loads((out / "config.json").read_text())).outputs == WANTED
     recipe = load_recipe(out / "enjoyln_recipe.yaml")
-    assert recipe.variants[0].outputs == WANTED
+    assert recipe.outputs == WANTED
     assert parse_recipe(dump_recipe(recipe), where="again") == recipe
     found = verify(out)
     assert found.passed and found.outputs == WANTED
@@ -152,7 +152,7 @@ def test_a_recipe_is_followed_for_its_outputs(source: Path, out: Path, tmp_path:
         fold(source, tmp_path / "other", recipe=recipe, outputs=["logits_per_text"])
     bare = tmp_path / "bare.yaml"
     lines = recipe.read_text().splitlines(keepends=True)
-    bare.write_text("".join(line for line in lines if not line.startswith("  outputs:")))
+    bare.write_text("".join(line for line in lines if not line.startswith("outputs:")))
     with pytest.raises(RecipeError, match="not part of the proof"):
         fold(source, tmp_path / "bare", recipe=bare)
 

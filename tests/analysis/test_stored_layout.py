@@ -205,8 +205,8 @@ def test_the_recipe_names_experts_in_one_line_and_serves_the_check(tmp_path: Pat
     stored = transformers.PhimoeForCausalLM.from_pretrained(tmp_path / "double", dtype="float32")
     stored.save_pretrained(tmp_path / "source")
     fold(tmp_path / "source", tmp_path / "out", verify=False)
-    (variant,) = load_recipe(tmp_path / "out" / "enjoyln_recipe.yaml").variants
-    lines = [name for name in variant.centre if "experts" in name]
+    recipe = load_recipe(tmp_path / "out" / "enjoyln_recipe.yaml")
+    lines = [name for name in recipe.centre if "experts" in name]
     assert lines == ["model.layers.{i}.mlp.experts.down_proj"]
     found = verify(tmp_path / "out")
     assert found.passed and found.identity_error is not None and found.identity_error <= 1e-12

@@ -240,10 +240,9 @@ WIDENED = "bert.encoder.layer.{i}.output.dense.weight"
 def asking(out: Path, into: Path, name: str, fields: dict[str, Any]) -> Path:
     """The recipe of ``out`` with another line for the MLPs, or none without a ``name``."""
     recipe = load_recipe(out / "enjoyln_recipe.yaml")
-    (variant,) = recipe.variants
-    (line,) = variant.widen.values()
-    variant = replace(variant, widen={name: {**line, **fields}} if name else {})
-    into.write_text(dump_recipe(replace(recipe, variants=(variant,))))
+    (line,) = recipe.widen.values()
+    widen = {name: {**line, **fields}} if name else {}
+    into.write_text(dump_recipe(replace(recipe, widen=widen)))
     return into
 
 

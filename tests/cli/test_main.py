@@ -262,7 +262,7 @@ def test_a_recipe_that_keeps_every_norm_is_refused(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     good("report", GPT2, "--write-recipe", recipe)
     text = recipe.read_text().replace("{fold_with: [transformer.wte]}", "keep")
-    start, end = text.index("  centre:\n"), text.index("  entry_inputs")
+    start, end = text.index("centre:\n"), text.index("entry_inputs")
     recipe.write_text(text[:start] + text[end:])
     line = refused("fold", GPT2, "-o", tmp_path / "out", "--recipe", recipe)
     assert "7 x the recipe keeps it" in line

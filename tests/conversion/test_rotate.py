@@ -114,8 +114,8 @@ def test_rotating_into_16_bits_says_what_to_quantise_from(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_recipe_chooses_what_turns(out: Path, tmp_path: Path) -> None:
     text = (out / "enjoyln_recipe.yaml").read_text()
-    last = text.index("  untie:")
-    first = text.rindex("    transformer.h.{i}.attn.c_attn.weight:", 0, last)
+    last = text.index("untie:")
+    first = text.rindex("  transformer.h.{i}.attn.c_attn.weight:", 0, last)
     (tmp_path / "less.yaml").write_text(text[:first] + text[last:])
     result = convert(
         CHECKPOINTS / "gpt2", tmp_path / "out", recipe=tmp_path / "less.yaml", verify=False

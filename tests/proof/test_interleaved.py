@@ -102,7 +102,7 @@ def test_on_disk(source: Path, out: Path) -> None:
 
 def test_the_recipe_says_where_the_groups_are(source: Path, out: Path) -> None:
     text = (out / "enjoyln_recipe.yaml").read_text()
-    centred = yaml.safe_load(text)["variants"][0]["centre"]
+    centred = yaml.safe_load(text)["centre"]
     line = centred[f"model.layers.{{i}}.{FUSED}.weight"]
     assert line == {"dim": 0, "groups": True, "part": True}
     again = source.parent / "again"

@@ -105,13 +105,13 @@ def test_a_recipe_merges_a_scale_into_all_that_it_scales_or_not_at_all(tmp_path:
         ).plan  # fmt: skip
 
     assert follow(text) == plan
-    line = "    encoder.layer.{i}.mlp.fc2.bias: {dim: 0, scale"
-    left = text.replace(line, "    encoder.layer.{i}.mlp.fc2.bias: keep #")
+    line = "  encoder.layer.{i}.mlp.fc2.bias: {dim: 0, scale"
+    left = text.replace(line, "  encoder.layer.{i}.mlp.fc2.bias: keep #")
     with pytest.raises(RecipeError, match="needs encoder.layer.*bias centred"):
         follow(left)
-    first = "  norms:\n    encoder.layer.0.norm1: fold\n"
+    first = "norms:\n  encoder.layer.0.norm1: fold\n"
     with pytest.raises(RecipeError, match="but not into encoder.layer.0.mlp.fc2.bias"):
-        follow(left.replace(": fold\n", ": keep\n").replace("  norms:\n", first))
+        follow(left.replace(": fold\n", ": keep\n").replace("norms:\n", first))
     scale = "scale: 'encoder.layer.{i}."
     assert f"{scale}layer_scale2" in text
     other = text.replace(f"{scale}layer_scale2", f"{scale}s")

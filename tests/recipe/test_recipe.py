@@ -13,8 +13,8 @@ from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import PLAIN, Centring, Options, Plan, Verdict, Writer
 from enjoyln_cli.recipe.compare import differences, expanded
 from enjoyln_cli.recipe.follow import follow
-from enjoyln_cli.recipe.from_plan import merge_recipes, recipe_of, variant_of
-from enjoyln_cli.recipe.model import Recipe, Variant
+from enjoyln_cli.recipe.from_plan import lines_of, recipe_of
+from enjoyln_cli.recipe.model import EditLines, Recipe
 from enjoyln_cli.recipe.read import load_recipe, parse_recipe, shipped_recipe
 from enjoyln_cli.recipe.templates import expand
 from enjoyln_cli.recipe.write import dump_recipe
@@ -132,7 +132,8 @@ def edited(recipe: Recipe, *changes: tuple[str, str]) -> Recipe:
 
 
 def family(recipe: Recipe) -> str:
-    return dump_recipe(merge_recipes([recipe]))
+    """The text without the versions that made it."""
+    return dump_recipe(replace(recipe, versions={}))
 
 
 PLANS = {
@@ -157,10 +158,9 @@ def test_text_and_recipe_and_plan_agree(name: str) -> None:
     assert differences(read, plan, config=config) == ()
 
 
-def line_for_each(recipe: Recipe, plan: Plan) -> Variant:
-    """The one variant of a recipe, with a line for each name of ``plan``."""
-    (variant,) = through_text(recipe).variants
-    return expanded(variant, variant_of(plan))
+def line_for_each(recipe: Recipe, plan: Plan) -> EditLines:
+    """The edits of a recipe, with a line for each name of ``plan``."""
+    return expanded(through_text(recipe), lines_of(plan))
 
 
 def test_one_text_for_every_size() -> None:
@@ -182,7 +182,7 @@ def test_one_text_for_every_number_of_heads() -> None:
 def test_culprits_one_layer_below_take_one_line_and_the_first_layer_another() -> None:
     small, large = (recipe_of(bert_plan(layers)) for layers in (3, 24))
     assert family(small) == family(large)
-    assert len(large.variants[0].norms) == 4
+    assert len(large.norms) == 4
     assert "culprit: 'encoder.layer.{i-1}.output.LayerNorm'" in family(large)
     assert "encoder.layer.0.attention.output.LayerNorm:" in family(large)
 
@@ -198,7 +198,7 @@ def test_names_inside_a_reason_follow_the_layer() -> None:
     assert "culprit: 'h.{i}.w, read by h.{i+1}.q'" in text
     entries = [line for line in text.splitlines() if not line.startswith("#")]
     assert sum("keep: " in line for line in entries) == 3
-    assert line_for_each(recipe_of(plan), plan).norms == variant_of(plan).norms
+    assert line_for_each(recipe_of(plan), plan).norms == lines_of(plan).norms
 
 
 def test_a_layer_that_differs_goes_before_the_rest() -> None:
@@ -234,8 +234,8 @@ def test_numbers_that_do_not_count_layers_stay() -> None:
 
 def test_keeping_one_norm() -> None:
     plan, config = gpt2_plan(), gpt2_config(3)
-    line = "    transformer.ln_f:"
-    mine = edited(recipe_of(plan, config=config), (line, "    transformer.h.1.ln_2: keep\n" + line))
+    line = "  transformer.ln_f:"
+    mine = edited(recipe_of(plan, config=config), (line, "  transformer.h.1.ln_2: keep\n" + line))
     found = follow(mine, plan, config=config)
     assert [v.norm for v in found.kept] == ["transformer.h.1.ln_2"]
     assert found.writers == plan.writers
@@ -255,7 +255,7 @@ def test_a_norm_that_is_not_listed_is_kept_and_its_edits_may_go() -> None:
     plan, config = heads_plan(), heads_config()
     mine = edited(
         recipe_of(plan, config=config),
-        ("    model.layers.{i}.q_norm: fold\n", ""),
+        ("  model.layers.{i}.q_norm: fold\n", ""),
         ("model.layers.{i}.q_proj.weight: {", "model.layers.0.q_proj.weight: {"),
     )
     found = follow(mine, plan, config=config)
@@ -284,7 +284,7 @@ def _gpt2(*changes: tuple[str, str]) -> tuple[Recipe, Plan, dict[str, Any]]:
 
 
 LN_F = "transformer.ln_f: {fold_with: [transformer.wte]}"
-WPE = "    transformer.wpe.weight: {dim: 1}\n"
+WPE = "  transformer.wpe.weight: {dim: 1}\n"
 Q = "model.layers.{i}.q_proj.weight: {dim: 0, groups: true}"
 
 REFUSED = {
@@ -293,7 +293,7 @@ REFUSED = {
         "norms: transformer.ln_f: the recipe has fold, the proof {fold_with: [transformer.wte]}",
     ),
     "an op that is not proven": (
-        _gpt2(("    transformer.wte:", "    transformer.drop:")),
+        _gpt2(("  transformer.wte:", "  transformer.drop:")),
         "centring_ops: transformer.drop is not part of the proof; ",
     ),
     "a writer that a norm needs": (
@@ -301,15 +301,15 @@ REFUSED = {
         "folds transformer.h.0.ln_1, which needs transformer.wpe.weight centred",
     ),
     "a writer of one layer that a norm needs": (
-        _gpt2((WPE, WPE + "    transformer.h.1.mlp.c_proj.bias: keep\n")),
+        _gpt2((WPE, WPE + "  transformer.h.1.mlp.c_proj.bias: keep\n")),
         "folds transformer.h.2.ln_1, which needs transformer.h.1.mlp.c_proj.bias centred",
     ),
     "a writer of a layer too many": (
-        _gpt2((WPE, WPE + "    transformer.h.3.mlp.c_proj.bias: {dim: 0}\n")),
+        _gpt2((WPE, WPE + "  transformer.h.3.mlp.c_proj.bias: {dim: 0}\n")),
         "centre: transformer.h.3.mlp.c_proj.bias is not part of the proof",
     ),
     "a tensor left that nobody centres": (
-        _gpt2((WPE, WPE + "    transformer.h.1.mlp.c_fc.bias: keep\n")),
+        _gpt2((WPE, WPE + "  transformer.h.1.mlp.c_fc.bias: keep\n")),
         "transformer.h.1.mlp.c_fc.bias is not part of the proof; did you mean",
     ),
     "all heads at once": (
@@ -326,11 +326,11 @@ REFUSED = {
         "norms: transformer.ln_g is not part of the proof; did you mean transformer.ln_f",
     ),
     "keeping a norm that is not there": (
-        _gpt2((LN_F, LN_F + "\n    transformer.h.7.ln_1: keep")),
+        _gpt2((LN_F, LN_F + "\n  transformer.h.7.ln_1: keep")),
         "norms: transformer.h.7.ln_1 is not part of the proof",
     ),
     "layers that are not there": (
-        _gpt2((LN_F, LN_F + "\n    encoder.layer.{i}.ln: keep")),
+        _gpt2((LN_F, LN_F + "\n  encoder.layer.{i}.ln: keep")),
         "encoder.layer.{i}.ln matches nothing",
     ),
     "a class without proof": (
@@ -347,11 +347,11 @@ REFUSED = {
         "made for models with tie_word_embeddings: False",
     ),
     "an input not centred on entry": (
-        _gpt2(("  entry_inputs: [inputs_embeds]\n", "")),
+        _gpt2(("entry_inputs: [inputs_embeds]\n", "")),
         "entry_inputs: the recipe has nothing, the proof inputs_embeds; write what the proof has",
     ),
     "one norm under two templates": (
-        _gpt2((LN_F, LN_F + "\n    transformer.h.{j}.ln_1: keep")),
+        _gpt2((LN_F, LN_F + "\n  transformer.h.{j}.ln_1: keep")),
         "two lines name transformer.h.0.ln_1",
     ),
 }
@@ -369,11 +369,11 @@ def test_what_is_not_proven_is_refused_by_name(name: str) -> None:
 
 def test_a_kept_norm_cannot_be_folded_by_asking() -> None:
     text = dump_recipe(recipe_of(bert_plan()))
-    start = text.index("    encoder.layer.{i}.output.LayerNorm:")
+    start = text.index("  encoder.layer.{i}.output.LayerNorm:")
     text = (
         text[:start]
-        + "    encoder.layer.{i}.output.LayerNorm: fold\n"
-        + text[text.index("  centre:") :]
+        + "  encoder.layer.{i}.output.LayerNorm: fold\n"
+        + text[text.index("centre:") :]
     )
     mine = parse_recipe(text, where="mine.yaml")
     with pytest.raises(
@@ -439,33 +439,19 @@ def test_differences_of_a_stale_recipe() -> None:
 # Families.
 
 
-def test_a_family_has_a_variant_for_each_condition(
+def test_the_shipped_recipe_is_for_one_class_and_its_conditions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pairs = [(gpt2_plan(tied=tied), gpt2_config(3, tied=tied)) for tied in (True, False)]
-    whole = merge_recipes(recipe_of(plan, config=config) for plan, config in pairs)
-    assert len(whole.variants) == 2
-    assert not whole.versions
-    (tmp_path / "gpt2.yaml").write_text(dump_recipe(whole), encoding="utf-8")
+    plan, config = gpt2_plan(), gpt2_config(3)
+    (tmp_path / "gpt2.yaml").write_text(dump_recipe(recipe_of(plan, config=config)))
     monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
-    for plan, config in pairs:
-        found = shipped_recipe(plan, config)
-        assert found is not None
-        assert len(found.variants) == 1
-        assert differences(found, plan, config=config) == ()
-        assert follow(load_recipe(tmp_path / "gpt2.yaml"), plan, config=config) == plan
-    assert shipped_recipe(replace(pairs[0][0], model_class="GPT2Model"), {}) is None
-    assert shipped_recipe(replace(pairs[0][0], model_type="opt"), {}) is None
-    assert shipped_recipe(replace(pairs[0][0], model_type="../gpt2"), {}) is None
-
-
-def test_variants_that_contradict_each_other_are_not_merged() -> None:
-    recipes = [recipe_of(gpt2_plan(tied=tied), depends=()) for tied in (True, False)]
-    with pytest.raises(RecipeError, match="name the config attribute"):
-        merge_recipes(recipes)
-    assert len(merge_recipes([recipes[0], recipes[0]]).variants) == 1
-    with pytest.raises(RecipeError, match="one family"):
-        merge_recipes([recipes[0], recipe_of(bert_plan())])
+    found = shipped_recipe(plan, config)
+    assert found is not None and differences(found, plan, config=config) == ()
+    assert follow(load_recipe(tmp_path / "gpt2.yaml"), plan, config=config) == plan
+    assert shipped_recipe(gpt2_plan(tied=False), gpt2_config(3, tied=False)) is None
+    assert shipped_recipe(replace(plan, model_class="GPT2Model"), {}) is None
+    assert shipped_recipe(replace(plan, model_type="opt"), {}) is None
+    assert shipped_recipe(replace(plan, model_type="../gpt2"), {}) is None
 
 
 def test_a_transformers_config_serves_as_well() -> None:
@@ -515,9 +501,9 @@ def test_an_option_that_nobody_knows_is_refused(option: str, message: str) -> No
 
 
 GOOD = dump_recipe(recipe_of(gpt2_plan(), config=gpt2_config(3)))
-BODY = "version: 1\nmodel_type: gpt2\nvariants:\n- model_class: A\n  norms: "
+BODY = "version: 1\nmodel_type: gpt2\nmodel_class: A\nnorms: "
 HOSTILE = {
-    "nothing": ("", "nothing instead of a mapping with version"),
+    "nothing": ("", "nothing instead of a mapping with model_class"),
     "not a mapping": ("[1]", "a list instead of a mapping"),
     "not YAML": ("a: [1", "not YAML: "),
     "control characters": ("a: \x00", "not YAML"),
@@ -538,11 +524,11 @@ HOSTILE = {
         "version: True instead of a whole number",
     ),
     "a huge number": (
-        f"version: 0x{'f' * 9000}\nmodel_type: a\nvariants: []",
+        f"version: 0x{'f' * 9000}\nmodel_type: a\nmodel_class: A\nnorms: {{}}",
         "thousands of digits",
     ),
     "a path as type": (GOOD.replace("type: gpt2", "type: ../gpt2"), "model_type: '../gpt2' is not"),
-    "no variants": ("version: 1\nmodel_type: gpt2\nvariants: []", "variants: it is empty"),
+    "no norms": ("version: 1\nmodel_type: gpt2\nmodel_class: A", "the key norms is missing"),
     "a path as norm": (BODY + "{../a: fold}", "'../a' is not a dotted name"),
     "a long name": (BODY + "{" + "a" * 900 + ": fold}", "1 to 400 characters"),
     "an unknown placeholder": (BODY + "{'a.{x}.b': fold}", "is not a dotted name"),
@@ -553,10 +539,10 @@ HOSTILE = {
         BODY + '{a: {keep: "a\\nb"}}',
         "norms.a: 'a\\nb' instead of one line",
     ),
-    "no version": ("model_type: gpt2\nvariants: []", "the key version is missing"),
+    "no version": ("model_type: gpt2\nmodel_class: A\nnorms: {}", "the key version is missing"),
     "a nested condition": (
         GOOD.replace("tie_word_embeddings: true", "tie_word_embeddings: [1]"),
-        "variants[0].when.tie_word_embeddings: [1] instead of one line of text",
+        "when.tie_word_embeddings: [1] instead of one line of text",
     ),
 }
 
@@ -579,9 +565,9 @@ def test_endless_names_are_refused() -> None:
         BODY + "{'h.{i}.experts.{j}.ln': fold}",
         BODY + "{'h.{i}.ln': {fold_with: [" + ", ".join(["wte"] * 4000) + "]}}",
     ):
-        (variant,) = parse_recipe(text, where="x").variants
+        recipe = parse_recipe(text, where="x")
         with pytest.raises(RecipeError, match="300000 "):
-            expand(variant.norms, layers)
+            expand(recipe.norms, layers)
 
 
 def test_load_recipe(tmp_path: Path) -> None:

@@ -366,11 +366,11 @@ def test_a_recipe_chooses_what_is_merged(out: tuple[Path, Plan], tmp_path: Path)
         ).plan  # fmt: skip
 
     assert follow(text) == plan
-    line = "  merge:\n"
-    kept = follow(text.replace(line, f"{line}    model.layers.0.input_layernorm: keep\n"))
+    line = "merge:\n"
+    kept = follow(text.replace(line, f"{line}  model.layers.0.input_layernorm: keep\n"))
     assert len(kept.merged) == 4 and verify(tmp_path / "again").passed
     assert kept.unmerged[-1].reason == "the recipe keeps it"
-    not_folded = text.replace("  norms:\n", "  norms:\n    model.layers.0.input_layernorm: keep\n")
+    not_folded = text.replace("norms:\n", "norms:\n  model.layers.0.input_layernorm: keep\n")
     with pytest.raises(
         RecipeError, match="merges model.layers.0.input_layernorm, which it does not"
     ):
