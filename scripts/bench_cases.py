@@ -64,7 +64,7 @@ def benchmarked(
         enjoyln_cli.fold(folder / "original", folder / "folded", verify=False)
         fold_seconds = time.perf_counter() - begin
         result = enjoyln_cli.bench(
-            folder / "folded", asked=asked, dtype=dtype, device=device, write=False
+            folder / "folded", options=asked, dtype=dtype, device=device, write=False
         )
         return {"fold_seconds": fold_seconds, **result.to_json()}
     finally:

@@ -38,7 +38,7 @@ def bench(
     out: str | Path,
     *,
     against: str | Path | None = None,
-    asked: BenchOptions = BenchOptions(),  # noqa: B008  (frozen)
+    options: BenchOptions = BenchOptions(),  # noqa: B008  (frozen)
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
     revision: str | None = None,
@@ -57,23 +57,23 @@ def bench(
     warning is issued. ``on_event`` receives stages and warnings. ``on_progress`` receives the
     seconds that have passed and those that the whole run should take (0 while that is not known).
 
-    The run ends after ``asked.seconds``; a call of a model that has begun is finished first, and so
-    is its compilation. Downloads are not included.
+    The run ends after ``options.seconds``; a call of a model that has begun is finished first, and
+    so is its compilation. Downloads are not included.
 
     Raises ``BadCheckpoint`` if ``out`` was not converted, or not from that original,
     ``ModelNotFound`` if the original is missing, and ``UnsupportedModel`` if the machine or the
-    model does not support an option, or if ``asked.seconds`` suffices for no case.
+    model does not support an option, or if ``options.seconds`` suffices for no case.
     """
     event = on_event or default_listener
     place = device_named(device)
-    if not asked.seconds > 0:
-        raise UnsupportedModel(f"seconds={asked.seconds:g} leaves no time to measure anything")
+    if not options.seconds > 0:
+        raise UnsupportedModel(f"seconds={options.seconds:g} leaves no time to measure anything")
     folded = open_subject(str(out), trust_remote_code=trust_remote_code)
     marker = read_marker(folded.checkpoint.raw_config, folded.source.model)
     access = HubAccess(token=token, cache_dir=cache_dir)
     original = original_of(folded, marker, against, revision, access)
     chosen = compute_dtype(folded.checkpoint, dtype)
-    clock = Clock(time.perf_counter, asked.seconds, on_progress)
+    clock = Clock(time.perf_counter, options.seconds, on_progress)
     event("stage", f"loading {original.source.model} and {folded.source.model}")
     clock.tell()
     cases: list[Case] = []
@@ -85,10 +85,10 @@ def bench(
         after = optimize(_load_model(folded, marker, chosen))
         if clock.left <= 0:
             raise TimeIsUp
-        cases, left_out = planned_cases(before, asked)
-        event("stage", f"measuring {_plan_in_words(len(cases), asked)}")
+        cases, left_out = planned_cases(before, options)
+        event("stage", f"measuring {_plan_in_words(len(cases), options)}")
         norms = (*marker.rmsnorm, *marker.layernorm)
-        timed = time_cases(before, after, norms, cases, asked.repeats, place, clock)
+        timed = time_cases(before, after, norms, cases, options.repeats, place, clock)
         for row in timed if cases else ():
             if isinstance(row, Row):
                 rows.append(row)
@@ -99,9 +99,9 @@ def bench(
     except TimeIsUp:
         if not rows:
             raise UnsupportedModel(
-                f"{asked.seconds:g} s are too short to load the models and measure "
+                f"{options.seconds:g} s are too short to load the models and measure "
                 f"{cases[0] if cases else 'a case'}; allow more with --seconds "
-                f"{math.ceil(4 * asked.seconds)}"
+                f"{math.ceil(4 * options.seconds)}"
             ) from None
     left_out += dict.fromkeys(reasons)
     left_out += [f"{case}: no time was left" for case in cases[len(rows) + len(reasons) :]]
@@ -112,7 +112,7 @@ def bench(
         model_class=marker.model_class,
         dtype=dtype_name(chosen),
         device=str(place),
-        repeats=asked.repeats,
+        repeats=options.repeats,
         load_seconds=load_seconds,
         seconds=clock.spent,
     )
@@ -122,9 +122,10 @@ def bench(
     return result
 
 
-def _plan_in_words(cases: int, asked: BenchOptions) -> str:
-    until = "" if math.isinf(asked.seconds) else f"; the run ends after {duration(asked.seconds)}"
-    return f"{counted(cases, 'case')}, at most {asked.repeats} rounds{until}"
+def _plan_in_words(cases: int, options: BenchOptions) -> str:
+    limited = not math.isinf(options.seconds)
+    until = f"; the run ends after {duration(options.seconds)}" if limited else ""
+    return f"{counted(cases, 'case')}, at most {options.repeats} rounds{until}"
 
 
 def _line(row: Row) -> str:

@@ -56,13 +56,13 @@ class Case:
         return f"{self.size}, {self.phase}, {self.mode}"
 
 
-def planned_cases(model: Any, asked: BenchOptions) -> tuple[list[Case], list[str]]:
+def planned_cases(model: Any, options: BenchOptions) -> tuple[list[Case], list[str]]:
     """The cases that ``model`` can run, and a sentence for each size or phase that it cannot."""
-    inputs, left_out = sizes(model, asked.pairs)
-    phases = [phase for phase in asked.phases if phase != "decode" or keeps_cache(model)]
-    if len(phases) < len(asked.phases):
+    inputs, left_out = sizes(model, options.pairs)
+    phases = [phase for phase in options.phases if phase != "decode" or keeps_cache(model)]
+    if len(phases) < len(options.phases):
         left_out.append(_no_cache(model))
-    return [Case(*case) for case in product(asked.modes, inputs, phases)], left_out
+    return [Case(*case) for case in product(options.modes, inputs, phases)], left_out
 
 
 def time_cases(

@@ -151,7 +151,9 @@ def bench(
         listeners: Options = {"on_event": watch.event, "on_progress": watch.seconds}
         hub = access_keywords(opening.pop("access"))
         sizes = BenchOptions(**asked)
-        found = measure(out, asked=sizes, dtype=run_dtype, **listeners, **options, **opening, **hub)
+        found = measure(
+            out, options=sizes, dtype=run_dtype, **listeners, **options, **opening, **hub
+        )
     if as_json:
         write_json(found.to_json())
     elif not quiet:

@@ -80,12 +80,12 @@ def template(name: str) -> str:
     return resources.files("enjoyln_cli").joinpath("templates", f"{name}.md").read_text("utf-8")
 
 
-def metadata(found: Mapping[str, Any], source: Source, folder: Path, *, folds: bool) -> Values:
-    """The card's metadata; ``found`` is the metadata of the original's card.
+def metadata(existing: Mapping[str, Any], source: Source, folder: Path, *, folds: bool) -> Values:
+    """The card's metadata; ``existing`` is the metadata of the original's card.
 
     ``folds`` says whether some norms can compute RMSNorm; otherwise the model is rotated only.
     """
-    texts = {key: _texts(value) for key, value in found.items()}
+    texts = {key: _texts(value) for key, value in existing.items()}
     copied = {key: texts[key] for key in METADATA_OF_ORIGINAL if texts.get(key)}
     tags = copied.get("tags") or []
     tags = [tags] if isinstance(tags, str) else tags
@@ -130,8 +130,8 @@ def _words(name: str, value: Any) -> list[str]:
     if is_dataclass(value) and not isinstance(value, type):
         plain = type(value)()
         changed = {k: v for k, v in vars(value).items() if v != getattr(plain, k)}
-        off = [f"--no-{key.replace('_', '-')}" for key, found in changed.items() if found is False]
-        return [word for key, found in changed.items() for word in _words(key, found)] + off
+        off = [f"--no-{key.replace('_', '-')}" for key, now in changed.items() if now is False]
+        return [word for key, now in changed.items() for word in _words(key, now)] + off
     if value is None or value is False or value == () or value == []:
         return []
     flag = "--" + name.replace("_", "-")
@@ -168,7 +168,7 @@ def values(
         "merged": bool(plan.merged),
         "rotated": bool(plan.turned),
         "unproven": bool(plan.unproven),
-        "untied": ", ".join(f"`{one.tensor}`" for one in plan.untied),
+        "untied": ", ".join(f"`{copy.tensor}`" for copy in plan.untied),
         "begin": BEGIN,
         "end": END,
         "state": state,
@@ -212,10 +212,10 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
     }
 
 
-def _checks(found: Values) -> list[Texts]:
+def _checks(verification: Values) -> list[Texts]:
     """The rows of a verification; empty for none, and for an edited one that cannot be shown."""
     try:
-        return [row for row in verification_rows(found) if row[1] != NONE]
+        return [row for row in verification_rows(verification) if row[1] != NONE]
     except (KeyError, TypeError, ValueError, AttributeError):
         return []
 
@@ -241,9 +241,9 @@ def read_json(path: Path) -> Values:
     return content if isinstance(content, dict) else {}
 
 
-def _speeds(found: Any) -> list[tuple[str, ...]]:
+def _speeds(entries: Any) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = []
-    for entry in found if isinstance(found, list) else []:
+    for entry in entries if isinstance(entries, list) else []:
         if not isinstance(entry, dict):
             continue
         try:
@@ -259,20 +259,20 @@ def _speeds(found: Any) -> list[tuple[str, ...]]:
     return lines
 
 
-def _conditions(found: Values) -> str:
+def _conditions(bench: Values) -> str:
     """The machine, dtype, date and number of rounds of the measured times, in one line."""
-    texts = [str(found[name])[:100] for name in ("hardware", "dtype", "date") if name in found]
-    if "repeats" in found:
-        texts.append(f"medians of at most {found['repeats']} rounds")
+    texts = [str(bench[name])[:100] for name in ("hardware", "dtype", "date") if name in bench]
+    if "repeats" in bench:
+        texts.append(f"medians of at most {bench['repeats']} rounds")
     return ", ".join(texts)
 
 
 def _of_pipeline(place: str) -> tuple[str, str]:
     """Python code that loads a sentence encoder in the stock class, and code that adds RMSNorm."""
-    known = "from sentence_transformers import SentenceTransformer\n"
+    imports = "from sentence_transformers import SentenceTransformer\n"
     load = f'\nmodel = SentenceTransformer("{place}")'
-    fast = f"{known}from enjoyln_cli import optimize\n{load}\noptimize(model[0].auto_model)"
-    return known + load, fast
+    fast = f"{imports}from enjoyln_cli import optimize\n{load}\noptimize(model[0].auto_model)"
+    return imports + load, fast
 
 
 def _of_model(inner: Path, place: str, names: Sequence[str]) -> tuple[str, str]:
@@ -281,9 +281,9 @@ def _of_model(inner: Path, place: str, names: Sequence[str]) -> tuple[str, str]:
     custom = ", trust_remote_code=True" if config.get("auto_map") else ""
     saved = next(iter(config.get("architectures") or ()), None)
     name = saved if saved in names or not names else names[0]
-    known = f"from transformers import {'AutoModel' if custom else name}\n"
+    imports = f"from transformers import {'AutoModel' if custom else name}\n"
     load = f'\nmodel = {"AutoModel" if custom else name}.from_pretrained("{place}"{custom})'
     fast = "from enjoyln_cli import from_pretrained\n"
     if name == saved:
-        return known + load, f'{fast}\nmodel = from_pretrained("{place}"{custom})'
-    return known + load, f'{fast}{known}\nmodel = from_pretrained("{place}", {name}{custom})'
+        return imports + load, f'{fast}\nmodel = from_pretrained("{place}"{custom})'
+    return imports + load, f'{fast}{imports}\nmodel = from_pretrained("{place}", {name}{custom})'

@@ -90,9 +90,9 @@ class Upload:
 
     def to_json(self) -> dict[str, Any]:
         """All fields but the card as plain values, and the size in bytes."""
-        found = {**schema.to_json(self), "bytes": self.size}
-        del found["card"]
-        return found
+        data = {**schema.to_json(self), "bytes": self.size}
+        del data["card"]
+        return data
 
 
 # Cards.
@@ -142,8 +142,8 @@ def _parse_card(path: Path) -> tuple[dict[str, Any], str]:
     if content.find("\n---", 1) > MAX_METADATA_CHARS:
         return {}, content
     try:
-        found = RepoCard(content)
-        return found.data.to_dict(), found.text
+        card = RepoCard(content)
+        return card.data.to_dict(), card.text
     except Exception:  # any error of the YAML parser on an untrusted file
         return {}, content
 
@@ -157,21 +157,21 @@ def publishing_objection(result: Source) -> str:
     if not path.is_file():
         return f"it was never verified (there is no {VERIFY_FILE})"
     try:
-        found = json.loads(path.read_text("utf-8"))
-        passed, summary, digests = found["passed"], found["summary"], dict(found["sha256"])
+        report = json.loads(path.read_text("utf-8"))
+        passed, summary, digests = report["passed"], report["summary"], dict(report["sha256"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return f"its {VERIFY_FILE} cannot be read"
     if passed is not True:
         return f"its verification failed: {summary}"
     here = verified_files(result)
     changed = [n for n in here if n in digests and digest_of_file(result.root / n) != digests[n]]
-    found = {
+    edits = {
         "has changed since": changed,
         "was deleted after": {*digests} - {*here},
         "was added after": {*here} - {*digests},
     }
     return "; ".join(
-        f"{name} {what} its verification" for what, names in found.items() for name in sorted(names)
+        f"{name} {what} its verification" for what, names in edits.items() for name in sorted(names)
     )
 
 
@@ -235,7 +235,7 @@ def published_paths(result: Source, marked: str) -> dict[str, list[str]]:
 
 
 def _files(out: Path, text: str | None) -> tuple[File, ...]:
-    found = []
+    files = []
     for path in sorted(path for path in out.rglob("*") if path.is_file()):
         name = path.relative_to(out).as_posix()
         if is_housekeeping(name):
@@ -245,8 +245,8 @@ def _files(out: Path, text: str | None) -> tuple[File, ...]:
         size = path.stat().st_size
         if text is not None and name == CARD_FILE:
             size = len(text.encode(errors="replace"))
-        found.append(File(name, size))
-    return tuple(found)
+        files.append(File(name, size))
+    return tuple(files)
 
 
 # The Hub.

@@ -82,16 +82,16 @@ def refusal(error: Exception, repo_id: str, again: str = AGAIN) -> PushRefused:
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__) is not None:
         causes.append(cause)
-    answers = [one for one in causes if isinstance(one, errors.HfHubHTTPError)]
+    answers = [cause for cause in causes if isinstance(cause, errors.HfHubHTTPError)]
     response = getattr(answers[0], "response", None) if answers else None
     status = getattr(response, "status_code", None)
     said = getattr(response, "headers", {}).get("X-Error-Message") or str(causes[-1])
     first = " ".join(first_line(said).split())
-    if any(isinstance(one, errors.LocalTokenNotFoundError) for one in causes):
+    if any(isinstance(cause, errors.LocalTokenNotFoundError) for cause in causes):
         return PushRefused("pushing needs a token; run `hf auth login` or pass --token")
-    if any(isinstance(one, errors.OfflineModeIsEnabled) for one in causes):
+    if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes):
         return PushRefused("HF_HUB_OFFLINE is set; go online to push")
-    if any(isinstance(one, errors.HFValidationError) for one in causes):
+    if any(isinstance(cause, errors.HFValidationError) for cause in causes):
         return PushRefused(f"{repo_id!r} is not a repository name (owner/name): {first}")
     if status == 401:
         return PushRefused("the Hub does not know the token; run `hf auth login` or pass --token")
@@ -103,7 +103,7 @@ def refusal(error: Exception, repo_id: str, again: str = AGAIN) -> PushRefused:
         return PushRefused(f"the Hub rejected the upload ({status}); wait, then {again}")
     if status is not None:
         return PushRefused(f"the Hub rejected the upload ({status}: {first})")
-    if any(isinstance(one, errors.HTTPError) for one in causes):
+    if any(isinstance(cause, errors.HTTPError) for cause in causes):
         kind = type(causes[-1]).__name__
         return PushRefused(f"{constants.ENDPOINT} cannot be reached ({kind}: {first}); {again}")
     return PushRefused(f"the upload failed: {type(causes[-1]).__name__}: {first}; {again}")

@@ -86,14 +86,14 @@ def install(
     named = (*norms, *(op.module for op in ops))
     places = {name: locate(model, name, named) for name in norms}
     swaps: list[tuple[nn.Module, type]] = []
-    known: Known = {}
+    examined: Known = {}
     for path in (place for place in places.values() if place is not None):
         module = model.get_submodule(path)
         reason = interference(module)
         if reason is not None:
             raise UnsupportedModel(f"{path}: {reason}; install before that, or undo it")
         if not isinstance(module, Folded):
-            swaps.append((module, _folded_class(module, path, known)))
+            swaps.append((module, _folded_class(module, path, examined)))
     _check_aliases(model, places.values())
     carried: dict[str, tuple[Centring, ...]] = {}
     for op in ops:
@@ -176,11 +176,11 @@ def _inner_inputs(model: nn.Module, marker: Marker) -> set[str]:
     return names - {*inspect.signature(model.forward).parameters}
 
 
-def _folded_class(module: nn.Module, path: str, known: Known) -> type:
+def _folded_class(module: nn.Module, path: str, examined: Known) -> type:
     base: Any = type(module)
     if runs_torchs_layer_norm(module):
         return rms_subclass(base)
-    form = group_norm_form(module) or examine(module, known)
+    form = group_norm_form(module) or examine(module, examined)
     if not isinstance(form, LayerNormForm):
         why = "" if form is None else f" ({form})"
         raise UnsupportedModel(

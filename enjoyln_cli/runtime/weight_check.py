@@ -241,7 +241,7 @@ def _without_units(tensor: torch.Tensor, units: Units | None) -> list[torch.Tens
     if units is None or tensor.ndim != 2 or tensor.shape[units.dim] < units.start + UNITS:
         return [tensor]
     sizes = (units.start, UNITS, tensor.shape[units.dim] - units.start - UNITS)
-    return [part for part in tensor.split(sizes, units.dim)[::2] if part.numel()]
+    return [piece for piece in tensor.split(sizes, units.dim)[::2] if piece.numel()]
 
 
 def _check_units(units: Units, layers: Layers) -> None:
@@ -325,8 +325,8 @@ def unexplained_mean(axis: Axis, tensor: torch.Tensor, scale: torch.Tensor | Non
     """The largest relative mean of ``tensor`` if rounding does not explain it, otherwise 0."""
     index = FLOATS.index(tensor.dtype)
     worst = 0.0
-    for part in _parts(tensor, axis.dim):
-        excess = _excess_mean(part, axis, scale, tensor.dtype)
+    for piece in _parts(tensor, axis.dim):
+        excess = _excess_mean(piece, axis, scale, tensor.dtype)
         if excess <= 0:
             continue
         unscaled = scale is None or bool((scale == 1).all())
@@ -355,11 +355,11 @@ def _rounding_bound(dtype: torch.dtype) -> float:
 
 
 def _excess_mean(
-    part: torch.Tensor, axis: Axis, scale: torch.Tensor | None, dtype: torch.dtype
+    piece: torch.Tensor, axis: Axis, scale: torch.Tensor | None, dtype: torch.dtype
 ) -> float:
     """The largest |mean(w)| / mean(|w|) among the groups that exceed the bound; 0 if none does."""
-    half = part.dtype in (torch.float16, torch.bfloat16)
-    wide = part.to(torch.float32 if half else torch.float64)
+    half = piece.dtype in (torch.float16, torch.bfloat16)
+    wide = piece.to(torch.float32 if half else torch.float64)
     if scale is not None:
         wide = scale_along(wide, scale.to(wide), axis.dim)
     means, sizes = group_means(wide, axis).abs(), group_means(wide.abs(), axis)

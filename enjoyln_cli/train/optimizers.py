@@ -27,7 +27,7 @@ def why_mean_matters(optimizer: Any, centred: Iterable[torch.Tensor]) -> str:
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     name = type(optimizer).__name__
-    if any(part in name.lower() for part in RELATIVE):
+    if any(fragment in name.lower() for fragment in RELATIVE):
         return f"the steps of {name} depend on the size of weights"
     kinds = tuple(getattr(torch.optim, kind) for kind in COUPLED)
     ids = {id(tensor) for tensor in centred}

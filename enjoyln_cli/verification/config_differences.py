@@ -44,8 +44,8 @@ def differing_settings(
     the result is stored.
     """
     allowed = {
-        one.name: one.value
-        for one in (*size_settings(plan.widened), *filter(_unties, plan.settings))
+        setting.name: setting.value
+        for setting in (*size_settings(plan.widened), *filter(_unties, plan.settings))
     }
     expected = _read(config_class, with_entries(original, allowed))
     wrong = []
@@ -59,14 +59,14 @@ def differing_settings(
     return f"config.json differs from the original's in {', '.join(wrong[:MOST_NAMED])}{more}"
 
 
-def _unties(one: Setting) -> bool:
-    return one.name.rpartition(".")[2] == FLAG and one.value is False
+def _unties(setting: Setting) -> bool:
+    return setting.name.rpartition(".")[2] == FLAG and setting.value is False
 
 
 def _read(config_class: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
     entries = copy.deepcopy({key: value for key, value in raw.items() if key != MARKER})
-    found: dict[str, Any] = config_class.from_dict(entries).to_dict()
-    return found
+    read: dict[str, Any] = config_class.from_dict(entries).to_dict()
+    return read
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -28,27 +28,27 @@ def nonfinite_outputs(exact: Values, batches: Values) -> dict[str, str]:
     The kind is ``nan`` (NaN in a row without padding), ``nowhere`` (no value is finite) or ``inf``
     (others).
     """
-    found: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     for name in dict.fromkeys(name for batch in exact for name in batch):
         pairs = [
-            (out[name], given) for out, given in zip(exact, batches, strict=True) if name in out
+            (out[name], batch) for out, batch in zip(exact, batches, strict=True) if name in out
         ]
         finite = [value.isfinite() for value, _ in pairs]
         if all(bool(mask.all()) for mask in finite):
             continue
-        if any(bool(_unpadded(value, given).isnan().any()) for value, given in pairs):
-            found[name] = "nan"
+        if any(bool(_unpadded(value, batch).isnan().any()) for value, batch in pairs):
+            kinds[name] = "nan"
         elif not any(bool(mask.any()) for mask in finite):
-            found[name] = "nowhere"
+            kinds[name] = "nowhere"
         else:
-            found[name] = "inf"
-    return found
+            kinds[name] = "inf"
+    return kinds
 
 
-def _unpadded(value: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _unpadded(value: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The rows of an output whose inputs have no padding; all rows if no mask fits the output."""
     rows = torch.ones(len(value), dtype=torch.bool)
-    for name, mask in given.items():
+    for name, mask in batch.items():
         if name.endswith("attention_mask") and mask.ndim > 1 and len(mask) == len(value):
             rows &= mask.flatten(1).bool().all(1)
     return value[rows]
@@ -56,7 +56,7 @@ def _unpadded(value: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.T
 
 def nonfinite_weights(checkpoint: Checkpoint) -> list[str]:
     """The names of stored tensors that contain NaN or infinity. Reads all floating tensors."""
-    floating = (name for name, one in checkpoint.tensors.items() if _floats(one.dtype))
+    floating = (name for name, stored in checkpoint.tensors.items() if _floats(stored.dtype))
     return [name for name in floating if not bool(read_tensor(checkpoint, name).isfinite().all())]
 
 

@@ -48,26 +48,28 @@ def measure_quantisability(
         for _ in range(RUNS_OF_EACH):
             pace.end_run()
         return Quantisability()
-    groups = {basis.name: found for basis in plan.turned if (found := _readers(model, basis))}
+    groups = {basis.name: readers for basis in plan.turned if (readers := _readers(model, basis))}
     with input_spreads(model, groups) as spreads:
         pace.run(distances)
     errors = {}
     for name, scheme in SCHEMES.items():
         with simulated(model, scheme):
             errors[name] = largest(relative(pool_distances(pace.run(distances))))
-    return Quantisability(errors, {name: one for name, one in spreads.items() if one.tokens})
+    return Quantisability(
+        errors, {name: spread for name, spread in spreads.items() if spread.tokens}
+    )
 
 
 def _readers(model: Any, basis: Basis) -> list[str]:
     """The linear layers that are turned over their inputs."""
     modules = dict(model.named_modules())
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for tensor in basis.tensors:
         path, _, name = tensor.parameter.rpartition(".")
         axis = tensor.held or tensor.axis
         if name == "weight" and path in modules and input_dimension(modules[path]) == axis.dim:
-            found[path] = None
-    return list(found)
+            paths[path] = None
+    return list(paths)
 
 
 def schemes_compared(before: Quantisability, after: Quantisability) -> dict[str, dict[str, float]]:

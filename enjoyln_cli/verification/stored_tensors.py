@@ -122,14 +122,14 @@ def _is_edited(original: Checkpoint, edit: Edit, old: torch.Tensor, new: torch.T
     terms += sum(old.shape[dim] for dim in edit.mixed_dims)
     return all(
         _is_rounded(
-            old.narrow(*part),
-            new.narrow(*part),
-            edit_of_part(edit, *part),
-            values.part(edit, *part),
-            sizes.part(edit, *part),
+            old.narrow(*bounds),
+            new.narrow(*bounds),
+            edit_of_part(edit, *bounds),
+            values.part(edit, *bounds),
+            sizes.part(edit, *bounds),
             terms,
         )
-        for part in divide(edit, tuple(old.shape), SLICE)
+        for bounds in divide(edit, tuple(old.shape), SLICE)
     )
 
 
@@ -183,9 +183,9 @@ def _drift(tensor: torch.Tensor, edit: Edit) -> float:
     centring = Edit(axes=edit.axes)
     means: list[torch.Tensor] = []
     squares, count = 0.0, 0
-    for part in divide(centring, tuple(tensor.shape), SLICE):
-        wide = tensor.narrow(*part).double()
-        for axis in edit_of_part(centring, *part).axes:
+    for bounds in divide(centring, tuple(tensor.shape), SLICE):
+        wide = tensor.narrow(*bounds).double()
+        for axis in edit_of_part(centring, *bounds).axes:
             covered = wide.narrow(axis.dim, axis.start, axis.length)
             means.append(group_means(wide, axis).flatten())
             squares, count = squares + float(covered.square().sum()), count + covered.numel()

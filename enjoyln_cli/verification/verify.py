@@ -105,25 +105,25 @@ class Verification(Measurement):
     @property
     def count(self) -> str:
         """``16 inputs``, or ``8 of 128 images``."""
-        part = f" of {self.full_rows}" if self.is_partial else ""
-        return f"{self.rows}{part} {self.inputs_are}"
+        of_all = f" of {self.full_rows}" if self.is_partial else ""
+        return f"{self.rows}{of_all} {self.inputs_are}"
 
     @property
     def summary(self) -> str:
         """The verdict and its main numbers, in one line."""
-        part = f", in the outputs {', '.join(self.outputs)}" if self.outputs else ""
+        what = f", in the outputs {', '.join(self.outputs)}" if self.outputs else ""
         if (many := self.blocks_checked) is not None:
-            part += ", first block only" if many == 1 else f", first {many} blocks only"
-        part += f", on {self.count}" if self.is_partial else ""
+            what += ", first block only" if many == 1 else f", first {many} blocks only"
+        what += f", on {self.count}" if self.is_partial else ""
         if not self.passed:
-            return f"not verified{part}: {'; '.join(self.failures)}"
+            return f"not verified{what}: {'; '.join(self.failures)}"
         few = "checked on one input only: " if self.rows == 1 else ""
         error = f"error {self.ratio:.2f} x the original's own"
         if not self.undecided_outputs:
-            return f"{few}same outputs up to {self.compute_dtype} rounding ({error}){part}"
+            return f"{few}same outputs up to {self.compute_dtype} rounding ({error}){what}"
         names = ", ".join(self.undecided_outputs)
         return (
-            f"{few}same function in float64 (identity error {self.identity_error:.1e}){part}; too "
+            f"{few}same function in float64 (identity error {self.identity_error:.1e}){what}; too "
             f"few inputs to judge the {self.compute_dtype} rounding of {names} ({error})"
         )
 

@@ -161,7 +161,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def measured(out: Path) -> Bench:
-    return bench(out, asked=SMALL, device="cpu")
+    return bench(out, options=SMALL, device="cpu")
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ def test_a_result_stays_fit_to_be_pushed(out: Path, measured: Bench) -> None:
 def test_a_model_without_a_cache_or_a_length_is_measured_as_it_is(tmp_path: Path) -> None:
     vit = tmp_path / "vit"
     fold(CHECKPOINTS / "vit", vit, model_class="ViTForImageClassification", verify=False)
-    found = bench(vit, asked=SMALL, device="cpu", write=False)
+    found = bench(vit, options=SMALL, device="cpu", write=False)
     assert [r.case for r in found.rows] == [
         "pixel_values 1 x 3 x 32 x 32, prefill, eager",
         "pixel_values 2 x 3 x 32 x 32, prefill, eager",
@@ -216,14 +216,14 @@ def test_a_model_without_a_cache_or_a_length_is_measured_as_it_is(tmp_path: Path
 def test_an_encoder_has_no_decoding(tmp_path: Path) -> None:
     """BERT's class takes a cache, for those who make a decoder of it."""
     fold(CHECKPOINTS / "bert", tmp_path / "out", model_class="BertModel", verify=False)
-    found = bench(tmp_path / "out", asked=replace(SMALL, pairs=((1, 8),)), device="cpu")
+    found = bench(tmp_path / "out", options=replace(SMALL, pairs=((1, 8),)), device="cpu")
     assert {r.phase for r in found.rows} == {"prefill"}
     assert found.left_out == ("decode: BertModel has no cache",)
 
 
 def test_a_single_token_is_read_and_not_decoded(out: Path) -> None:
     asked = BenchOptions(((1, 1),), repeats=3)
-    found = bench(out, asked=asked, device="cpu", write=False)
+    found = bench(out, options=asked, device="cpu", write=False)
     assert [r.case for r in found.rows] == ["1 x 1 tokens, prefill, eager"]
     assert found.left_out == ("1 x 1 tokens, decode, eager: needs at least two tokens",)
 
@@ -234,8 +234,8 @@ def test_the_original_may_have_moved(tmp_path: Path) -> None:
     (tmp_path / "here").rename(tmp_path / "there")
     asked = BenchOptions(((1, 8),), phases=("prefill",), repeats=3)
     with pytest.raises(ModelNotFound, match="name the original with --against"):
-        bench(tmp_path / "out", asked=asked)
-    found = bench(tmp_path / "out", against=tmp_path / "there", asked=asked, device="cpu")
+        bench(tmp_path / "out", options=asked)
+    found = bench(tmp_path / "out", against=tmp_path / "there", options=asked, device="cpu")
     assert found.source == str(tmp_path / "there") and len(found.rows) == 1
 
 
@@ -305,7 +305,9 @@ def test_loading_that_takes_all_the_time_ends_the_run(out: Path) -> None:
     words = "0.001 s are too short to load the models and measure a case; allow more with --seconds"
     with pytest.raises(UnsupportedModel, match=words):
         bench(
-            out, asked=BenchOptions(seconds=1e-3), on_event=lambda level, text: stages.append(text)
+            out,
+            options=BenchOptions(seconds=1e-3),
+            on_event=lambda level, text: stages.append(text),
         )
     assert not any("measuring" in text for text in stages)
 

@@ -114,4 +114,4 @@ def test_a_model_that_is_loaded_on_a_gpu_uses_what_was_measured(tmp_path: Path) 
 def test_bench_runs_on_the_gpu(tmp_path: Path) -> None:
     fold(CHECKPOINTS / "gpt2", tmp_path / "out", model_class="GPT2LMHeadModel")
     asked = BenchOptions(((2, 12),), repeats=3)
-    assert bench(tmp_path / "out", device="cuda", asked=asked).rows
+    assert bench(tmp_path / "out", device="cuda", options=asked).rows
