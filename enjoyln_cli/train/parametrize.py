@@ -72,8 +72,8 @@ def reparametrize(
     ``install`` raise; nothing is changed then.
     """
     if plan is None:
-        require_unconverted(model)
-        args, kwargs = as_call(example)
+        _require_unconverted(model)
+        args, kwargs = _as_call(example)
         plan = analyze_training(model, args, kwargs, example_calls).plan
     _require_usable(model, plan)
     edits = _by_tensor(model, plan)
@@ -147,7 +147,7 @@ def _other_rate(model: nn.Module, plan: Plan, prefix: str = "") -> str:
     return ""
 
 
-def as_call(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+def _as_call(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Positional arguments and keywords of an example."""
     if example is None:
         return (), {}
@@ -156,7 +156,7 @@ def as_call(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
 
 
-def require_unconverted(model: nn.Module) -> None:
+def _require_unconverted(model: nn.Module) -> None:
     if entries(model):
         raise UnsupportedModel(
             f"{type(model).__name__} computes RMSNorm already; pass the plan that it was converted "
