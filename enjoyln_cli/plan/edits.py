@@ -18,6 +18,7 @@ any size, for example a mapped file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -244,7 +245,10 @@ def to_float64(x: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
 def apply_edit(
     x: torch.Tensor, edit: Edit, values: EditInputs, *, in_place: bool = False
 ) -> torch.Tensor:
-    """The float64 tensor ``x`` after ``edit``, in float64; with ``in_place``, ``x`` may change."""
+    """The float64 tensor ``x`` after ``edit``, in float64.
+
+    With ``in_place``, ``x`` may change, and the result is not always contiguous.
+    """
     if edit.fill is not None:
         return torch.full_like(x, edit.fill)
     if edit.level is not None:
@@ -268,7 +272,7 @@ def apply_edit(
         x = baked_rows(x, values.level, edit.bake.eps)
     if edit.append is not None:
         x = torch.cat([x, appended_slices(tuple(x.shape), edit.append)], edit.append.dim)
-    return x
+    return x if in_place else x.contiguous()
 
 
 PIECE = 1 << 16
@@ -369,6 +373,8 @@ def divide(edit: Edit, shape: tuple[int, ...], most: int) -> Iterator[tuple[int,
 
 def edit_of_part(edit: Edit, dim: int, first: int, count: int) -> Edit:
     """The edit of a part from ``divide``."""
+    if dim not in edit.mixed_dims:
+        return edit
     return _with_axes(edit, partial(_within, dim=dim, first=first, count=count))
 
 
@@ -376,34 +382,35 @@ def _within(axis: Axis, dim: int, first: int, count: int) -> list[Axis]:
     """The groups of ``axis`` in ``count`` slices along ``dim``, which hold whole groups."""
     if axis.dim != dim:
         return [axis]
-    found = []
-    for block in blocks(axis):
-        start, stop = max(block.start, first), min(block.stop, first + count)
-        if start < stop:
-            outer = (stop - start) // (block.size * block.inner)
-            found.append(replace(block, start=start - first, outer=outer))
-    return found
+    apart = axis.step or axis.size * axis.inner
+    begin = max(0, -((axis.start - first) // apart))
+    end = min(axis.outer, -((axis.start - first - count) // apart))
+    if begin >= end:
+        return []
+    start, step = axis.start + begin * apart - first, axis.step if end - begin > 1 else 0
+    return [replace(axis, start=start, outer=end - begin, step=step)]
 
 
 def _apply_pass(
     x: torch.Tensor, edit: Edit, values: EditInputs, out: torch.Tensor, allow_nonfinite: bool
 ) -> None:
     """Apply an edit that appends nothing, in pieces along one dimension."""
-    most = torch.finfo(out.dtype).max
     room = torch.empty(0, dtype=torch.float64)
     for dim, first, count in divide(edit, tuple(x.shape), PIECE):
-        source = x.narrow(dim, first, count)
-        if room.numel() < source.numel():
-            room = torch.empty(source.numel(), dtype=torch.float64)
-        wide = to_float64(source, room[: source.numel()].view(source.shape))
         part = edit_of_part(edit, dim, first, count)
         inputs = values.part(edit, dim, first, count)
+        front = part.turns[0].axis.dim if part.turns else 0  # the first dimension turns fastest
+        source = x.narrow(dim, first, count).movedim(front, 0).contiguous()
+        if room.numel() < source.numel():
+            room = torch.empty(source.numel(), dtype=torch.float64)
+        wide = to_float64(source, room[: source.numel()].view(source.shape)).movedim(0, front)
         wide = apply_edit(wide, part, inputs, in_place=True)
-        rounded = out.narrow(dim, first, count).copy_(wide)
-        low, high = wide.aminmax() if wide.numel() else (0.0, 0.0)
-        if -most <= low and high <= most:
-            continue
-        if not allow_nonfinite and not _computed(part, wide).isfinite().all():
+        wide = wide.movedim(front, 0)
+        rounded = wide.to(out.dtype)
+        out.narrow(dim, first, count).copy_(rounded.movedim(0, front))
+        if math.isfinite(rounded.sum(dtype=torch.promote_types(out.dtype, torch.float32))):
+            continue  # an infinite or undefined element would make the sum one
+        if not allow_nonfinite and not _computed(part, wide.movedim(0, front)).isfinite().all():
             raise FloatingPointError
         if (rounded.isinf() & wide.isfinite()).any():
             raise OverflowError
@@ -413,7 +420,7 @@ def _computed(edit: Edit, x: torch.Tensor) -> torch.Tensor:
     """The elements of ``x`` that the edit computes; flat."""
     if edit.times or edit.plus or edit.scale or edit.bake or edit.level:
         return x.flatten()
-    axes = (*edit.axes, *(turn.axis for turn in edit.turns))
+    axes = (*edit.axes, *(block for turn in edit.turns for block in blocks(turn.axis)))
     parts = [x.narrow(axis.dim, axis.start, axis.length).flatten() for axis in axes]
     return torch.cat(parts or [x.new_empty(0)])
 

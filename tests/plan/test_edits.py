@@ -15,14 +15,17 @@ from stored_files import opened
 
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan import edits
-from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.axis import Axis, blocks
 from enjoyln_cli.plan.edits import (
     Edit,
     Product,
+    Turn,
     Vector,
     apply_edit,
     read_edit_inputs,
 )
+from enjoyln_cli.plan.orthogonal_matrices import Rotation
+from enjoyln_cli.plan.orthogonal_matrices import matrix as dense
 from enjoyln_cli.rewrite import tensor_parts
 from enjoyln_cli.rewrite.shard_layout import bytes_to_write
 from enjoyln_cli.rewrite.writer import write_shards
@@ -53,6 +56,13 @@ def by_definition(held: dict[str, torch.Tensor], name: str, edit: Edit) -> torch
         x.narrow(axis.dim, axis.start, axis.length).copy_(
             (groups - groups.mean(axis.dim + 1, keepdim=True)).flatten(axis.dim, axis.dim + 2)
         )
+    for turn in edit.turns:
+        dim, x = turn.axis.dim, x.clone()
+        q = dense(turn.rotation)
+        for axis in blocks(turn.axis):
+            part = x.narrow(dim, axis.start, axis.length)
+            groups = part.unflatten(dim, (axis.outer, axis.size, axis.inner)).movedim(dim + 1, -1)
+            part.copy_((groups @ q.T).movedim(-1, dim + 1).flatten(dim, dim + 2))
     if edit.append:
         at = edit.append.dim
         for value in edit.append.values:
@@ -100,6 +110,53 @@ def test_another_dtype_and_memory(tmp_path: Path, case: str, divided: None) -> N
     source = held[edit.source or name].double()
     in_memory = apply_edit(source, edit, read_edit_inputs(edit, held.__getitem__))
     torch.testing.assert_close(in_memory, exact, rtol=0, atol=1e-14)
+
+
+def turn(axis: Axis, fixes_ones: bool = True) -> Turn:
+    return Turn(axis, Rotation(axis.size, 1, "a basis", fixes_ones))
+
+
+INPUTS, OUTPUTS = turn(Axis(1, 0, 1, 26, 1)), turn(Axis(0, 0, 1, 37, 1))
+HEADS = turn(Axis(0, 4, 4, 4, 1, 8))
+TURNED = {
+    "inputs": ("w", Edit(times=Vector("g", 1), turns=(INPUTS,))),
+    "inputs, by signs": ("w", Edit(turns=(turn(Axis(1, 0, 1, 26, 1), False),))),
+    "outputs": ("w", Edit(scale=Vector("s", 0), axes=(OUTPUTS.axis,), turns=(OUTPUTS,))),
+    "outputs of a transposed weight": ("t", Edit(turns=(turn(Axis(1, 0, 1, 37, 1), False),))),
+    "heads apart": ("w", Edit(turns=(HEADS,))),
+    "heads apart that are not multiples": ("w", Edit(turns=(turn(Axis(0, 4, 3, 5, 1, 12)),))),
+    "heads side by side": ("w", Edit(turns=(turn(Axis(0, 1, 2, 16, 1)),))),
+    "heads and inputs": ("w", Edit(times=Vector("g", 1), turns=(HEADS, INPUTS))),
+    "inputs, then heads": ("w", Edit(turns=(INPUTS, HEADS))),
+    "tokens that alternate": ("w", Edit(turns=(turn(Axis(1, 0, 1, 13, 2)),))),
+    "experts": ("e", Edit(turns=(turn(Axis(1, 0, 1, 37, 1)), turn(Axis(2, 0, 1, 26, 1), False)))),
+    "a bias": ("b", Edit(turns=(OUTPUTS,))),
+}
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("case", TURNED)
+def test_turned_files_hold_what_the_dense_matrix_says(
+    tmp_path: Path, case: str, stored: torch.dtype, divided: None
+) -> None:
+    name, edit = TURNED[case]
+    held = tensors(stored)
+    store(tmp_path / "model", held, "single")
+    (tmp_path / "out").mkdir()
+    write_shards(opened(tmp_path / "model"), {name: edit}, tmp_path / "out")
+    exact, found = by_definition(held, name, edit), written(tmp_path / "out")
+    assert same(found[name], exact.to(stored))
+    in_memory = apply_edit(held[name].double(), edit, read_edit_inputs(edit, held.__getitem__))
+    torch.testing.assert_close(in_memory, exact, rtol=0, atol=1e-14)
+    assert in_memory.is_contiguous()
+    held[name].view(-1)[(9 * IN + 7) % held[name].numel()] = float("nan")
+    store(tmp_path / "damaged", held, "single")
+    (tmp_path / "none").mkdir()
+    if case.startswith("heads apart"):  # the element lies between two of them
+        write_shards(opened(tmp_path / "damaged"), {name: edit}, tmp_path / "none")
+        return
+    with pytest.raises(BadCheckpoint, match="holds NaN or Inf"):
+        write_shards(opened(tmp_path / "damaged"), {name: edit}, tmp_path / "none")
 
 
 @pytest.mark.parametrize("case", EDITS)
