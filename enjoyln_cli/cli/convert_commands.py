@@ -154,7 +154,7 @@ def fold(**options: Any) -> None:
     "--like",
     type=OLD_FOLDER,
     metavar="RESULT",
-    help="MODEL is a LoRA adapter or a prompt: edit it as its base model was for RESULT.",
+    help="MODEL is a LoRA adapter, a prompt or a draft: edit it as its base model was for RESULT.",
 )
 @data_options
 @conversion_options
@@ -177,12 +177,12 @@ def rotate(
         require_choice(opening=opening, like=like, **choice, **options)
         require_one_source(options["data"], options["samples"])
     if like is not None:
-        _edit_adapter(like, opening, **options)
+        _edit_like(like, opening, **options)
         return
     _convert(opening=opening, keep_means=False, adapter=None, choice=choice, **options)
 
 
-def _edit_adapter(
+def _edit_like(
     like: Path,
     opening: Options,
     model: str,
@@ -191,7 +191,7 @@ def _edit_adapter(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Edit an adapter or a prompt for the result ``like``."""
+    """Edit an adapter, a prompt or a draft model for the result ``like``."""
     if out is None:
         raise click.UsageError("Missing option '-o' / '--out'.")
     require_folded(like)
@@ -199,10 +199,9 @@ def _edit_adapter(
     from enjoyln_cli.cli.progress import watch_job
 
     with watch_job(quiet, f"opening {model}"):
-        from enjoyln_cli.conversion.adapter import adapter_like, write_adapter  # takes seconds
+        from enjoyln_cli.conversion.relatives import edit_like  # takes seconds
 
-        adapter = adapter_like(model, like, access=opening["access"])
-        write_adapter(adapter, out, like, force=force)
+        edit_like(model, like, out, access=opening["access"], force=force)
     if not quiet:
         click.echo(f"wrote {out}, for {like}")
 

@@ -27,13 +27,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
 from enjoyln_cli.checkpoint.file_roles import read_json
-from enjoyln_cli.checkpoint.marker import read_marker
-from enjoyln_cli.checkpoint.reader import Subject, open_subject, read_tensor
+from enjoyln_cli.checkpoint.reader import Subject, read_tensor
 from enjoyln_cli.checkpoint.result_files import ADAPTER_CONFIG
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
-from enjoyln_cli.fs.staging import staged_output
 from enjoyln_cli.models.classes import build, locate
 from enjoyln_cli.models.load import class_in
 from enjoyln_cli.plan.axis import on_dimension
@@ -47,7 +44,6 @@ from enjoyln_cli.plan.edits import (
     repeated,
 )
 from enjoyln_cli.runtime.weight_check import tensor_at
-from enjoyln_cli.verification.verify import original_of, plan_of_result
 
 if TYPE_CHECKING:
     from enjoyln_cli.plan.plan import Plan
@@ -96,7 +92,7 @@ def edit_adapter(folder: str | Path, plan: Plan, original: Subject) -> Adapter:
     folder = Path(folder).expanduser()
     settings = _read_settings(folder)
     tensors = _read_tensors(folder)
-    base = _Base(plan, original)
+    base = EditedBase(plan, original)
     if settings["peft_type"] == PROMPT:
         return Adapter(settings, _edited_prompt(folder, tensors, base))
     layers, others = _sort(tensors)
@@ -120,7 +116,7 @@ def edit_adapter(folder: str | Path, plan: Plan, original: Subject) -> Adapter:
         rows, columns = _along(edit, out, 0), _along(edit, 1 - out, 1)
 
         def change(x: torch.Tensor, part: Edit, values: Any = values) -> torch.Tensor:
-            return apply_edit(x.double(), part, values).to(x.dtype).contiguous()
+            return apply_edit(x.double(), part, values).to(x.dtype)
 
         edited[parts["lora_B.weight"]] = change(b, rows)
         edited[parts["lora_A.weight"]] = change(a, columns)
@@ -139,43 +135,19 @@ def edit_adapter(folder: str | Path, plan: Plan, original: Subject) -> Adapter:
     return Adapter(settings, edited)
 
 
-def adapter_like(
-    folder: str | Path, like: str | Path, *, access: HubAccess = DEFAULT_ACCESS
-) -> Adapter:
-    """The adapter in ``folder``, edited as its base model was for the result ``like``.
-
-    Reads the plan of ``like``, and from the original what the edits take from its weights. Raises
-    as ``edit_adapter`` does, ``BadCheckpoint`` if ``like`` was not converted or was trained since,
-    and ``ModelNotFound`` if the original cannot be found.
-    """
-    result = open_subject(str(like), access=access)
-    marker = read_marker(result.checkpoint.raw_config, result.source.model)
-    if marker.trained:
-        raise BadCheckpoint(f"{like} was trained after it was folded; train the adapter on it")
-    original = original_of(result, marker, None, None, access)
-    return edit_adapter(folder, plan_of_result(result.checkpoint, marker), original)
-
-
-def write_adapter(adapter: Adapter, out: str | Path, like: str | Path, *, force: bool) -> None:
-    """Write an adapter for ``like`` to the new directory ``out``, which appears whole or not."""
-    with staged_output(Path(out), source=Path(like), force=force) as staged:
-        adapter.write(staged, str(like))
-
-
 def _edited_prompt(
-    folder: Path, tensors: Mapping[str, torch.Tensor], base: _Base
+    folder: Path, tensors: Mapping[str, torch.Tensor], base: EditedBase
 ) -> dict[str, torch.Tensor]:
     """The vectors of a trained prompt, edited as the rows of the embedding table."""
-    model: Any = base.model
-    table = model.get_input_embeddings()
-    name = next(name for name, value in model.named_parameters() if value is table.weight)
+    name = base.table
+    shape = tensor_at(base.model, name).shape
     edit, prompt = base.edits.get(name, Edit()), tensors.get("prompt_embeddings")
     if prompt is None or tensors.keys() != {"prompt_embeddings"}:
         raise UnsupportedModel(f"{folder}: holds other tensors than the vectors of a prompt")
-    if prompt.ndim != 2 or prompt.shape[1] != table.weight.shape[1]:
+    if prompt.ndim != 2 or prompt.shape[1] != shape[1]:
         raise BadCheckpoint(
             f"{folder}: has vectors of shape {list(prompt.shape)}, which do not fit {name} of "
-            f"{list(table.weight.shape)}; pass the prompt that was trained on the original"
+            f"{list(shape)}; pass the prompt that was trained on the original"
         )
     if replace(edit, axes=(), turns=()).changes or edit.mixed_dims - {1}:
         raise UnsupportedModel(
@@ -280,7 +252,7 @@ def _along(edit: Edit, dim: int, to: int) -> Edit:
     )
 
 
-class _Base:
+class EditedBase:
     """The base model: its edits by parameter, and the values that they use."""
 
     def __init__(self, plan: Plan, original: Subject) -> None:
@@ -298,6 +270,13 @@ class _Base:
             if reader.bias
         }
         """By path of a layer: the norm's bias that moves into it, and how the layer reads it."""
+
+    @property
+    def table(self) -> str:
+        """The parameter that embeds tokens."""
+        model: Any = self.model
+        table = model.get_input_embeddings().weight
+        return next(name for name, value in model.named_parameters() if value is table)
 
     def read(self, parameter: str) -> torch.Tensor:
         return read_tensor(self.checkpoint, self.stored[parameter])

@@ -1,0 +1,48 @@
+"""Edit what was trained beside a model as the model was edited for a result (``rotate --like``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
+from enjoyln_cli.checkpoint.marker import read_marker
+from enjoyln_cli.checkpoint.reader import open_subject
+from enjoyln_cli.checkpoint.result_files import ADAPTER_CONFIG
+from enjoyln_cli.conversion.adapter import Adapter, edit_adapter
+from enjoyln_cli.conversion.draft import Draft, edit_draft
+from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.fs.staging import staged_output
+from enjoyln_cli.verification.verify import original_of, plan_of_result
+
+
+def edit_like(
+    model: str | Path,
+    like: str | Path,
+    out: str | Path,
+    *,
+    access: HubAccess = DEFAULT_ACCESS,
+    force: bool = False,
+) -> None:
+    """Write ``model`` to ``out``, edited as its base model was for the result ``like``.
+
+    ``model`` is the directory of a LoRA adapter or of a trained prompt, or an EAGLE-3 draft model
+    in a directory or on the Hub. Reads the plan of ``like``, and from the original what the edits
+    take from its weights. The new directory appears whole or not at all.
+
+    Raises as ``edit_adapter`` and ``edit_draft`` do, ``BadCheckpoint`` if ``like`` was not
+    converted or was trained since, ``ModelNotFound`` if the original cannot be found, and
+    ``OutputError`` if ``out`` cannot be written.
+    """
+    result = open_subject(str(like), access=access)
+    marker = read_marker(result.checkpoint.raw_config, result.source.model)
+    if marker.trained:
+        raise BadCheckpoint(f"{like} was trained after it was folded; train {model} on it")
+    original = original_of(result, marker, None, None, access)
+    plan = plan_of_result(result.checkpoint, marker)
+    edited: Adapter | Draft
+    if (Path(model).expanduser() / ADAPTER_CONFIG).is_file():
+        edited = edit_adapter(model, plan, original)
+    else:
+        edited = edit_draft(model, plan, original, str(like), access=access)
+    with staged_output(Path(out), source=Path(like), force=force) as staged:
+        edited.write(staged, str(like))
