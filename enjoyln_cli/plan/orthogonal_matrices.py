@@ -81,7 +81,7 @@ def _turned(x: torch.Tensor, axis: Axis, rotation: Rotation) -> torch.Tensor:
 def product(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """``Q`` times the vectors along dimension 1 of ``x``.
 
-    ``x`` is float64, of shape (n, size, m); the result is a new tensor.
+    ``x`` is float64, of shape (n, size, m). The result is a new tensor, not always contiguous.
     """
     if rotation.given is not None:
         dense = rotation.given.values
