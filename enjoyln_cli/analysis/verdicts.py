@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 from torch import nn
 
@@ -24,6 +25,7 @@ from enjoyln_cli.plan.plan import (
     BakedNorm,
     Basis,
     Centring,
+    EditedTensor,
     Merge,
     NamedParameter,
     Options,
@@ -44,6 +46,8 @@ from enjoyln_cli.rotation.bases import FoundBasis
 from enjoyln_cli.rotation.turning import Rotations, bases_of, rotations
 from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import covered_calls, unproven_inputs
+
+Edited = TypeVar("Edited", bound=EditedTensor)
 
 
 def plan_of(family: TracedClasses, statement: Statement, cut: Cut, options: Options) -> Plan:
@@ -199,7 +203,8 @@ def verdict_on(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -
 def writers_of(problem: Problem, cut: Cut, reference: Candidate) -> tuple[Writer, ...]:
     """One writer for each stored tensor of each centred parameter, in the model's order."""
     centred = {p for support in cut.folded.values() for p in support.writers}
-    writers = _stored_tensors(problem, reference, dict.fromkeys(centred, True))
+    tensors = _stored_tensors(problem, reference, dict.fromkeys(centred, True))
+    writers = [writer for writers in tensors.values() for writer in writers]
     for writer in tuple(writers):
         if writer.baked:  # its bias is zeros, and must not get another mean
             bias, features = writer.baked.bias, writer.shape[writer.axis.dim :][:1]
@@ -211,18 +216,23 @@ def turned_tensors(
     problem: Problem, reference: Candidate, basis: FoundBasis
 ) -> tuple[TurnedTensor, ...]:
     """One entry for each stored tensor of each turned parameter, in the model's order."""
-    parameters = {p: bool(basis.merged and scaled) for p, scaled in basis.parameters.items()}
-    tensors = _in_order(reference, _stored_tensors(problem, reference, parameters))
-    return tuple(TurnedTensor(**vars(tensor)) for tensor in tensors)
+    scaled = {p: bool(basis.merged and uses.writes) for p, uses in basis.parameters.items()}
+    turned = [
+        TurnedTensor(**vars(tensor), **basis.parameters[parameter]._asdict())
+        for parameter, tensors in _stored_tensors(problem, reference, scaled).items()
+        for tensor in tensors
+    ]
+    return _in_order(reference, turned)
 
 
 def _stored_tensors(
     problem: Problem, reference: Candidate, parameters: Mapping[Parameter, bool]
-) -> list[Writer]:
+) -> dict[Parameter, list[Writer]]:
     """The stored tensors of ``parameters``, which say whether a scale is merged into them."""
     names, weights = stored_in_groups(reference, problem.groups), stored_weights(reference.model)
-    made: list[Writer] = []
+    tensors_of: dict[Parameter, list[Writer]] = {parameter: [] for parameter in parameters}
     for parameter, name in ((p, name) for p in parameters for name in names[p.name]):
+        made = tensors_of[parameter]
         axis, shape = parameter.axis, tuple(weights[name].shape)
         by = problem.scales.get(parameter.name) if parameters[parameter] else None
         scale = Scale(by, reference.stored[by][0]) if by else None
@@ -231,12 +241,12 @@ def _stored_tensors(
         made += [Writer(name, tensor, axis, shape, scale=scale, baked=baked) for tensor in tensors]
         if name in reference.converted:
             made += _converted_writers(reference.converted[name], name, axis)
-    return made
+    return tensors_of
 
 
-def _in_order(reference: Candidate, writers: Iterable[Writer]) -> tuple[Writer, ...]:
+def _in_order(reference: Candidate, tensors: Iterable[Edited]) -> tuple[Edited, ...]:
     order = {name: position for position, name in enumerate(stored_weights(reference.model))}
-    return tuple(sorted(writers, key=lambda w: (order[w.parameter], w.tensor, w.axis)))
+    return tuple(sorted(tensors, key=lambda t: (order[t.parameter], t.tensor, t.axis)))
 
 
 def _baked(problem: Problem, reference: Candidate, table: str) -> BakedNorm | None:

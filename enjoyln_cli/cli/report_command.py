@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -53,8 +53,8 @@ from enjoyln_cli.fs.staging import check_file, write_file
 )
 @click.option(
     "--mappings",
-    type=click.Choice(["llm-compressor"]),
-    help="Print which linear layers read each norm, as its recipes take it.",
+    type=click.Choice(["llm-compressor", "json"]),
+    help="Print which layers read each norm: for recipes of llm-compressor, or as JSON.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each model.")
 @hub_options
@@ -63,7 +63,7 @@ def report(
     types: Names,
     why: str | None,
     save: Path | None,
-    mappings: str | None,
+    mappings: Literal["llm-compressor", "json"] | None,
     as_json: bool,
     opening: Options,
     **show: Any,
@@ -95,9 +95,8 @@ def report(
         from enjoyln_cli.conversion.inspect import mappings_text, recipe_text  # takes seconds
 
         if mappings:
-            click.echo(
-                mappings_text(names[0], make_opening(opening), is_type=bool(types)), nl=False
-            )
+            text = mappings_text(names[0], make_opening(opening), mappings, is_type=bool(types))
+            click.echo(text, nl=False)
             return
         inspections, failed = _inspect_all(names, bool(types), opening, watch.event)
         if not (save or why or show["picture"]):

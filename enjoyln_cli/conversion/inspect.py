@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -224,9 +224,11 @@ def recipe_text(inspection: Inspection) -> str:
     return dump_recipe(recipe_of(plan, config=config, options=inspection.options))
 
 
-def mappings_text(name: str, opening: Opening, *, is_type: bool = False) -> str:
-    """Which linear layers read each norm of a model, as recipes of llm-compressor take it."""
-    from enjoyln_cli.report.quantiser_mappings import llm_compressor_text
+def mappings_text(
+    name: str, opening: Opening, form: Literal["llm-compressor", "json"], *, is_type: bool = False
+) -> str:
+    """Which layers read each norm of a model, as recipes of llm-compressor take it, or as JSON."""
+    from enjoyln_cli.report.quantiser_mappings import llm_compressor_text, mappings_json
 
     merging = Options(fold=False, rotate=True, merge="affine", untie=True)
     try:
@@ -234,4 +236,7 @@ def mappings_text(name: str, opening: Opening, *, is_type: bool = False) -> str:
     except UnsupportedModel:  # what is tied stays tied
         merging = replace(merging, untie=False)
         inspection = inspect(name, replace(opening, options=merging), is_type=is_type)
-    return llm_compressor_text(inspection.analysis.plan, inspection.analysis.family.reference.model)
+    plan = inspection.analysis.plan
+    if form == "json":
+        return mappings_json(plan)
+    return llm_compressor_text(plan, inspection.analysis.family.reference.model)

@@ -265,6 +265,11 @@ class TurnedTensor(EditedTensor):
     turned by the same matrix.
     """
 
+    writes: bool = True
+    """Whether the features are computed from it."""
+    reads: bool = False
+    """Whether it is multiplied by the features. One that is tied may do both."""
+
 
 BasisKind = Literal["stream", "heads", "values"]
 """A residual stream, heads that are normed one by one, or the values of an attention."""

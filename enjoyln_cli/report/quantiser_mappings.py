@@ -1,4 +1,4 @@
-"""Which linear layers read each norm, as recipes of llm-compressor name them.
+"""Which layers read each norm, as recipes of llm-compressor name them, and as JSON for other tools.
 
     W (g * x + v) = (W diag(s)) ((g / s) * x + v / s)
 
@@ -9,6 +9,7 @@ which a plan with merged norms has proven.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.plan import Merge, Plan
 from enjoyln_cli.recipe.yaml_text import dump
 from enjoyln_cli.report.layer_names import compact
@@ -116,6 +118,16 @@ def llm_compressor_text(plan: Plan, model: Any) -> str:
     taken = {name: section for name, section in sections.items() if any(section.values())}
     left = _left_out(plan, model)
     return HEADER.format(name=plan.model_class) + left + (dump(taken) if taken else NONE)
+
+
+def mappings_json(plan: Plan) -> str:
+    """One JSON object: what reads each norm, and what writes and reads each stream and all values.
+
+    Its keys are those of a plan, and ``plan`` is as for ``norm_mappings``.
+    """
+    names = ("model_class", "merged", "unmerged", "bases", "untied")
+    fields = {name: getattr(plan, name) for name in names}
+    return json.dumps(schema.plain(fields, {"given"})) + "\n"
 
 
 def _left_out(plan: Plan, model: Any) -> str:

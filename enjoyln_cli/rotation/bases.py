@@ -67,6 +67,7 @@ from enjoyln_cli.rotation.feature_sums import (
     summed_with,
 )
 from enjoyln_cli.rotation.starts import starting_values
+from enjoyln_cli.rotation.tensor_uses import TensorUses, computed_from_inputs, tensor_uses
 from enjoyln_cli.trace.trace import uncast
 
 
@@ -99,8 +100,8 @@ class FoundBasis:
     size: int
     carries_values: bool
     """Whether it was found at the values of an attention, and not at the input of a norm."""
-    parameters: dict[Parameter, bool] = field(default_factory=dict)
-    """What has to be turned, and whether it writes the basis; otherwise it reads the basis."""
+    parameters: dict[Parameter, TensorUses] = field(default_factory=dict)
+    """What has to be turned, and whether it writes or reads the basis."""
     gains: dict[Gain, dict[tuple[int, Node], None]] = field(default_factory=dict)
     """For each norm with a weight: the ops that multiply by it, with the index of the trace."""
     merged: dict[Node, None] = field(default_factory=dict)
@@ -127,8 +128,6 @@ class _BasisSearch:
     nodes: Mapping[str, Sequence[tuple[int, Node]]]
     """The nodes of each parameter, with the index of the trace."""
     found: FoundBasis
-    reading: set[Value] = field(default_factory=set)
-    """Values that are turned because their product with a turned value is summed."""
     waiting: list[Value] = field(default_factory=list)
 
     def run(self, value: Value) -> None:
@@ -159,7 +158,7 @@ class _BasisSearch:
         if is_product(self.flow, self.found.product, trace, node):
             return
         if node in self.named[trace]:
-            self.parameter(Parameter(self.named[trace][node], axis), value not in self.reading)
+            self.parameter(Parameter(self.named[trace][node], axis))
         elif node.op != "call_function":
             self.given(value)
         elif node.meta.get("written"):
@@ -179,10 +178,7 @@ class _BasisSearch:
             if not commutes_with_every_matrix(node, axis):
                 self.stop(f"{op_name(node)} does not commute with a rotation", trace, node)
             for operand, below in pairs:
-                source = Value(trace, operand, below)
-                if value in self.reading:
-                    self.reading.add(source)
-                self.visit(source)
+                self.visit(Value(trace, operand, below))
 
     def norm(self, value: Value) -> Any:
         """The operand that the value is turned with, if its op is part of a norm; records why."""
@@ -220,7 +216,7 @@ class _BasisSearch:
             gain = Gain(path, names[weight], of_bias, 0.0)
             self.found.gains.setdefault(gain, {})[trace, node] = None
         if bias is not None and bias in names:
-            self.parameter(Parameter(names[bias], on_dimension(value.axis, 0)), True)
+            self.parameter(Parameter(names[bias], on_dimension(value.axis, 0)))
         return node.args[0]
 
     def gain(self, product: Value, factor: Node) -> Gain | None:
@@ -237,11 +233,11 @@ class _BasisSearch:
         module = self.flow.traces[product.trace].module_of(product.node)
         return Gain(module, name, None, offset)
 
-    def parameter(self, parameter: Parameter, writes: bool) -> None:
+    def parameter(self, parameter: Parameter) -> None:
         """Turn a parameter, wherever a trace reads it."""
         if parameter in self.found.parameters:
             return
-        self.found.parameters[parameter] = writes
+        self.found.parameters[parameter] = TensorUses(writes=False, reads=False)
         for trace, node in self.nodes[parameter.name]:
             self.visit(Value(trace, node, parameter.axis))
 
@@ -285,9 +281,7 @@ class _BasisSearch:
             elif self.flow.products.get(reader) is node:
                 self.visit(Value(trace, reader, axis))
             elif (pair := summed_with(reader, node, axis)) is not None:
-                partner = Value(trace, *pair)
-                self.reading.add(partner)
-                self.visit(partner)
+                self.visit(Value(trace, *pair))
             elif self.is_invariant(reader, node, axis):
                 continue
             elif self.is_normed(value, reader):
@@ -369,7 +363,7 @@ def _in_words(found: Opaque, node: Node) -> str:
 def writers_in(basis: FoundBasis) -> list[Parameter]:
     """The parameters that write a basis, without the biases of its norms."""
     biases = {gain.bias for gain in basis.gains}
-    return [p for p, writes in basis.parameters.items() if writes and p.name not in biases]
+    return [p for p, uses in basis.parameters.items() if uses.writes and p.name not in biases]
 
 
 def is_read_elsewhere(
@@ -417,6 +411,7 @@ def find_bases(
     parameter name to the first of its tied names.
     """
     named, nodes = parameter_nodes(flow, groups)
+    computed = [computed_from_inputs(trace.inputs) for trace in flow.traces]
     found: dict[Value, FoundBasis] = {}
     seen: set[Value] = set()
 
@@ -425,6 +420,7 @@ def find_bases(
         search = _BasisSearch(flow, groups, named, nodes, basis)
         search.run(value)
         search.require_own_inputs()
+        basis.parameters |= tensor_uses(basis.values, basis.parameters, nodes, computed)
         if (misplaced := misplaced_product(flow, product, basis.values)) is not None:
             search.stop("a product there would act on other values too", *misplaced)
         return basis

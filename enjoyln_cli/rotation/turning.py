@@ -26,6 +26,7 @@ from enjoyln_cli.rotation.bases import (
     parameter_nodes,
     writers_in,
 )
+from enjoyln_cli.rotation.tensor_uses import TensorUses
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +95,7 @@ def rotations(problem: Problem, options: Options, table: Parameter | None) -> Ro
     if table and not any(readers_of(node) for _, node in nodes.get(table.name, ())):
         for basis in found:
             if "inputs_embeds" in basis.inputs and _lacks(basis, table):
-                basis.parameters[table] = True
+                basis.parameters[table] = TensorUses(writes=True, reads=False)
     turned: dict[str, list[Parameter]] = {}
     for basis in found:
         if basis.obstacle is None:

@@ -1,0 +1,73 @@
+"""Whether a weight writes the features that are turned, or reads them.
+
+A reader is multiplied by the features and the products are summed, ``W x`` over the inputs. All
+other weights write: as they are (a table, a bias), or over their outputs. A tied one may do both.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch.fx import Node
+
+from enjoyln_cli.graph.nodes import is_part
+from enjoyln_cli.proof.flow import Value, consumers
+from enjoyln_cli.proof.min_cut import Parameter
+from enjoyln_cli.rotation.feature_sums import summed_with
+
+
+class TensorUses(NamedTuple):
+    """What the model does with a weight along the features that are turned."""
+
+    writes: bool
+    reads: bool
+
+
+def tensor_uses(
+    values: Iterable[Value],
+    parameters: Iterable[Parameter],
+    nodes: Mapping[str, Sequence[tuple[int, Node]]],
+    computed: Sequence[Collection[Node]],
+) -> dict[Parameter, TensorUses]:
+    """The uses of each of the ``parameters``; ``values`` are all values that turn with them.
+
+    ``nodes`` are those of each parameter, with the index of the trace, and ``computed`` has the
+    result of ``computed_from_inputs`` for each trace.
+    """
+    turned: defaultdict[tuple[int, Node], list[Value]] = defaultdict(list)
+    for value in values:
+        turned[value.trace, value.node].append(value)
+    uses = {}
+    for parameter in parameters:
+        waiting = [
+            value
+            for place in nodes[parameter.name]
+            for value in turned[place]
+            if value.axis == parameter.axis
+        ]
+        writes = reads = False
+        while waiting:
+            value = waiting.pop()
+            for reader in consumers(value.node):
+                op = reader.args[0] if is_part(reader) else reader
+                results = turned[value.trace, reader]
+                if summed_with(reader, value.node, value.axis) is not None:
+                    reads = True
+                elif op in computed[value.trace]:
+                    writes = writes or bool(results)
+                else:  # still a weight: transposed, cast, or one part of it
+                    waiting += results
+        uses[parameter] = TensorUses(writes, reads)
+    return uses
+
+
+def computed_from_inputs(inputs: Iterable[Node]) -> set[Node]:
+    """All nodes whose values depend on the inputs of the model."""
+    waiting, computed = list(inputs), set(inputs)
+    while waiting:
+        users = set(waiting.pop().users) - computed
+        computed |= users
+        waiting += users
+    return computed
