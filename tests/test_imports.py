@@ -72,6 +72,7 @@ OWNERS = {
         "quantisation.quantised_checkpoints",
     },
     "networkx": {"proof.min_cut"},
+    "olive": {"quantisation.olive_pass"},
     "onnxruntime": {"onnx_export.runtimes", "quantisation.onnxruntime_quantiser"},
     "onnxscript": {"onnx_export.onnx_program"},
     "openvino": {"onnx_export.runtimes"},

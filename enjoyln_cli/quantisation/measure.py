@@ -1,9 +1,10 @@
-"""How far the outputs of a quantised model are from those of the original in float32."""
+"""How far the outputs of a quantised model are from those of the original in float32, and which
+layers cost most."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,21 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.embedding import EMBEDDING
 from enjoyln_cli.comparison.metrics import distances_of, largest, pool_distances, relative
 from enjoyln_cli.comparison.run import choose_outputs, run
+from enjoyln_cli.comparison.simulated_rounding import Scheme, linear_layers, simulated
 from enjoyln_cli.comparison.text_scores import divergence, perplexity_of, text_loss
+from enjoyln_cli.events import Event
 from enjoyln_cli.quantisation.examples import Example
+from enjoyln_cli.quantisation.schemes import QuantisationScheme
 
 Outputs = dict[str, torch.Tensor]
 Compute = Callable[[Batch], Outputs]
 """Runs a model on one batch; returns its outputs by name."""
 Embed = Callable[[Outputs, Batch], Outputs]
 LOGITS = "logits"
+TRIED_ON = 2
+"""Inputs that each layer is rounded on: the order of layers is clear with few."""
+STAGES = 10
+"""How often the progress is told."""
 
 
 @dataclass(frozen=True)
@@ -119,3 +127,21 @@ def perplexity_in(exact: ExactOutputs) -> float | None:
     if not scores:
         return None
     return perplexity_of(sum(loss for loss, _ in scores), sum(count for _, count in scores))
+
+
+def costly_layers(
+    model: Any, scheme: QuantisationScheme, exact: ExactOutputs, event: Event
+) -> list[str]:
+    """The linear layers of ``model`` by path, the costliest first.
+
+    Each is rounded alone (simulated: one scale for each output of a weight, and for all inputs).
+    """
+    rounding = Scheme(scheme.weight_bits, scheme.input_bits, per_token=False)
+    few = replace(exact, examples=exact.examples[:TRIED_ON], outputs=exact.outputs[:TRIED_ON])
+    layers, costs = list(linear_layers(model)), {}
+    for done, layer in enumerate(layers):
+        if done % max(1, len(layers) // STAGES) == 0:
+            event("stage", f"finding the layers that cost most: {done} of {len(layers)} tried")
+        with simulated(model, rounding, only=layer):
+            costs[layer] = differences(lambda batch: run(model, [batch])[0], few).cost
+    return sorted(costs, key=lambda layer: -costs[layer])

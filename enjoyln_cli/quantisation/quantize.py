@@ -40,13 +40,13 @@ from enjoyln_cli.quantisation.candidates import (
     rotation_plan,
 )
 from enjoyln_cli.quantisation.examples import Example, split, traced_batch
-from enjoyln_cli.quantisation.layer_costs import costly_layers
 from enjoyln_cli.quantisation.measure import (
     Compute,
     Differences,
     Embed,
     ExactOutputs,
     compared_outputs,
+    costly_layers,
     differences,
     exact_outputs,
     perplexity_in,

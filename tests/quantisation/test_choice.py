@@ -16,8 +16,12 @@ from enjoyln_cli.checkpoint.reader import open_subject
 from enjoyln_cli.comparison.text_scores import perplexity, with_predicted_tokens
 from enjoyln_cli.quantisation.candidates import FloatModel, candidates, rotation_plan
 from enjoyln_cli.quantisation.examples import Example
-from enjoyln_cli.quantisation.layer_costs import costly_layers
-from enjoyln_cli.quantisation.measure import Differences, ExactOutputs, differences
+from enjoyln_cli.quantisation.measure import (
+    Differences,
+    ExactOutputs,
+    costly_layers,
+    differences,
+)
 from enjoyln_cli.quantisation.quantize import Compared, best
 from enjoyln_cli.quantisation.schemes import SCHEMES
 
