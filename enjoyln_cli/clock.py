@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MINUTE = 60
 
@@ -40,6 +41,33 @@ class Clock:
         spent = self.spent
         total = self.limit if needed is None else spent + needed + self.after
         self.on_progress(spent, total if math.isfinite(total) else 0.0)
+
+
+@dataclass
+class Countdown:
+    """Reports the progress of a job of equal steps, and how long the remaining ones take."""
+
+    steps: int
+    on_progress: Progress
+    done: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._clock = Clock(time.monotonic, math.inf, self.on_progress)
+
+    @property
+    def left(self) -> float:
+        """Seconds that the remaining steps take if each takes as long as those that are done."""
+        return self._clock.spent / self.done * (self.steps - self.done)
+
+    @property
+    def in_words(self) -> str:
+        """`` (about 45 s left)``; empty before the first step is done."""
+        return f" (about {duration(self.left)} left)" if self.done else ""
+
+    def count(self) -> None:
+        """Note that a step is done."""
+        self.done += 1
+        self._clock.tell(self.left)
 
 
 def duration(seconds: float) -> str:

@@ -22,12 +22,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from transformers import GenerationMixin, WhisperForConditionalGeneration, WhisperProcessor
 
 from enjoyln_cli.comparison.user_data import read_user_data, require_data
 from enjoyln_cli.errors import EnjoyLNError
-from enjoyln_cli.quantisation import exported
 from enjoyln_cli.quantisation.measure import Compute
-from enjoyln_cli.quantisation.quantize import quantize
+from enjoyln_cli.quantisation.quantize import load_result, quantize
 from enjoyln_cli.quantisation.schemes import FORMATS
 
 MOST_TOKENS = 64
@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--formats", nargs="*", default=["onnx", "openvino"])
     parser.add_argument("--rotations", type=int, default=3)
     parser.add_argument("--inputs", type=int, default=8, help="in each half of the data")
+    parser.add_argument("--keep", nargs="*", default=(), help="layers to leave more precise")
     parser.add_argument("--words", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
@@ -84,10 +85,12 @@ def measured(options: argparse.Namespace, form: str, scheme: str) -> dict[str, A
             form=form,
             seeds=range(options.rotations),
             inputs=options.inputs,
+            keep=options.keep,
             max_error=torch.inf,
         ).to_json()
         if options.words:
-            row |= word_errors(options.model, exported.load(out, form), options.audio)
+            compute = load_result(out, form, WhisperForConditionalGeneration)
+            row |= word_errors(options.model, compute, options.audio)
     return row
 
 
@@ -105,7 +108,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{untied[cost]:.3g}" if untied else "",
         "" if top1 is None else f"{top1:.3f}",
         f"{row['size'] / 1e6:.1f} of {row['float_size'] / 1e6:.1f} MB",
-        f"{row['milliseconds'] / row['float_milliseconds']:.2f}",
+        f"{row['milliseconds'] / row['float_milliseconds']:.2f}" if row["milliseconds"] else "",
         "" if words is None else f"{words:.1f} % ({row['float_word_errors']:.1f} %)",
     ]
 
@@ -116,7 +119,6 @@ def word_errors(model: str, compute: Compute, speech: Path) -> dict[str, float]:
     ``compute`` has no cache, so the float model proposes how a sentence goes on. One call of
     ``compute`` reads the whole proposal, and replaces the first token that it would not have said.
     """
-    from transformers import GenerationMixin, WhisperForConditionalGeneration, WhisperProcessor
     from transformers.audio_utils import load_audio
     from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 

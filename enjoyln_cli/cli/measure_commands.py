@@ -251,6 +251,7 @@ def quantize(
             keep=keep,
             opening=Opening(**opening),
             on_event=watch.event,
+            on_progress=watch.seconds,
             **options,
         )
     if as_json:

@@ -23,12 +23,12 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from enjoyln_cli.clock import Progress
+from enjoyln_cli.clock import Countdown, Progress
 from enjoyln_cli.comparison.run import cache_flag, tensors
 from enjoyln_cli.comparison.simulated_rounding import simulated
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.events import Event
-from enjoyln_cli.matrix_choice.trials import Countdown, MatrixChoice, Trials
+from enjoyln_cli.matrix_choice.trials import MatrixChoice, Trials
 from enjoyln_cli.models.load import values_of
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.orthogonal_matrices import GivenMatrix, matrix, rotate

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from enjoyln_cli.clock import Progress
+from enjoyln_cli.clock import Countdown, Progress
 from enjoyln_cli.events import Event
-from enjoyln_cli.matrix_choice.trials import Countdown, MatrixChoice, Trials
+from enjoyln_cli.matrix_choice.trials import MatrixChoice, Trials
 from enjoyln_cli.quantisation.candidates import ORIGINAL
 from enjoyln_cli.text import counted
 

@@ -6,17 +6,14 @@ beside the original.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from enjoyln_cli.clock import Clock, Progress
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import Scheme, simulated
@@ -85,23 +82,6 @@ class Trials:
         """What was chosen, with what was measured on both halves."""
         inputs = (len(self.choosing.examples), len(self.held_out.examples))
         return MatrixChoice(plan, self.scheme, self.choosing.names, chosen, first, second, inputs)
-
-
-@dataclass
-class Countdown:
-    """Reports the progress of a job of equal steps, and how long the remaining ones take."""
-
-    steps: int
-    on_progress: Progress
-    done: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self._clock = Clock(time.monotonic, math.inf, self.on_progress)
-
-    def count(self) -> None:
-        """Note that a step is done."""
-        self.done += 1
-        self._clock.tell(self._clock.spent / self.done * (self.steps - self.done))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from enjoyln_cli.benchmark.timing import Task, time_rounds
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.reader import other_files
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, is_own
+from enjoyln_cli.clock import Countdown, Progress
 from enjoyln_cli.comparison.embedding import embedder
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.user_data import UserData
@@ -142,6 +143,7 @@ def quantize(
     force: bool = False,
     opening: Opening | None = None,
     on_event: Event | None = None,
+    on_progress: Progress = lambda done, total: None,
 ) -> Quantised:
     """Quantise ``model`` (a Hub id or a directory) into the new directory ``out``.
 
@@ -152,6 +154,9 @@ def quantize(
       weights have 4).
     * ``max_error``: the largest relative error of the outputs; by default that of the scheme.
     * ``inputs``: use at most this many inputs in each half.
+
+    ``on_event`` receives stages and warnings, and ``on_progress``, after each form, the seconds
+    that have passed and those that the comparison takes in all.
 
     Raises ``UnsupportedModel`` for a model, a format or data that cannot be used, and
     ``VerificationFailed``, with the layers that cost most, if the error is too large. ``out``
@@ -179,9 +184,13 @@ def quantize(
         embed = embedder(source, event)
         choosing, held_out = read_data(work, data, inputs, plan.outputs if plan else (), embed)
         forms = candidates(plan, seeds, head_is_rounded=not FORMATS[form].is_checkpoint)
-        compared = [compare_candidate(work, candidate, choosing, event) for candidate in forms]
+        countdown, compared = Countdown(len(forms) + 1, on_progress), []
+        for candidate in forms:
+            event("stage", f"quantising: {candidate.name}{countdown.in_words}")
+            compared.append(compare_candidate(work, candidate, choosing))
+            countdown.count()
         chosen = forms[best(compared, size_of(work.place(FLOAT)))]
-        event("stage", f"measuring on the other half: {chosen.name}")
+        event("stage", f"measuring on the other half: {chosen.name}{countdown.in_words}")
         limit = settings.max_error if max_error is None else max_error
         measured = measure(work, chosen, held_out, limit)
         if not measured.chosen.error <= limit:
@@ -284,11 +293,8 @@ def read_data(
     return choosing, exact_outputs(model, halves.held_out, names, work.folder, embed)
 
 
-def compare_candidate(
-    work: Workshop, candidate: TurnedForm, choosing: ExactOutputs, event: Event
-) -> Compared:
+def compare_candidate(work: Workshop, candidate: TurnedForm, choosing: ExactOutputs) -> Compared:
     """Write a candidate, quantised, and run it on the first half of the data."""
-    event("stage", f"quantising: {candidate.name}")
     weights = work.write(candidate, choosing.examples)
     measured = differences(work.load(candidate.name), choosing)
     return Compared(candidate.name, measured, size_of(work.place(candidate.name)), weights)

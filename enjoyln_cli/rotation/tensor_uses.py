@@ -1,18 +1,19 @@
 """Whether a weight writes the features that are turned, or reads them.
 
-A reader is multiplied by the features and the products are summed, ``W x`` over the inputs. All
-other weights write: as they are (a table, a bias), or over their outputs. A tied one may do both.
+A reader is multiplied by the features and the products are summed, ``W x`` over the inputs; an
+index may choose it from a stack, as for experts. All other weights write: as they are (a table, a
+bias), or over their outputs. A tied one may do both.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 
-from enjoyln_cli.graph.nodes import is_part
+from enjoyln_cli.graph.nodes import is_floating, is_part
 from enjoyln_cli.proof.flow import Value, consumers
 from enjoyln_cli.proof.min_cut import Parameter
 from enjoyln_cli.rotation.feature_sums import summed_with
@@ -51,16 +52,24 @@ def tensor_uses(
         while waiting:
             value = waiting.pop()
             for reader in consumers(value.node):
-                op = reader.args[0] if is_part(reader) else reader
                 results = turned[value.trace, reader]
-                if summed_with(reader, value.node, value.axis) is not None:
-                    reads = True
-                elif op in computed[value.trace]:
-                    writes = writes or bool(results)
-                else:  # still a weight: transposed, cast, or one part of it
+                pair = summed_with(reader, value.node, value.axis)
+                if pair is not None:
+                    chosen, partner = (n in computed[value.trace] for n in (value.node, pair[0]))
+                    is_feature = chosen and not partner  # a row of a table, which a weight reads
+                    reads, writes = reads or not is_feature, writes or is_feature
+                elif _only_moves(reader, value.node):
                     waiting += results
+                else:
+                    writes = writes or bool(results)
         uses[parameter] = TensorUses(writes, reads)
     return uses
+
+
+def _only_moves(reader: Node, operand: Node) -> bool:
+    """Whether the result holds numbers of ``operand`` alone: transposed, cast, or chosen."""
+    op: Any = reader.args[0] if is_part(reader) else reader
+    return [node for node in op.all_input_nodes if is_floating(node)] == [operand]
 
 
 def computed_from_inputs(inputs: Iterable[Node]) -> set[Node]:

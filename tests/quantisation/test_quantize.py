@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from commands import GPT2, good, refused
+from commands import GPT2, enjoyln, good, refused
 from live_models import CHECKPOINTS, ROOT
 from safetensors.torch import load_file, save_file
 from sentence_encoder import sentence_encoder
@@ -51,8 +52,11 @@ def logits_of(out: Path, ids: torch.Tensor) -> np.ndarray[Any, Any]:
 @pytest.mark.slow
 def test_a_model_with_outliers_is_rotated_and_rounds_better(tmp_path: Path) -> None:
     model, out = with_outliers(tmp_path / "model"), tmp_path / "out"
-    shown = good("quantize", model, "-o", out, "--text", LICENCE, *SOME)
+    result = enjoyln("quantize", model, "-o", out, "--text", LICENCE, *SOME)
+    shown, told = result.stdout, result.stderr.splitlines()
     assert "wrote w8a8 as onnx" in shown and "rotated, seed 0" in shown
+    assert "quantising: original" in told
+    assert [line for line in told if re.fullmatch(r"quantising: untied \(about .+ left\)", line)]
     found = json.loads((out / QUANTISATION_FILE).read_text())
     again = json.loads(good("verify", out, "--text", LICENCE, "--json"))
     assert again["passed"] and again["differences"]["kl"] == pytest.approx(
