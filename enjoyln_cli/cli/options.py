@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import click
 
 from enjoyln_cli.benchmark.choices import GRID_LENGTHS, GRID_ROWS, MODES, SECONDS
 from enjoyln_cli.checkpoint.access import HubAccess
+from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.text import did_you_mean
 
 Names = tuple[str, ...]
@@ -332,6 +334,8 @@ def checking_options(seconds: float | None) -> Decorator:
 
 def _gather_data(options: Options) -> Options:
     data = {name: options.pop(name) for name in ("text", "images", "audio", "tokens")}
+    if data["images"] and find_spec("PIL") is None:
+        raise UnsupportedModel("reading images needs: pip install pillow")
     return {"data": data, **options}
 
 

@@ -228,7 +228,7 @@ def from_images(
     """The images as ``pixel_values`` in ``dtype``, prepared by the checkpoint's own processor.
 
     Raises ``UnsupportedModel`` if the model takes no images, the directory has no image processor,
-    or a file is not an image.
+    a file is not an image, or the library that reads images is missing.
     """
     if "pixel_values" not in accepted_by(model):
         main = getattr(model, "main_input_name", "input_ids")
@@ -240,7 +240,9 @@ def from_images(
         processor = AutoImageProcessor.from_pretrained(folder)
         images = [load_image(str(file)) for file in files]
         pixels = processor(images=images, return_tensors="pt")["pixel_values"].to(dtype)
-    except (OSError, ValueError, ImportError) as error:
+    except ImportError as error:
+        raise UnsupportedModel("reading images needs: pip install pillow") from error
+    except (OSError, ValueError) as error:
         first = first_line(error)
         raise UnsupportedModel(f"cannot prepare the images: {first}") from error
     return [{"pixel_values": part} for part in pixels.split(ROWS_AT_ONCE)]

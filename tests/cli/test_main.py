@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -399,3 +400,12 @@ def test_the_library_warns_and_reports_progress(tmp_path: Path) -> None:
     assert [level for level, _ in news] == ["stage"] * 2
     assert done[0][0] == 0 and done[-1][0] == done[-1][1] > 0
     assert enjoyln_cli.load_recipe(result.out / "enjoyln_recipe.yaml").model_type == "gpt2"
+
+
+def test_images_without_their_library_are_refused_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)  # as if it were not installed
+    out = tmp_path / "out"
+    line = refused("rotate", CHECKPOINTS / "vit", "-o", out, "--image", tmp_path)
+    assert line.splitlines() == ["error: reading images needs: pip install pillow"]
