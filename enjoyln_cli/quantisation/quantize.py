@@ -63,13 +63,15 @@ from enjoyln_cli.quantisation.schemes import (
 )
 from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.runtime.loading import saved_class_of
-from enjoyln_cli.text import listed_briefly, number
+from enjoyln_cli.text import number
 from enjoyln_cli.verification.verify import compute_dtype
 from enjoyln_cli.version import __version__
 
 INPUTS_IN_A_HALF = 16
 MARGIN = 0.9
 """A candidate replaces the original if its cost is at most this many times the original's."""
+NAMED = 3
+"""How many of the layers that cost most are named."""
 ROUNDS = 15
 TIMED_SECONDS = 20.0
 
@@ -198,7 +200,7 @@ def quantize(
             raise VerificationFailed(
                 f"{scheme} costs too much: error {number(measured.chosen.error)} of the "
                 f"outputs (limit {limit:g}); the layers that cost most are "
-                f"{listed_briefly(worst)}; --keep leaves layers more precise, --max-error "
+                f"{', '.join(worst[:NAMED])}; --keep leaves layers more precise, --max-error "
                 "raises the limit; nothing was written"
             )
         result = Quantised(
