@@ -133,6 +133,12 @@ class _Probe:
             return None
         return y.double() if isinstance(y, torch.Tensor) and y.shape == x.shape else None
 
+    def takes(self, dim: int, rank: int) -> bool:
+        """Whether the module returns the shape of one row; embeddings and projections do not."""
+        fixed = self.fixed(dim, rank)
+        size = (n if i in fixed else 1 for i, n in enumerate(self.size(dim, rank)))
+        return self.run(_normal(tuple(size))) is not None
+
     def agrees(self, form: LayerNormForm, rank: int, magnitude: float) -> bool:
         x = magnitude * (self.input(form.dim, rank) + 0.7)
         y, expected = self.run(x), layer_norm(x, form, self.weight, self.bias)
@@ -249,9 +255,10 @@ def _form(probe: _Probe, roles: _Roles) -> LayerNormForm | None:
     gains: tuple[Gain, ...] = ("1",) if probe.weight is None else ("weight", "1 + weight")
     weight, bias = roles.weight or "weight", roles.bias or "bias"
     for dim in (-1, 1) if len(probe.shape) == 1 else (-1,):
+        taken = [rank for rank in probe.ranks(dim) if probe.takes(dim, rank)]
         for gain in gains:
             form = LayerNormForm(dim, gain, probe.bias is not None, 0.0, None, weight, bias)
-            likely = [r for r in probe.ranks(dim) if probe.agrees(form, r, MAGNITUDES[-1])]
+            likely = [r for r in taken if probe.agrees(form, r, MAGNITUDES[-1])]
             for eps in _possible_eps(probe, form, likely[0]) if likely else ():
                 found = replace(form, eps=eps)
                 ranks = [r for r in likely if all(probe.agrees(found, r, m) for m in MAGNITUDES)]
