@@ -36,6 +36,19 @@ def test_garbage_of_the_block_is_found_in_it_and_older_garbage_afterwards() -> N
     assert older() is None
 
 
+def test_what_the_program_froze_stays_frozen() -> None:
+    frozen = Loop()
+    gc.freeze()
+    with collections_of_new_objects():
+        newer = weakref.ref(Loop())
+        gc.collect()
+        assert newer() is None
+    gone = weakref.ref(frozen)
+    del frozen
+    gc.collect()
+    assert gone() is not None
+
+
 @pytest.mark.parametrize("collecting", [True, False])
 def test_the_collector_is_afterwards_as_it_was(collecting: bool) -> None:
     (gc.enable if collecting else gc.disable)()
