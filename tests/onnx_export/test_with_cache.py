@@ -15,6 +15,7 @@ import pytest
 import torch
 from commands import refused
 from live_models import CHECKPOINTS
+from stored_files import shallow
 from tiny_models import TOKENS, WHISPER, live
 from transformers import (
     AutoModelForCausalLM,
@@ -39,7 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", {"rotate": True, "untie": True, "fold": False}),
     "phi": ("phi", {"merge": "affine"}),
 }
-"""For each case: a checkpoint, and how it is converted."""
+"""For each case: a checkpoint, of which two layers are left, and how it is converted."""
 NEW = 12
 """Tokens to generate."""
 
@@ -53,8 +54,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Export
     def one(case: str) -> Exported:
         name, options = CASES[case]
         if case not in made:
-            out = folder / case
-            fold(CHECKPOINTS / name, out, verify=False, options=Options(**options))
+            source, out = shallow(name, folder / f"source of {case}"), folder / case
+            fold(source, out, verify=False, options=Options(**options))
             made[case] = export(out, folder / f"{case}-onnx", with_cache=True)
         return made[case]
 
@@ -99,7 +100,8 @@ def test_greedy_tokens_are_those_of_transformers(
     case: str, exported: Callable[[str], Exported]
 ) -> None:
     found = exported(case)
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / CASES[case][0]).float().eval()
+    source = Path(found.file).parent / f"source of {case}"
+    model = AutoModelForCausalLM.from_pretrained(source).float().eval()
     ids, mask = padded_prompts(20)
     model.generation_config.eos_token_id = None
     expected = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW)
@@ -135,7 +137,7 @@ def test_axes_have_names_and_the_files_that_users_need_lie_beside(
     new, heads = ["batch", "sequence"], [4, "past_sequence", 24]
     assert found.inputs["input_ids"] == found.inputs["position_ids"] == new
     assert found.inputs["attention_mask"] == ["batch", "total_sequence"]
-    assert found.inputs["input.cache.layers.2.values"] == ["batch", *heads]
+    assert found.inputs["input.cache.layers.1.values"] == ["batch", *heads]
     assert found.outputs[:2] == ("logits", "output.cache.layers.0.keys")
     files = set(os.listdir(found.file))
     assert {"model.onnx", "model.onnx.data", "export.json"} <= files
@@ -209,14 +211,16 @@ def test_an_encoder_and_its_decoder_are_two_programs(
 
 
 @pytest.mark.slow
-def test_another_function_is_not_written(outs: Outs, tmp_path: Path) -> None:
-    other = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2")
+def test_another_function_is_not_written(tmp_path: Path) -> None:
+    source = shallow("gpt2", tmp_path / "source")
+    fold(source, tmp_path / "out", verify=False)
+    other = AutoModelForCausalLM.from_pretrained(source)
     with torch.no_grad():
         other.transformer.h[1].attn.c_attn.bias[-5:] += 0.01  # values, which the cache keeps
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(VerificationFailed, match=r"in onnxruntime .* x the original's own"):
-        export(outs["gpt2"], tmp_path / "onnx", with_cache=True, against=tmp_path / "other")
-    assert os.listdir(tmp_path) == ["other"]
+        export(tmp_path / "out", tmp_path / "onnx", with_cache=True, against=tmp_path / "other")
+    assert sorted(os.listdir(tmp_path)) == ["other", "out", "source"]
 
 
 def test_a_model_without_a_cache_is_refused(outs: Outs, tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from live_models import CHECKPOINTS
 from safetensors.torch import load_file, save_file
 
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
@@ -45,3 +48,12 @@ def changed(out: Path, into: Path, edit: Callable[[dict[str, torch.Tensor]], Non
     edit(tensors)
     save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
     return into
+
+
+def shallow(name: str, folder: Path) -> Path:
+    """The first two layers of a trained checkpoint, with its other files."""
+    shutil.copytree(CHECKPOINTS / name, folder)
+    (model_class,) = json.loads((folder / "config.json").read_text())["architectures"]
+    cls = getattr(transformers, model_class)
+    cls.from_pretrained(folder, num_hidden_layers=2).save_pretrained(folder)
+    return folder
