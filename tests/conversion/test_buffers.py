@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from custom_code import custom_checkpoint
+from live_models import literally
 from rounding import relative
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import enjoyln_cli
-from enjoyln_cli.kernels import literally
 
 OWN = """
 import torch

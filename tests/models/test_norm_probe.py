@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from live_models import literally
 from rounding import as_exact, exactly
 from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.kernels import literally
 from enjoyln_cli.models.norm_probe import LayerNormForm, computes_rms_norm, examine, layer_norm_form
 from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.rewrite.in_memory import centre_parameters

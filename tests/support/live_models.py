@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from enjoyln_cli.runtime.modules import Folded
+from enjoyln_cli.runtime.scope import Fold
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINTS = ROOT / "tests" / "checkpoints"
@@ -54,3 +57,11 @@ def computed_rms(model: nn.Module, call: Callable[[], Any]) -> list[bool]:
     for hook in hooks:
         hook.remove()
     return seen
+
+
+def literally() -> AbstractContextManager[Any]:
+    """In the block, folded norms compute RMSNorm even where LayerNorm is as good.
+
+    So an input with a mean shows.
+    """
+    return mock.patch.object(Fold, "literal", True)

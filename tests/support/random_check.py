@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from live_models import literally
 from random_models import Call, Written, floats, write
 from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.errors import EnjoyLNError
-from enjoyln_cli.kernels import literally
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.runtime.install import fold_in_memory
 
