@@ -2,6 +2,7 @@
 
 The modules after the transformer (pooling, dense, normalisation) are loaded by that library, each
 from its folder. They are applied to the transformer's outputs, in the dtype of those outputs.
+Gradients of the embedding reach these outputs, but not the modules' weights.
 """
 
 from __future__ import annotations
@@ -48,9 +49,8 @@ def embedder(source: Source, event: Event) -> Callable[[Named, Batch], Named] | 
             return outputs
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
         features: dict[str, Any] = {"token_embeddings": tokens, "attention_mask": mask}
-        with torch.no_grad():
-            for module in modules:
-                features = copy.deepcopy(module).to(tokens.dtype)(features)
+        for module in modules:
+            features = copy.deepcopy(module).to(tokens.dtype)(features)
         found = features.get(EMBEDDING)  # absent if no module pools
         return outputs if found is None else {**outputs, EMBEDDING: found}
 
@@ -66,5 +66,6 @@ def _modules(source: Source) -> list[torch.nn.Module]:
         if package.partition(".")[0] != LIBRARY:
             raise ValueError(f"{entry['type']} is not a class of {LIBRARY}")
         cls: Any = getattr(import_module(package), name)
-        found.append(cls.load(str(source.root / entry["path"])).eval())
+        module = cls.load(str(source.root / entry["path"]))
+        found.append(module.eval().requires_grad_(False))
     return found

@@ -34,7 +34,7 @@ from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.orthogonal_matrices import GivenMatrix, matrix, rotate
 from enjoyln_cli.plan.plan import Basis, Plan
 from enjoyln_cli.quantisation.candidates import ORIGINAL
-from enjoyln_cli.quantisation.measure import LOGITS, Outputs
+from enjoyln_cli.quantisation.measure import LOGITS, Outputs, with_embedding
 from enjoyln_cli.rotation.given_matrices import nearest_orthogonal
 
 RATE = 0.03
@@ -171,7 +171,8 @@ def _step(
         batch = tried.choosing.examples[row].batch
         with simulated(model, tried.rounding):
             output = functional_call(model, leaves, (), {**batch, **cache_flag(model)})
-        loss = _loss(dict(tensors(output)), tried.choosing.outputs[row]) / len(rows)
+        outputs = with_embedding(dict(tensors(output)), batch, tried.choosing.embed)
+        loss = _loss(outputs, tried.choosing.outputs[row]) / len(rows)
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     read = [name for name, leaf in leaves.items() if leaf.grad is not None]

@@ -20,17 +20,14 @@ from enjoyln_cli.comparison.simulated_rounding import Scheme, simulated
 from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.conversion.fold import PreparedFold
 from enjoyln_cli.events import Event
-from enjoyln_cli.models.outputs import match_names
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.quantisation.candidates import ORIGINAL, FloatModel, TurnedForm
-from enjoyln_cli.quantisation.examples import split
 from enjoyln_cli.quantisation.measure import (
     Differences,
     ExactOutputs,
     Outputs,
-    compared_outputs,
     differences,
-    exact_outputs,
+    exact_halves,
 )
 from enjoyln_cli.quantisation.schemes import SIMULATED
 from enjoyln_cli.report.verification_table import HELPS
@@ -142,18 +139,13 @@ def trials(
     Raises ``UnsupportedModel`` if there are too few, or if the model cannot run on them.
     """
     event("stage", "running the original on the data")
-    model, trusted = _load(ready, None), ready.opening.trust_remote_code
-    most = INPUTS_IN_A_HALF if inputs is None else inputs // 2
-    halves = split(model, ready.subject.source.path, data, most, trusted)
-    first, used = run(model, [halves.choosing[0].batch])[0], ready.plan.outputs
-    names = compared_outputs(first, tuple(match_names(used, first)))
+    model, most = _load(ready, None), INPUTS_IN_A_HALF if inputs is None else inputs // 2
     with TemporaryDirectory() as folder:
-        known = [
-            exact_outputs(model, examples, names, Path(folder))
-            for examples in (halves.choosing, halves.held_out)
-        ]
+        halves = exact_halves(
+            model, ready.subject, data, most, ready.plan.outputs, Path(folder), event
+        )
         del model
-        yield Trials(ready, scheme, *known)
+        yield Trials(ready, scheme, *halves)
 
 
 def _load(ready: PreparedFold, plan: Plan | None) -> Any:

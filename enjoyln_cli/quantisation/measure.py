@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 
+from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.comparison.batches import Batch
-from enjoyln_cli.comparison.embedding import EMBEDDING
+from enjoyln_cli.comparison.embedding import EMBEDDING, embedder
 from enjoyln_cli.comparison.metrics import distances_of, largest, pool_distances, relative
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.comparison.simulated_rounding import Scheme, linear_layers, simulated
 from enjoyln_cli.comparison.text_scores import divergence, perplexity_of, text_loss
+from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.events import Event
-from enjoyln_cli.quantisation.examples import Example
+from enjoyln_cli.models.outputs import match_names
+from enjoyln_cli.quantisation.examples import Example, split
 from enjoyln_cli.quantisation.schemes import QuantisationScheme
 
 Outputs = dict[str, torch.Tensor]
@@ -54,11 +57,14 @@ class Differences:
 
 
 def compared_outputs(outputs: Outputs, used: Sequence[str]) -> tuple[str, ...]:
-    """The outputs to compare: logits, a sentence embedding, or what the class is ``used`` for."""
+    """The outputs to compare: logits, a sentence embedding, or what the class is ``used`` for.
+
+    ``used`` are names or patterns; empty for all outputs.
+    """
     for name in (LOGITS, EMBEDDING):
         if name in outputs:
             return (name,)
-    return tuple(name for name in outputs if not used or name in used)
+    return tuple(sorted(match_names(used, outputs)) if used else outputs)
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,30 @@ def differences(compute: Compute, exact: ExactOutputs) -> Differences:
         top1=top1 / positions if positions else None,
         perplexity=perplexity_of(loss, tokens) if tokens else None,
     )
+
+
+def exact_halves(
+    model: Any,
+    subject: Subject,
+    data: UserData,
+    most: int,
+    used: Sequence[str],
+    folder: Path,
+    event: Event,
+) -> tuple[ExactOutputs, ExactOutputs]:
+    """Run the original on both halves of the data: the one to choose by, the one to measure on.
+
+    ``model`` is the original of ``subject`` in float32. Each half has at most ``most`` inputs.
+    ``used`` are the outputs that the class is used for; those of a sentence-transformers pipeline
+    are its sentence embeddings. Outputs are stored in files in ``folder``. Raises
+    ``UnsupportedModel`` if there are too few inputs, or if the model cannot run on them.
+    """
+    embed = embedder(subject.source, event)
+    halves = split(model, subject.source.path, data, most, subject.trust_remote_code)
+    batch = halves.choosing[0].batch
+    names = compared_outputs(with_embedding(run(model, [batch])[0], batch, embed), used)
+    choosing = exact_outputs(model, halves.choosing, names, folder, embed)
+    return choosing, exact_outputs(model, halves.held_out, names, folder, embed)
 
 
 def exact_outputs(

@@ -24,8 +24,6 @@ from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.reader import other_files
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, is_own
 from enjoyln_cli.clock import Countdown, Progress
-from enjoyln_cli.comparison.embedding import embedder
-from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
@@ -40,18 +38,15 @@ from enjoyln_cli.quantisation.candidates import (
     candidates,
     rotation_plan,
 )
-from enjoyln_cli.quantisation.examples import Example, split, traced_batch
+from enjoyln_cli.quantisation.examples import Example, traced_batch
 from enjoyln_cli.quantisation.measure import (
     Compute,
     Differences,
-    Embed,
     ExactOutputs,
-    compared_outputs,
     costly_layers,
     differences,
-    exact_outputs,
+    exact_halves,
     perplexity_in,
-    with_embedding,
 )
 from enjoyln_cli.quantisation.quantised_checkpoints import WeightCount
 from enjoyln_cli.quantisation.schemes import (
@@ -183,8 +178,16 @@ def quantize(
     ):
         work = Workshop(Path(scratch), form, settings, tuple(keep), original)
         event("stage", "running the original on the data")
-        embed = embedder(source, event)
-        choosing, held_out = read_data(work, data, inputs, plan.outputs if plan else (), embed)
+        used = plan.outputs if plan else ()
+        choosing, held_out = exact_halves(
+            original.load(TurnedForm(ORIGINAL, None)),
+            subject,
+            data,
+            inputs,
+            used,
+            work.folder,
+            event,
+        )
         forms = candidates(plan, seeds, head_is_rounded=not FORMATS[form].is_checkpoint)
         countdown, compared = Countdown(len(forms) + 1, on_progress), []
         for candidate in forms:
@@ -278,21 +281,6 @@ def load_result(folder: Path, form: str, model_class: Any) -> Compute:
     if FORMATS[form].is_checkpoint:
         return quantised_checkpoints.load(folder, model_class)
     return exported.load(folder, form)
-
-
-def read_data(
-    work: Workshop, data: UserData, inputs: int, used: Sequence[str], embed: Embed | None
-) -> tuple[ExactOutputs, ExactOutputs]:
-    """Run the original on both halves of the data: the one to choose by, the one to measure on.
-
-    ``used`` are the outputs that the class is used for; ``embed`` adds one.
-    """
-    model, subject = work.original.load(TurnedForm(ORIGINAL, None)), work.original.subject
-    halves = split(model, subject.source.path, data, inputs, subject.trust_remote_code)
-    batch = halves.choosing[0].batch
-    names = compared_outputs(with_embedding(run(model, [batch])[0], batch, embed), used)
-    choosing = exact_outputs(model, halves.choosing, names, work.folder, embed)
-    return choosing, exact_outputs(model, halves.held_out, names, work.folder, embed)
 
 
 def compare_candidate(work: Workshop, candidate: TurnedForm, choosing: ExactOutputs) -> Compared:

@@ -13,7 +13,8 @@ import torch
 from commands import GPT2, enjoyln, good, refused
 from live_models import ROOT
 from safetensors.torch import load_file
-from transformers import GPT2LMHeadModel, GPT2Model
+from sentence_encoder import sentence_encoder
+from transformers import BertModel, GPT2LMHeadModel, GPT2Model
 
 from enjoyln_cli.comparison.simulated_rounding import Scheme, simulated
 from enjoyln_cli.comparison.user_data import read_user_data
@@ -208,6 +209,31 @@ def test_a_model_without_logits_is_compared_by_its_outputs(tokens: Path, tmp_pat
             with simulated(model, Scheme(4, 4)):
                 rounded.append(model(row[None]).last_hidden_state)
     error = float((torch.cat(rounded) - exact).norm() / exact.norm())
+    assert found["second_half"]["learned"]["error"] == pytest.approx(error, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_sentence_embeddings_are_compared(tokens: Path, tmp_path: Path) -> None:
+    """The gradient of the loss passes the modules behind the transformer."""
+    pytest.importorskip("sentence_transformers")
+    torch.manual_seed(0)
+    model, out = sentence_encoder(tmp_path / "model"), tmp_path / "out"
+    chooses = ("rotate", model, "-o", out, "--tokens", tokens, "--learn", 16, "--scheme", "w4a4")
+    found = json.loads(good(*chooses, "--no-verify", "--json"))["matrices"]
+    assert found["outputs"] == ["sentence_embedding"] and found["chosen"] == "learned"
+    dense = load_file(model / "2_Dense" / "model.safetensors")
+
+    def embedded(hidden: torch.Tensor) -> torch.Tensor:
+        return (hidden.mean(1) @ dense["linear.weight"].T + dense["linear.bias"]).tanh()
+
+    original, turned = (BertModel.from_pretrained(place).eval() for place in (model, out))
+    rounded, exact = [], []
+    with torch.no_grad():
+        for row in torch.tensor(rows_of(0)[ROWS // 2 :]):
+            exact.append(embedded(original(row[None]).last_hidden_state))
+            with simulated(turned, Scheme(4, 4)):
+                rounded.append(embedded(turned(row[None]).last_hidden_state))
+    error = float((torch.cat(rounded) - torch.cat(exact)).norm() / torch.cat(exact).norm())
     assert found["second_half"]["learned"]["error"] == pytest.approx(error, rel=1e-3)
 
 
