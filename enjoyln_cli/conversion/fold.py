@@ -34,6 +34,7 @@ from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup
 from enjoyln_cli.rewrite.shard_layout import bytes_to_write
 from enjoyln_cli.rewrite.writer import total_progress
 from enjoyln_cli.rotation.given_matrices import give_matrices
+from enjoyln_cli.rotation.turning import NORM_STAYS
 from enjoyln_cli.text import counted
 
 if TYPE_CHECKING:
@@ -145,8 +146,8 @@ def prepare(
         options = replace(options, matrix=MATRIX_FILE)
     if unproven := sorted(set(config.architectures or ()) - set(plan.classes)):
         event("warning", _why_another_class(plan, unproven, is_chosen=bool(model_class or outputs)))
-    if options.rotate and not options.untie and (more := _turned_if_untied(analysis, options)):
-        event("warning", f"--untie would also turn {more}")
+    if options.rotate and not options.untie and (more := _may_turn_if_untied(analysis)):
+        event("warning", f"weights are tied; --untie may also turn {more}")
     if options.untie and not plan.untied:
         which = "no LayerNorm" if options.fold else "nothing that turns"
         event("warning", f"--untie changes nothing here: {which} depends on a tied weight")
@@ -393,15 +394,12 @@ def convert(
     )
 
 
-def _turned_if_untied(analysis: Analysis, options: Options) -> str:
-    """What more could be turned if tied weights were stored separately; empty if nothing."""
-    is_tied = any(name != first for name, first in analysis.problem.groups.items())
-    if not is_tied or all(basis.turns for basis in analysis.plan.bases):
+def _may_turn_if_untied(analysis: Analysis) -> str:
+    """The bases that a norm keeps from turning in a model with tied weights; empty if none is."""
+    if all(name == first for name, first in analysis.problem.groups.items()):
         return ""
-    untied = analysis.plan_under(replace(options, untie=True))
-    now = {basis.name for basis in analysis.plan.turned}
-    more = [basis for basis in (untied.turned if untied else ()) if basis.name not in now]
-    return ", ".join(f"the {basis.kind} of {basis.name}" for basis in more)
+    stay = [basis for basis in analysis.plan.bases if basis.reason.startswith(NORM_STAYS)]
+    return ", ".join(f"the {basis.kind} of {basis.name}" for basis in stay)
 
 
 def _choose_plan(

@@ -28,6 +28,9 @@ from enjoyln_cli.rotation.bases import (
 )
 from enjoyln_cli.rotation.tensor_uses import TensorUses
 
+NORM_STAYS = "the weight of a norm acts on single features, and cannot be merged into linear layers"
+"""How the reason begins if a basis stays because of a norm that cannot be merged."""
+
 
 @dataclass(frozen=True, eq=False)
 class Rotations:
@@ -164,11 +167,7 @@ def bases_of(
         for gain in basis.gains if obstacle is None else ():
             if gain.module not in moved:
                 reason = reasons.get(gain.module, "something else reads it")
-                obstacle = LayerObstacle(
-                    "the weight of a norm acts on single features, and cannot be merged into "
-                    f"linear layers: {reason}",
-                    gain.module,
-                )
+                obstacle = LayerObstacle(f"{NORM_STAYS}: {reason}", gain.module)
                 break
         names = [parameter.name for parameter in basis.parameters]
         made.append(
