@@ -217,7 +217,7 @@ def _divided(
         if stride % strides[dim] or stride == 0:
             break
         step = stride // strides[dim]
-        here = min(count, shape[dim] // step)
+        here = min(count, -(-shape[dim] // step))
         if here < count and (shape[dim] % step or count % here):
             break
         if here > 1:

@@ -384,6 +384,28 @@ def _with_index_tensors(index: Any, device: torch.device) -> Any:
     return torch.tensor(index).to(device) if is_list else index
 
 
+def _as_slices(index: Any) -> Any:
+    """An index whose only list of numbers, which are evenly spaced, is a slice; ``None`` if it has
+    none such, or a tensor beside it.
+
+    ``x[:, [2]]`` holds a copy of ``x[:, 2:3]``, and a slice has the same form in all recordings.
+    """
+    items = index if type(index) is tuple else (index,)
+    lists = [item for item in items if type(item) is list]
+    others = {int, slice, type(None), type(...), list}
+    if len(lists) != 1 or not others.issuperset(map(type, items)):
+        return None
+    numbers = lists[0]
+    if not numbers or any(type(number) is not int for number in numbers):
+        return None
+    first, last = numbers[0], numbers[-1]
+    step = numbers[1] - first if len(numbers) > 1 else 1
+    if step < 1 or (first < 0) != (last < 0) or numbers != list(range(first, last + 1, step)):
+        return None
+    taken = slice(first, last + 1 or None, step)
+    return tuple(taken if item is numbers else item for item in items)
+
+
 class _NoReads(TorchFunctionMode):
     """Notes when reading a value of a tensor fails, even if the model catches the exception."""
 
@@ -395,6 +417,8 @@ class _NoReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.__getitem__ and (slices := _as_slices(args[1])) is not None:
+            return func(args[0], slices).clone(memory_format=torch.contiguous_format)
         if func in _INDEXED and not self._recorder.lenient:
             with self:
                 args = (args[0], _with_index_tensors(args[1], args[0].device), *args[2:])

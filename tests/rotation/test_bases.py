@@ -56,7 +56,15 @@ MODELS: list[tuple[str, dict[str, Any], str, tuple[str, ...], int, int]] = [
     ("phi3", {**LLAMA, **UNTIED}, "Phi3ForCausalLM", (), 1, 2),
     ("t5", {**T5, **UNTIED}, "T5ForConditionalGeneration", ("logits",), 2, 6),
     ("bloom", {**SMALL, "n_layer": 2, "n_head": 4}, "BloomForCausalLM", (), 0, 2),
-    ("falcon", {**SMALL, "bias": True, **UNTIED}, "FalconForCausalLM", (), 1, 0),
+    ("falcon", {**SMALL, "bias": True, **UNTIED}, "FalconForCausalLM", (), 1, 2),
+    (
+        "falcon",
+        {**SMALL, "num_kv_heads": 2, "new_decoder_architecture": True, **UNTIED},
+        "FalconForCausalLM",
+        (),
+        1,
+        2,
+    ),
     ("whisper", {**WHISPER, **UNTIED}, "WhisperForConditionalGeneration", ("logits",), 1, 5),
     ("vit", VIT, "ViTForImageClassification", (), 1, 2),
     ("bert", BERT, "BertForMaskedLM", (), 0, 2),
@@ -370,6 +378,44 @@ def test_a_bias_that_cannot_be_divided_moves_into_each_group(
     (merge,) = [one for one in plan.merged if one.norm == "first"]
     assert merge.bias == "first.bias" and not merge.divided
     torch.testing.assert_close(rotated(model, plan)(rows(4)), model(rows(4)), rtol=0, atol=1e-11)
+
+
+class ListedHeads(nn.Module):
+    """An attention whose values are some heads of a projection, by a list of their numbers.
+
+    An activation reads the other heads, so only these can turn.
+    """
+
+    def __init__(self, heads: list[int]) -> None:
+        super().__init__()
+        self.heads = heads
+        self.others = {0, 1, 2, 3, 4} - {head % 5 for head in heads}
+        self.project, self.queries = nn.Linear(7, 5 * 6), nn.Linear(7, 6)
+        self.out = nn.Linear(6 * len(heads), 5)
+        moved(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.project(x).view(2, 2, 5, 6)
+        values, asked = heads[:, :, self.heads], self.queries(x).unsqueeze(1)
+        mixed = F.scaled_dot_product_attention(asked, asked, values.transpose(1, 2))
+        read: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return read + sum(F.gelu(heads[:, :, at]).sum(-1, keepdim=True) for at in self.others)
+
+
+@pytest.mark.parametrize("heads", [[-1], [3, 4], [0, 2, 4], [-3, -2], [4, 0], [-1, 0], [0, 1, 3]])
+def test_values_are_heads_by_their_numbers(heads: list[int]) -> None:
+    model = ListedHeads(heads)
+    plan = analyze_module(model, rows(), options=ROTATED).plan
+    torch.testing.assert_close(rotated(model, plan)(rows(4)), model(rows(4)), rtol=0, atol=1e-11)
+    listed = [basis.reason for basis in plan.bases]
+    if heads in ([4, 0], [-1, 0], [0, 1, 3]):  # no slice takes these
+        assert listed == ["gelu acts on single features, so it does not commute with a rotation"]
+        return
+    assert listed == [""]
+    (written,) = [one.axis for one in plan.turned[0].tensors if one.parameter == "project.weight"]
+    assert [(written.start + (written.step or 6) * at) // 6 for at in range(written.outer)] == [
+        head % 5 for head in heads
+    ]
 
 
 SEPARATE = {

@@ -228,6 +228,30 @@ def test_constants_in_the_code_are_recorded(change: Any) -> None:
     assert len(found.parameters) == 5 and len(found.constants) >= 1
 
 
+@pytest.mark.parametrize(
+    "index", [[1], [-2], (slice(None), [0, 2]), (0, slice(None), [-1]), (..., [1, 4, 7])]
+)
+def test_a_list_of_numbers_gives_a_copy(index: Any) -> None:
+    """Written in place, the copy leaves alone what it was taken from."""
+
+    def change(code: Code, h: torch.Tensor) -> torch.Tensor:
+        taken = h[index]
+        taken *= 3.0
+        return h + taken.sum()
+
+    torch.manual_seed(0)
+    model, x = Code(change).eval(), torch.randn(2, 3, 8)
+    trace = traced(model, Call("x", (((x,), {}),)))
+    weights = dict(model.named_parameters()) | dict(model.named_buffers())
+    values = [
+        weights[trace.parameters[node][0]] if node in trace.parameters else x
+        for node in trace.graph.nodes
+        if node.op == "placeholder"
+    ]
+    found = torch.fx.Interpreter(nn.Module(), graph=trace.graph).run(*values)
+    torch.testing.assert_close(found[0], model(x))
+
+
 def test_a_write_that_no_other_op_sees_is_recorded() -> None:
     model = Code(write).to("meta").eval()
     found = traced(model, Call("x", (((torch.ones(2, 3, 8),), {}),)))
