@@ -112,10 +112,10 @@ def edit_adapter(folder: str | Path, plan: Plan, original: Subject) -> Adapter:
             )
         a, b = (tensors[parts[f"lora_{name}.weight"]] for name in "AB")
         base.require_fit(where, out, a, b)
-        values = read_edit_inputs(edit, base.read)
         rows, columns = _along(edit, out, 0), _along(edit, 1 - out, 1)
 
-        def change(x: torch.Tensor, part: Edit, values: Any = values) -> torch.Tensor:
+        def change(x: torch.Tensor, part: Edit) -> torch.Tensor:
+            values = read_edit_inputs(part, base.read)
             return apply_edit(x.double(), part, values).to(x.dtype)
 
         edited[parts["lora_B.weight"]] = change(b, rows)
@@ -124,7 +124,7 @@ def edit_adapter(folder: str | Path, plan: Plan, original: Subject) -> Adapter:
             bias, reader = by
             vector = repeated(base.read(bias).double().flatten(), reader)
             shift = b.double() @ (a.double() @ vector)
-            shifts[path] = apply_edit(shift, rows, values)
+            shifts[path] = change(shift, rows)
         if "lora_B.bias" in parts:
             edited[parts["lora_B.bias"]] = change(tensors[parts["lora_B.bias"]], rows)
     if shifts:
@@ -240,7 +240,7 @@ def _along(edit: Edit, dim: int, to: int) -> Edit:
     """The part of ``edit`` that acts along dimension ``dim``, as an edit along dimension ``to``."""
     times, scale, append = edit.times, edit.scale, edit.append
     return Edit(
-        times=replace(times, dim=to) if times and times.dim == dim else None,
+        times=tuple(replace(vector, dim=to) for vector in times if vector.dim == dim),
         scale=replace(scale, dim=to) if scale and scale.dim == dim else None,
         axes=tuple(on_dimension(axis, to) for axis in edit.axes if axis.dim == dim),
         turns=tuple(

@@ -220,8 +220,8 @@ def _turned(tensors: dict[str, Any], read: Read, turn: Turn) -> torch.Tensor:
     axis = Axis(1, 0, read.groups, turn.rotation.size, 1)
     edit, inputs = Edit(turns=(Turn(axis, turn.rotation),)), EditInputs()
     if read.norm:
-        edit = replace(edit, times=Vector(read.norm, 1))
-        inputs = EditInputs(times=tensors[read.norm].double())
+        edit = replace(edit, times=(Vector(read.norm, 1),))
+        inputs = EditInputs(times=(tensors[read.norm].double(),))
     columns = weight.narrow(1, 0, axis.length)
     columns.copy_(_edited(columns, edit, inputs))
     return weight

@@ -59,6 +59,15 @@ class Vector:
     """How often its elements follow each other along ``dim``."""
     inner: int = 1
     """How many slices each element multiplies, every time."""
+    outputs: tuple[int, int] | None = None
+    """The range of the other dimension of a matrix that it multiplies; ``None`` for all of it."""
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """The view of ``x`` that it multiplies."""
+        if self.outputs is None:
+            return x
+        first, stop = self.outputs
+        return x.narrow(1 - self.dim, first, stop - first)
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,8 @@ class Product:
     outer: int = 1
     inner: int = 1
     """The vector repeats along ``dim`` as that of a ``Vector``."""
+    outputs: tuple[int, int] | None = None
+    """The range of elements that it is for; ``None`` for all of them."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +121,10 @@ class Edit:
     """Fills the weight of a baked norm with the level of its table; no other step applies."""
     bake: Bake | None = None
     """Of the table itself, whose rows are along dimension 1."""
-    times: Vector | None = None
-    plus: Product | None = None
-    """Added to the tensor; has as many elements."""
+    times: tuple[Vector, ...] = ()
+    """Several if they multiply different parts of the tensor."""
+    plus: tuple[Product, ...] = ()
+    """Added to the tensor; each has as many elements, or those of its ``outputs``."""
     scale: Vector | None = None
     axes: tuple[Axis, ...] = ()
     """The axes to centre over, without steps: an axis with a ``step`` is split into its blocks."""
@@ -125,10 +137,11 @@ class Edit:
     @property
     def needs(self) -> tuple[str, ...]:
         """The other tensors whose values the edit uses."""
-        vectors = [vector.tensor for vector in (self.times, self.scale) if vector]
+        vectors = [vector.tensor for vector in (*self.times, self.scale) if vector]
+        factors = [name for product in self.plus for name in (product.matrix, product.by)]
         baked = self.bake or self.level
         names = [baked.table, baked.weight, baked.bias] if baked else []
-        return (*vectors, *([self.plus.matrix, self.plus.by] if self.plus else []), *names)
+        return (*vectors, *factors, *names)
 
     @property
     def changes(self) -> bool:
@@ -155,8 +168,8 @@ class Edit:
 class EditInputs:
     """The values that an edit uses from other tensors: float64, in memory."""
 
-    times: torch.Tensor | None = None
-    """One element for each slice along ``Edit.times.dim``."""
+    times: tuple[torch.Tensor, ...] = ()
+    """For each of ``Edit.times``: one element for each slice along its ``dim``."""
     plus: torch.Tensor | None = None
     """One-dimensional, with as many elements as the edited tensor."""
     scale: torch.Tensor | None = None
@@ -171,20 +184,19 @@ class EditInputs:
     def part(self, edit: Edit, dim: int, first: int, count: int) -> EditInputs:
         """The values for ``count`` slices of the tensor along ``dim``; ``plus`` is not cut."""
 
-        def cut(values: torch.Tensor | None, by: Vector | None) -> torch.Tensor | None:
-            along = values is not None and by is not None and by.dim == dim
-            return values.narrow(0, first, count) if along else values  # type: ignore[union-attr]
+        def cut(values: torch.Tensor, by: Vector) -> torch.Tensor:
+            return values.narrow(0, first, count) if by.dim == dim else values
 
-        times, scale = cut(self.times, edit.times), cut(self.scale, edit.scale)
+        times = tuple(map(cut, self.times, edit.times))
+        scaled = self.scale is not None and edit.scale is not None
+        scale = cut(self.scale, edit.scale) if scaled else None  # type: ignore[arg-type]
         return replace(self, times=times, scale=scale)
 
 
 def read_edit_inputs(edit: Edit, read: Callable[[str], torch.Tensor]) -> EditInputs:
     """The values that ``edit`` uses from other tensors; ``read`` returns them unedited, by name."""
 
-    def vector(found: Vector | None) -> torch.Tensor | None:
-        if found is None:
-            return None
+    def vector(found: Vector) -> torch.Tensor:
         values = read(found.tensor).double().flatten() + found.offset
         if found.divides and not values.all():
             raise BadCheckpoint(
@@ -193,11 +205,11 @@ def read_edit_inputs(edit: Edit, read: Callable[[str], torch.Tensor]) -> EditInp
             )
         return repeated(1 / values if found.divides else values, found)
 
-    plus = None
-    if edit.plus is not None:
-        by = repeated(read(edit.plus.by).double().flatten(), edit.plus)
-        plus = _product(read(edit.plus.matrix), edit.plus.dim, by)
-    inputs = EditInputs(vector(edit.times), plus, vector(edit.scale))
+    inputs = EditInputs(
+        times=tuple(map(vector, edit.times)),
+        plus=_sum_of_products(edit.plus, read),
+        scale=vector(edit.scale) if edit.scale else None,
+    )
     if baked := edit.bake or edit.level:
         gain, bias = (read(name).double().clone() for name in (baked.weight, baked.bias))
         level = level_of(_in_rows(read(baked.table)), gain, bias, baked.eps)
@@ -218,6 +230,24 @@ def slices_of(by: Vector | Product, shape: tuple[int, ...]) -> int:
 def _in_rows(x: torch.Tensor) -> Iterable[torch.Tensor]:
     """``x`` in slices along its first dimension, of bounded size."""
     return x.split(max(1, ROWS * len(x) // max(x.numel(), 1)))
+
+
+def _sum_of_products(
+    products: tuple[Product, ...], read: Callable[[str], torch.Tensor]
+) -> torch.Tensor | None:
+    """What the products add to the edited tensor, with zeros outside of their ``outputs``."""
+    total = None
+    for one in products:
+        matrix, by = read(one.matrix), repeated(read(one.by).double().flatten(), one)
+        if one.outputs is None:
+            added = _product(matrix, one.dim, by)
+        else:
+            first, stop = one.outputs
+            added = torch.zeros(matrix.shape[1 - one.dim], dtype=torch.float64)
+            rows = matrix.narrow(1 - one.dim, first, stop - first)
+            added[first:stop] = _product(rows, one.dim, by)
+        total = added if total is None else total + added
+    return total
 
 
 def _product(matrix: torch.Tensor, dim: int, by: torch.Tensor) -> torch.Tensor:
@@ -255,8 +285,12 @@ def apply_edit(
         return torch.full_like(x, values.level)
     if edit.bake is not None and values.gain is not None and values.bias is not None:
         x = normed_rows(x, values.gain, values.bias, edit.bake.eps)
-    if edit.times is not None and values.times is not None:
-        x = scale_along(x, values.times, edit.times.dim)
+    for vector, factors in zip(edit.times, values.times, strict=True):
+        if vector.outputs is None:
+            x = scale_along(x, factors, vector.dim)
+        else:
+            x = x.clone()
+            vector.part(x).copy_(scale_along(vector.part(x), factors, vector.dim))
     if values.plus is not None:
         x = x + values.plus.view_as(x)
     if edit.scale is not None and values.scale is not None:
@@ -320,7 +354,7 @@ def _passes(edit: Edit) -> list[Edit]:
     Steps that mix different dimensions commute.
     """
     first, *others = sorted(edit.mixed_dims) or [0]
-    alone = replace(edit, times=None, plus=None, scale=None, bake=None)
+    alone = replace(edit, times=(), plus=(), scale=None, bake=None)
     return [_on_dimension(edit, first), *(_on_dimension(alone, dim) for dim in others)]
 
 
@@ -343,7 +377,7 @@ def _cut(shape: tuple[int, ...], edit: Edit) -> tuple[int, int]:
     the smallest. A dimension that the edit mixes is cut between groups, if all have the same size
     and begin at its multiples; otherwise it stays whole.
     """
-    units = [1] * len(shape) if edit.plus is None else list(shape)
+    units = list(shape) if edit.plus else [1] * len(shape)
     if edit.bake is not None:
         units[1] = shape[1]
     for axis in (*edit.axes, *(turn.axis for turn in edit.turns)):
@@ -373,6 +407,15 @@ def divide(edit: Edit, shape: tuple[int, ...], most: int) -> Iterator[tuple[int,
 
 def edit_of_part(edit: Edit, dim: int, first: int, count: int) -> Edit:
     """The edit of a part from ``divide``."""
+
+    def multiplied(vector: Vector) -> Vector:
+        if vector.outputs is None or vector.dim == dim:
+            return vector
+        start, stop = (min(max(at - first, 0), count) for at in vector.outputs)
+        return replace(vector, outputs=(start, stop))
+
+    if any(vector.outputs for vector in edit.times):
+        edit = replace(edit, times=tuple(map(multiplied, edit.times)))
     if dim not in edit.mixed_dims:
         return edit
     return _with_axes(edit, partial(_within, dim=dim, first=first, count=count))
@@ -499,19 +542,27 @@ def _merge(found: dict[str, Edit], norm: Merge, held: bool) -> None:
     if norm.divided:
         own = f"{norm.norm}.bias" if held else norm.divided
         divided = Vector(weight, 0, norm.offset, divides=True)
-        found[own] = replace(found.get(own, Edit()), times=divided)
+        found[own] = replace(found.get(own, Edit()), times=(divided,))
     for reader in norm.readers:
         matrix = known(reader.weight)
         dim = reader.held if held and reader.held is not None else reader.dim
         before = found.get(matrix, Edit())
         if norm.weight:
-            times = Vector(weight, dim, norm.offset, outer=reader.outer, inner=reader.inner)
-            found[matrix] = replace(before, times=times)
+            times = Vector(
+                weight,
+                dim,
+                norm.offset,
+                outer=reader.outer,
+                inner=reader.inner,
+                outputs=reader.outputs,
+            )
+            found[matrix] = replace(before, times=tuple(dict.fromkeys((*before.times, times))))
         if reader.bias:
             added = known(reader.bias)
             source = before.source or matrix
-            plus = Product(source, dim, bias, reader.outer, reader.inner)
-            found[added] = replace(found.get(added, Edit()), plus=plus)
+            plus = Product(source, dim, bias, reader.outer, reader.inner, reader.outputs)
+            shifted = found.get(added, Edit())
+            found[added] = replace(shifted, plus=tuple(dict.fromkeys((*shifted.plus, plus))))
 
 
 def _new_units(one: Widening) -> Iterator[tuple[GrownParameter, tuple[float, ...]]]:

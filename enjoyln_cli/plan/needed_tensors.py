@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from enjoyln_cli.plan.edits import Edit, slices_of
+from enjoyln_cli.plan.edits import Edit, Product, Vector, slices_of
 from enjoyln_cli.plan.plan import Plan
 
 
@@ -69,12 +69,13 @@ def require_fit(edits: Mapping[str, Edit], shapes: Mapping[str, tuple[int, ...]]
         for axis in (*edit.axes, *(turn.axis for turn in edit.turns)):
             if not 0 <= axis.dim < len(shape) or axis.stop > shape[axis.dim]:
                 raise ValueError(f"{name}: shape {list(shape)} does not contain {axis}")
-        for vector in (edit.times, edit.scale):
-            length = slices_of(vector, others[vector.tensor]) if vector else 0
-            if vector and (vector.dim >= len(shape) or length != shape[vector.dim]):
+        for vector in (*edit.times, *([edit.scale] if edit.scale else [])):
+            length = slices_of(vector, others[vector.tensor])
+            if vector.dim >= len(shape) or length != shape[vector.dim]:
                 raise ValueError(
                     f"{vector.tensor}: has {length} elements, too few or too many for {name}"
                 )
+            _require_outputs(name, shape, vector)
         if baked := edit.bake or edit.level:
             table = others[baked.table]
             for norm in (baked.weight, baked.bias):
@@ -84,12 +85,11 @@ def require_fit(edits: Mapping[str, Edit], shapes: Mapping[str, tuple[int, ...]]
                     )
         if edit.bake and edit.mixed_dims != {1}:
             raise ValueError(f"{name}: a table with a norm is edited along dimension 1 only")
-        if edit.plus:
-            matrix = others[edit.plus.matrix]
-            many = slices_of(edit.plus, others[edit.plus.by])
-            if edit.plus.dim >= len(matrix) or matrix[edit.plus.dim] != many:
+        for product in edit.plus:
+            matrix, many = others[product.matrix], slices_of(product, others[product.by])
+            if product.dim >= len(matrix) or matrix[product.dim] != many:
                 raise ValueError(
-                    f"{edit.plus.matrix}: shape {list(matrix)} cannot be multiplied by {many} "
+                    f"{product.matrix}: shape {list(matrix)} cannot be multiplied by {many} "
                     "elements"
                 )
             if prod(matrix) != prod(shape) * many:
@@ -97,3 +97,13 @@ def require_fit(edits: Mapping[str, Edit], shapes: Mapping[str, tuple[int, ...]]
                     f"{name}: shape {list(shape)} does not fit the product of {list(matrix)} and "
                     f"{many}"
                 )
+            _require_outputs(product.matrix, matrix, product)
+
+
+def _require_outputs(name: str, shape: tuple[int, ...], by: Vector | Product) -> None:
+    """Raise ``ValueError`` unless ``by.outputs`` is a range of outputs of a matrix of ``shape``."""
+    if by.outputs is None:
+        return
+    first, stop = by.outputs
+    if len(shape) != 2 or not 0 <= first < stop <= shape[1 - by.dim]:
+        raise ValueError(f"{name}: shape {list(shape)} has no outputs from {first} to {stop}")

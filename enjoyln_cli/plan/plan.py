@@ -213,6 +213,9 @@ class Reader:
     """How often the norm's features follow each other along ``dim``, as those of several tokens."""
     inner: Count = 1
     """How many elements belong to one feature each time."""
+    outputs: tuple[int, int] | None = None
+    """The first output of the weight and the bias that reads the norm, and the one after the last,
+    if the others read another value, as in the packed weight of a cross attention."""
 
 
 @dataclass(frozen=True)

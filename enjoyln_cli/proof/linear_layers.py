@@ -15,11 +15,20 @@ from typing import Any, Literal, NamedTuple
 
 from torch.fx import Node
 
-from enjoyln_cli.graph.nodes import argument, aten, is_whole, occurrences, packet, rank_of, shape_of
+from enjoyln_cli.graph.nodes import (
+    argument,
+    aten,
+    is_whole,
+    occurrences,
+    packet,
+    rank_of,
+    shape_of,
+    slice_bounds,
+)
 from enjoyln_cli.plan.axis import Axis, feature_axis
 from enjoyln_cli.proof.flow import readers_of
 from enjoyln_cli.proof.pullback import Opaque, pull
-from enjoyln_cli.proof.views import VIEWS
+from enjoyln_cli.proof.views import VIEWS, source_of
 from enjoyln_cli.trace.trace import Trace
 
 Kind = Literal["matrix", "product", "convolution", "embedding"]
@@ -67,6 +76,8 @@ class ReadParameter:
     node: Node
     reader: Node
     """The op that reads the parameter: the layer, or an op in between such as a transposition."""
+    outputs: tuple[int, int] | None = None
+    """The range of the parameter's outputs that the layer reads; ``None`` for all of them."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -187,12 +198,23 @@ def follow_back(node: Any, axis: Axis, reader: Node) -> tuple[Node, Axis, Node] 
 def _read_parameter(
     operand: Any, dim: int, layer: Node, named: Mapping[Node, str]
 ) -> tuple[ReadParameter, int] | None:
-    """The parameter behind an operand, and its dimension that ``dim`` of the operand comes from."""
+    """The parameter behind an operand, and its dimension that ``dim`` of the operand comes from.
+
+    The operand may be some outputs of a parameter, as in ``nn.MultiheadAttention``.
+    """
     if not isinstance(operand, Node) or occurrences(layer, operand) != 1:
         return None
     axis = feature_axis(shape_of(operand) or (0,), dim)
     found = follow_back(operand, axis, layer)
-    if found is None or found[0] not in named or rank_of(found[0]) != rank_of(operand):
+    if found is None or rank_of(found[0]) != rank_of(operand):
         return None
     node, below, reader = found
-    return ReadParameter(named[node], node, reader), below.dim
+    if node in named:
+        return ReadParameter(named[node], node, reader), below.dim
+    taken, source = slice_bounds(node), source_of(node)
+    other = 0 if rank_of(node) == 1 else 1 - below.dim
+    if source is None or source not in named or taken is None or taken[0] != other:
+        return None
+    if readers_of(node) != {reader}:
+        return None
+    return ReadParameter(named[source], source, node, taken[1:]), below.dim

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from enjoyln_cli.checkpoint.headers import bytes_of
 from enjoyln_cli.plan.axis import Axis, centre, group_means, scale_along
-from enjoyln_cli.plan.edits import Edit, EditInputs
+from enjoyln_cli.plan.edits import Edit, EditInputs, Vector
 
 Integers = NDArray[np.signedinteger]
 
@@ -95,24 +95,26 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _factors(
     edit: Edit, values: EditInputs, dtype: torch.dtype
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each dimension that the edit multiplies along, with a factor for each of its slices.
+) -> Iterator[tuple[Vector, torch.Tensor]]:
+    """Each vector that the edit multiplies by, with its factors.
 
     Factors that cannot be divided by (zeros, NaN and Inf) are 1.
     """
-    for vector, factors in ((edit.times, values.times), (edit.scale, values.scale)):
+    pairs = [*zip(edit.times, values.times, strict=True), (edit.scale, values.scale)]
+    for vector, factors in pairs:
         if vector is not None and factors is not None:
             factors = factors.to(dtype)
             usable = (factors != 0) & factors.isfinite()
-            yield vector.dim, torch.where(usable, factors, torch.ones_like(factors))
+            yield vector, torch.where(usable, factors, torch.ones_like(factors))
 
 
 def _means_of(edit: Edit, values: EditInputs, x: torch.Tensor) -> list[torch.Tensor]:
     """The means that each axis loses when it is centred, after the multiplications."""
     wide, means = _wide(x.dtype), []
-    x = x.double()
-    for dim, factors in _factors(edit, values, wide):
-        x = scale_along(x, factors.double(), dim)
+    x = x.to(torch.float64, copy=True)
+    for vector, factors in _factors(edit, values, wide):
+        scaled = scale_along(vector.part(x), factors.double(), vector.dim)
+        vector.part(x).copy_(scaled)
     for number, axis in enumerate(edit.axes):
         if number:
             x = centre(x, edit.axes[number - 1])
@@ -134,8 +136,8 @@ def _approximation(
     for axis, mean in zip(reversed(edit.axes), reversed(means), strict=True):
         centred = x.narrow(axis.dim, axis.start, axis.length)
         centred.unflatten(axis.dim, (axis.outer, axis.size, axis.inner)).add_(mean)
-    for dim, factors in reversed(list(_factors(edit, values, x.dtype))):
-        x.div_(factors.reshape(-1, *(1,) * (x.ndim - 1 - dim)))
+    for vector, factors in reversed(list(_factors(edit, values, x.dtype))):
+        vector.part(x).div_(factors.reshape(-1, *(1,) * (x.ndim - 1 - vector.dim)))
     # The bits of a NaN depend on the machine.
     return x.nan_to_num_(0.0, torch.inf, -torch.inf).to(written.dtype)
 

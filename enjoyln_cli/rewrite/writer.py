@@ -292,7 +292,7 @@ def _inputs_of(checkpoint: Checkpoint, edit: Edit, allow_nonfinite: bool) -> Edi
         return value
 
     baked = edit.bake or edit.level
-    matrices = {edit.plus.matrix if edit.plus else None, baked.table if baked else None}
+    matrices = {baked.table if baked else None, *(one.matrix for one in edit.plus)}
 
     def read(name: str) -> torch.Tensor:
         value = read_tensor(checkpoint, name)
@@ -300,7 +300,7 @@ def _inputs_of(checkpoint: Checkpoint, edit: Edit, allow_nonfinite: bool) -> Edi
 
     inputs = read_edit_inputs(edit, read)
     if edit.plus and inputs.plus is not None:
-        finite(edit.plus.matrix, inputs.plus)
+        finite(edit.plus[0].matrix, inputs.plus)
     return inputs
 
 

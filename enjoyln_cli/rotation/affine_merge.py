@@ -25,14 +25,14 @@ from typing import Literal
 
 from torch.fx import Node
 
-from enjoyln_cli.graph.nodes import is_covered, packet, shape_of
+from enjoyln_cli.graph.nodes import is_covered, packet, shape_of, slice_bounds
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.plan.axis import Axis, feature_axis, on_dimension
 from enjoyln_cli.plan.plan import Merge, NamedParameter, Reader, UnmergedNorm
 from enjoyln_cli.proof.flow import Flow, Value
 from enjoyln_cli.proof.linear_layers import WHOLE_FEATURE_OPS, linear_layer
 from enjoyln_cli.rotation.bases import LayerObstacle, parameter_nodes
-from enjoyln_cli.rotation.norm_readers import Use, find_readers, nodes_that_read
+from enjoyln_cli.rotation.norm_readers import ToEdit, Use, find_readers, nodes_that_read
 from enjoyln_cli.trace.trace import Trace, uncast
 
 StoredWeight = Callable[[str, int], tuple[tuple[str, int], ...]]
@@ -153,8 +153,9 @@ def _merge(
             held=None if search.single(weight_name) else held,
             outer=outer,
             inner=inner,
+            outputs=outputs,
         )
-        for (weight_name, held, bias_name), (outer, inner) in layers.items()
+        for (weight_name, held, bias_name, outputs), (outer, inner) in layers.items()
         for tensor, dim in search.stored_weight(weight_name, held)
     )
     moved = stored[weight] if way != "bias" else ""
@@ -209,8 +210,8 @@ def _own_obstacle(search: _MergeSearch, norm: str, moving: Iterable[str]) -> Lay
     return None
 
 
-_Layers = Mapping[tuple[str, int, str | None], tuple[int, int]]
-"""For each layer to edit (see ``Use.to_edit``): how the norm's features repeat along its inputs, as
+_Layers = Mapping[ToEdit, tuple[int, int]]
+"""For each layer to edit: how the norm's features repeat along its inputs, as
 ``Reader.outer`` and ``Reader.inner``."""
 
 
@@ -251,7 +252,7 @@ def _repetitions(uses: list[Use]) -> _Layers | LayerObstacle:
     calls: dict[tuple[int, Node], list[Use]] = {}
     for use in uses:
         calls.setdefault((use.trace, use.layer), []).append(use)
-    layers: dict[tuple[str, int, str | None], tuple[int, int]] = {}
+    layers: dict[ToEdit, tuple[int, int]] = {}
     for first, *others in calls.values():
         shape = shape_of(first.weight.node) or ()
         found = _repetition([first.axis, *(use.axis for use in others)], shape[first.axis.dim])
@@ -301,20 +302,37 @@ def _layers_obstacle(search: _MergeSearch, uses: list[Use], biased: bool) -> Lay
         for parameter in use.parameters:
             own.setdefault(parameter.name, set()).add((use.trace, parameter.reader))
     for use in uses:
-        weight, dim, bias = use.to_edit
+        weight, dim, bias, outputs = layer = use.to_edit
         if biased and bias is None:
             reason = "a linear layer that reads it has no bias to merge its bias into"
             return LayerObstacle(reason, weight)
         for name in filter(None, (weight, bias)):
-            elsewhere = search.readers[name] - own[name]
+            of_outputs = 0 if name == bias else 1 - dim
+            elsewhere = [
+                reader
+                for reader in search.readers[name] - own[name]
+                if layer.overlaps(_outputs_read(reader[1], of_outputs))
+            ]
             if any(not _reads_given_value(search, *reader) for reader in elsewhere):
                 return LayerObstacle(elsewhere_reason, name)
-            as_one = name == bias or biased  # what a bias adds is computed from one stored matrix
+            # what a bias adds is computed from one stored matrix, and so are parts of a weight
+            as_one = name == bias or biased or outputs is not None
             if not search.single(name) and (as_one or not search.stored_weight(name, dim)):
                 reason = "a linear layer that reads it has a tied or differently stored parameter"
                 return LayerObstacle(reason, name)
-    layers = {use.to_edit for use in uses}
-    names = [name for weight, _, bias in layers for name in (weight, bias) if name]
-    if twice := sorted(name for name in names if names.count(name) > 1):
-        return LayerObstacle("linear layers that read it share a parameter", twice[0])
+    edits = [
+        (name, layer)
+        for layer in {use.to_edit for use in uses}
+        for name in (layer.weight, layer.bias)
+        if name
+    ]
+    for at, (name, layer) in enumerate(edits):
+        if any(name == other and layer.overlaps(one.outputs) for other, one in edits[:at]):
+            return LayerObstacle("linear layers that read it share a parameter", name)
     return None
+
+
+def _outputs_read(reader: Node, dim: int) -> tuple[int, int] | None:
+    """The range of outputs, along ``dim``, that a reader of a parameter takes; ``None`` for all."""
+    taken = slice_bounds(reader)
+    return taken[1:] if taken and taken[0] == dim else None

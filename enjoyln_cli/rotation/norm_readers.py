@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 
@@ -31,7 +32,6 @@ from enjoyln_cli.proof.flow import (
     Value,
     candidates,
     consumers,
-    readers_of,
     reads_no_values,
 )
 from enjoyln_cli.proof.linear_layers import (
@@ -75,9 +75,27 @@ class Use:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property
-    def to_edit(self) -> tuple[str, int, str | None]:
-        """Name of the weight, its dimension of inputs, and name of the bias."""
-        return self.weight.name, self.axis.dim, self.bias.name if self.bias else None
+    def to_edit(self) -> ToEdit:
+        """What to edit if the norm is merged."""
+        bias = self.bias.name if self.bias else None
+        return ToEdit(self.weight.name, self.axis.dim, bias, self.weight.outputs)
+
+
+class ToEdit(NamedTuple):
+    """The parameters of a linear layer that change if a norm is merged into it."""
+
+    weight: str
+    dim: int
+    """The dimension of inputs in the weight."""
+    bias: str | None
+    outputs: tuple[int, int] | None
+    """The range of outputs of both that change; ``None`` for all of them."""
+
+    def overlaps(self, outputs: tuple[int, int] | None) -> bool:
+        """Whether some of these outputs change; ``None`` for all outputs of the weight."""
+        if self.outputs is None or outputs is None:
+            return True
+        return outputs[0] < self.outputs[1] and self.outputs[0] < outputs[1]
 
 
 def find_readers(
@@ -95,8 +113,7 @@ def find_readers(
         current = waiting.pop(0)  # the readers of a value in the order of the graph
         reads = nodes_that_read(current.node)
         for reader in consumers(current.node):
-            whole = reader.args[0] if is_part(reader) else reader
-            if whole not in reads or "unread" in reader.meta or reader in flow.unneeded:
+            if reader not in reads or reader in flow.unneeded:
                 continue
             if reader.op == "output":
                 if flow.is_required(current):
@@ -113,7 +130,8 @@ def find_readers(
             if use is None and alone and not written:
                 use = _summed_product(named, reader, current)
             if use is None:
-                name = op_name(whole if isinstance(whole, Node) else reader)
+                whole: Any = reader.args[0] if is_part(reader) else reader
+                name = op_name(whole)
                 why = "whose weight is computed or also used elsewhere"
                 why = why if packet(reader) is aten.linear else "which is not a linear layer"
                 return LayerObstacle(
@@ -124,10 +142,13 @@ def find_readers(
 
 
 def nodes_that_read(node: Node) -> set[Node]:
-    """The nodes that read the values of another, and whose own values are used."""
+    """The nodes that read the values of another, and whose own values are used.
+
+    Instead of a split, these are its parts.
+    """
     return {
         user
-        for user in readers_of(node)
+        for user in consumers(node)
         if not reads_no_values(user, node) and "unread" not in user.meta
     }
 
@@ -158,9 +179,10 @@ def _linear(named: Mapping[Node, str], node: Node, value: Value) -> Use | None:
     layer = with_added_bias(layer, nodes_that_read(node), named)
     if any(parameter.node.meta.get("written") for parameter in layer.parameters):
         return None
-    vector = layer.bias is None or shape_of(layer.bias.node) == (layer.out_features,)
-    if not vector:
-        return None
+    if layer.bias is not None:
+        same_outputs = layer.bias.outputs == layer.weight.outputs
+        if not same_outputs or shape_of(layer.bias.node) != (layer.out_features,):
+            return None
     axis = on_dimension(value.axis, layer.input_dim)
     return Use(trace=value.trace, layer=node, weight=layer.weight, axis=axis, bias=layer.bias)
 

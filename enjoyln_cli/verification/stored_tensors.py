@@ -118,7 +118,7 @@ def _is_edited(original: Checkpoint, edit: Edit, old: torch.Tensor, new: torch.T
     edit = replace(edit, append=None)
     values = read_edit_inputs(edit, lambda other: read_tensor(original, other))
     sizes = _absolute(edit, values, lambda other: read_tensor(original, other))
-    terms = original.tensors[edit.plus.matrix].shape[edit.plus.dim] if edit.plus else 1
+    terms = 1 + sum(original.tensors[one.matrix].shape[one.dim] for one in edit.plus)
     terms += sum(old.shape[dim] for dim in edit.mixed_dims)
     return all(
         _is_rounded(
@@ -136,14 +136,9 @@ def _is_edited(original: Checkpoint, edit: Edit, old: torch.Tensor, new: torch.T
 def _absolute(edit: Edit, values: EditInputs, read: Callable[[str], torch.Tensor]) -> EditInputs:
     """``values`` without signs; a product is summed without the signs of its terms."""
 
-    def unsigned(vector: torch.Tensor | None) -> torch.Tensor | None:
-        return None if vector is None else vector.abs()
-
-    plus = None
-    if edit.plus is not None:
-        alone = Edit(plus=edit.plus)
-        plus = read_edit_inputs(alone, lambda name: read(name).abs()).plus
-    return replace(values, times=unsigned(values.times), plus=plus, scale=unsigned(values.scale))
+    plus = read_edit_inputs(Edit(plus=edit.plus), lambda name: read(name).abs()).plus
+    scale = None if values.scale is None else values.scale.abs()
+    return replace(values, times=tuple(one.abs() for one in values.times), plus=plus, scale=scale)
 
 
 def _is_rounded(

@@ -32,20 +32,29 @@ from enjoyln_cli.rewrite.writer import write_shards
 from enjoyln_cli.verification.stored_tensors import check_tensors
 
 
+def inside(outputs: tuple[int, int], length: int) -> torch.Tensor:
+    at = torch.arange(length)
+    return (outputs[0] <= at) & (at < outputs[1])
+
+
 def by_definition(held: dict[str, torch.Tensor], name: str, edit: Edit) -> torch.Tensor:
     """The edited tensor, from the formulas in the docstring of ``plan.edits``."""
     x = held[edit.source or name].double()
     if edit.fill is not None:
         return torch.full_like(x, edit.fill)
-    if edit.times:
-        times, many = edit.times, x.shape[edit.times.dim]
+    for times in edit.times:
         gain = held[times.tensor].double() + times.offset
-        gain = gain[[at // times.inner % len(gain) for at in range(many)]]
-        x = x * gain.reshape([-1 if d == edit.times.dim else 1 for d in range(x.ndim)])
-    if edit.plus:
-        matrix, by = held[edit.plus.matrix].double(), held[edit.plus.by].double()
-        by = by[[at // edit.plus.inner % len(by) for at in range(matrix.shape[edit.plus.dim])]]
-        x = x + (matrix @ by if edit.plus.dim == 1 else by @ matrix)
+        gain = gain[[at // times.inner % len(gain) for at in range(x.shape[times.dim])]]
+        scaled = x * gain.reshape([-1 if d == times.dim else 1 for d in range(x.ndim)])
+        if times.outputs:
+            among = inside(times.outputs, x.shape[1 - times.dim])
+            scaled = torch.where(among.unsqueeze(times.dim), scaled, x)
+        x = scaled
+    for plus in edit.plus:
+        matrix, by = held[plus.matrix].double(), held[plus.by].double()
+        by = by[[at // plus.inner % len(by) for at in range(matrix.shape[plus.dim])]]
+        added = matrix @ by if plus.dim == 1 else by @ matrix
+        x = x + (added * inside(plus.outputs, len(added)) if plus.outputs else added)
     if edit.scale:
         scale = held[edit.scale.tensor].double()
         x = x * scale.reshape([-1 if d == edit.scale.dim else 1 for d in range(x.ndim)])
@@ -119,14 +128,14 @@ def turn(axis: Axis, fixes_ones: bool = True) -> Turn:
 INPUTS, OUTPUTS = turn(Axis(1, 0, 1, 26, 1)), turn(Axis(0, 0, 1, 37, 1))
 HEADS = turn(Axis(0, 4, 4, 4, 1, 8))
 TURNED = {
-    "inputs": ("w", Edit(times=Vector("g", 1), turns=(INPUTS,))),
+    "inputs": ("w", Edit(times=(Vector("g", 1),), turns=(INPUTS,))),
     "inputs, by signs": ("w", Edit(turns=(turn(Axis(1, 0, 1, 26, 1), False),))),
     "outputs": ("w", Edit(scale=Vector("s", 0), axes=(OUTPUTS.axis,), turns=(OUTPUTS,))),
     "outputs of a transposed weight": ("t", Edit(turns=(turn(Axis(1, 0, 1, 37, 1), False),))),
     "heads apart": ("w", Edit(turns=(HEADS,))),
     "heads apart that are not multiples": ("w", Edit(turns=(turn(Axis(0, 4, 3, 5, 1, 12)),))),
     "heads side by side": ("w", Edit(turns=(turn(Axis(0, 1, 2, 16, 1)),))),
-    "heads and inputs": ("w", Edit(times=Vector("g", 1), turns=(HEADS, INPUTS))),
+    "heads and inputs": ("w", Edit(times=(Vector("g", 1),), turns=(HEADS, INPUTS))),
     "inputs, then heads": ("w", Edit(turns=(INPUTS, HEADS))),
     "tokens that alternate": ("w", Edit(turns=(turn(Axis(1, 0, 1, 13, 2)),))),
     "experts": ("e", Edit(turns=(turn(Axis(1, 0, 1, 37, 1)), turn(Axis(2, 0, 1, 26, 1), False)))),
@@ -191,11 +200,11 @@ def test_the_check_of_stored_tensors_knows_every_edit(
 @pytest.mark.parametrize(
     ("shape", "edit"),
     [
-        ((4096, 1024), Edit(times=Vector("g", 1), axes=(Axis(0, 0, 1, 4096, 1),))),
-        ((1024, 4096), Edit(times=Vector("g", 0), axes=(Axis(1, 0, 1, 4096, 1),))),
-        ((4096, 1024), Edit(times=Vector("g", 1))),
+        ((4096, 1024), Edit(times=(Vector("g", 1),), axes=(Axis(0, 0, 1, 4096, 1),))),
+        ((1024, 4096), Edit(times=(Vector("g", 0),), axes=(Axis(1, 0, 1, 4096, 1),))),
+        ((4096, 1024), Edit(times=(Vector("g", 1),))),
         ((1024, 4096), Edit(axes=(Axis(0, 0, 1, 1024, 1), Axis(1, 0, 32, 128, 1)))),
-        ((3072, 1024), Edit(times=Vector("g", 1), axes=(Axis(0, 2048, 1, 1024, 1),))),
+        ((3072, 1024), Edit(times=(Vector("g", 1),), axes=(Axis(0, 2048, 1, 1024, 1),))),
         ((50_000, 64), Edit(axes=(Axis(1, 0, 1, 64, 1),))),
         ((1 << 22,), Edit(axes=(Axis(0, 0, 1 << 12, 1 << 10, 1),))),
     ],
@@ -217,11 +226,11 @@ def test_large_tensors_are_divided(shape: tuple[int, ...], edit: Edit) -> None:
 @pytest.mark.parametrize(
     ("name", "edit", "words"),
     [
-        ("w", Edit(times=Vector("g", 0)), "too few or too many"),
-        ("w", Edit(times=Vector("none", 1)), "lacks it"),
-        ("w", Edit(times=Vector("ids", 1)), "I64"),
-        ("b", Edit(plus=Product("w", 0, "v")), "cannot be multiplied"),
-        ("s", Edit(plus=Product("e", 2, "v")), "does not fit"),
+        ("w", Edit(times=(Vector("g", 0),)), "too few or too many"),
+        ("w", Edit(times=(Vector("none", 1),)), "lacks it"),
+        ("w", Edit(times=(Vector("ids", 1),)), "I64"),
+        ("b", Edit(plus=(Product("w", 0, "v"),)), "cannot be multiplied"),
+        ("s", Edit(plus=(Product("e", 2, "v"),)), "does not fit"),
         ("copy", Edit(source="none"), "lacks it"),
         ("copy", Edit(), "lacks it"),
     ],
@@ -257,10 +266,10 @@ def test_nan_is_refused_where_it_would_spread_and_values_that_overflow(tmp_path:
     (tmp_path / "out").mkdir()
     checkpoint = opened(tmp_path / "model")
     with pytest.raises(BadCheckpoint, match="NaN or Inf"):
-        write_shards(checkpoint, {"w": Edit(times=Vector("g", 1))}, tmp_path / "out")
+        write_shards(checkpoint, {"w": Edit(times=(Vector("g", 1),))}, tmp_path / "out")
     for file in (tmp_path / "out").iterdir():
         file.unlink()
-    big = Edit(times=Vector("g", 0, 9.0))
+    big = Edit(times=(Vector("g", 0, 9.0),))
     with pytest.raises(BadCheckpoint, match="beyond F16"):
         write_shards(checkpoint, {"t": big}, tmp_path / "out", dtype=torch.float16)
 
@@ -269,9 +278,9 @@ def test_nan_is_refused_where_it_would_spread_and_values_that_overflow(tmp_path:
 @pytest.mark.parametrize(
     ("where", "name", "edit"),
     [
-        ("g", "w", Edit(times=Vector("g", 1))),
-        ("v", "b", Edit(plus=Product("w", 1, "v"))),
-        ("w", "b", Edit(plus=Product("w", 1, "v"))),
+        ("g", "w", Edit(times=(Vector("g", 1),))),
+        ("v", "b", Edit(plus=(Product("w", 1, "v"),))),
+        ("w", "b", Edit(plus=(Product("w", 1, "v"),))),
         ("s", "b", Edit(scale=Vector("s", 0))),
     ],
 )

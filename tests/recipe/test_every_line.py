@@ -98,6 +98,7 @@ def merged() -> tuple[Merge, ...]:
                 NamedParameter(f"h.{i}.k.weight", f"toy.h.{i}.k.weight"),
                 0,
                 NamedParameter(f"h.{i}.k.bias", f"toy.h.{i}.k.bias"),
+                outputs=(8, 24),
             ),
         )
         return Merge(f"h.{i}.q_norm", f"h.{i}.q_norm.weight", f"h.{i}.q_norm.bias", readers)

@@ -262,6 +262,101 @@ def test_a_reader_that_takes_the_weight_alone(case: str, norm: str) -> None:
     torch.testing.assert_close(folded(rows(4)), model(rows(4)), rtol=1e-12, atol=1e-12)
 
 
+# One weight for several layers, as in the attentions of torch.
+
+
+class Packed(nn.Module):
+    """Two norms, and layers that share a weight of 20 outputs and a bias."""
+
+    def __init__(self, read: Callable[[Packed, torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.read = read
+        self.before, self.beside = nn.Linear(7, D), nn.Linear(7, D)
+        self.norm, self.other = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.attend = nn.MultiheadAttention(D, 3, batch_first=True)
+        self.weight, self.bias = nn.Parameter(torch.zeros(20, D)), nn.Parameter(torch.zeros(20))
+        self.matrix, self.probe = nn.Parameter(torch.zeros(D, 20)), nn.Parameter(torch.zeros(2, D))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.read(self, self.norm(self.before(x)), self.other(self.beside(x)))
+
+    def by(self, x: torch.Tensor, first: int, stop: int | None = None) -> torch.Tensor:
+        """The outputs from ``first`` to ``stop`` of the layer that the parameters are."""
+        return F.linear(x, self.weight[first:stop], self.bias[first:stop])
+
+    def probed(self) -> torch.Tensor:
+        return self.probe.expand(2, -1, -1)
+
+
+PACKED: dict[str, tuple[Callable[[Packed, torch.Tensor, torch.Tensor], Any], list[str]]] = {
+    "keys and values": (lambda m, y, z: m.attend(m.probed(), y, y)[0], ["norm"]),
+    "a query": (lambda m, y, z: m.attend(y, m.probed(), m.probed())[0], ["norm"]),
+    "values alone": (lambda m, y, z: m.attend(m.probed(), m.probed(), y[:, :2])[0], ["norm"]),
+    "two norms": (lambda m, y, z: m.attend(y, z, z)[0], ["norm", "other"]),
+    "one norm in three parts": (lambda m, y, z: m.attend(y, y.flip(1), y.roll(1, 1))[0], ["norm"]),
+    "slices": (lambda m, y, z: m.by(y, 3, 9).tanh() + m.by(z, 14), ["norm", "other"]),
+    "a slice beside what no norm writes": (
+        lambda m, y, z: m.by(y, 0, 6) + m.by(m.probe[0], 6, 12), ["norm"],
+    ),
+    "columns": (
+        lambda m, y, z: torch.addmm(m.bias[2:9], y.flatten(0, 1), m.matrix[:, 2:9]), ["norm"],
+    ),
+    "one slice in two calls": (lambda m, y, z: m.by(y, 2, 9) + m.by(y.flip(1), 2, 9), ["norm"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_a_norm_merges_into_the_outputs_that_read_it(case: str) -> None:
+    read, merged = PACKED[case]
+    model = moved(Packed(read))
+    found = analyze_module(model, rows())
+    for options in (AFFINE, BIAS, Options(fold=False, rotate=True)):
+        plan = found.under(options).plan
+        assert [one.norm for one in plan.merged] == merged or options.rotate, plan.unmerged
+        converted_model = converted(model, plan)
+        torch.testing.assert_close(converted_model(rows(4)), model(rows(4)), rtol=0, atol=1e-11)
+        for norm in merged if options == AFFINE else ():
+            weight = converted_model.get_submodule(norm).weight
+            assert torch.equal(weight, torch.ones_like(weight))
+
+
+NOT_APART: dict[str, tuple[Callable[[Packed, torch.Tensor, torch.Tensor], Any], str]] = {
+    "outputs that another value reads": (
+        lambda m, y, z: m.by(y, 0, 9).sum(-1) + m.by(z, 8).sum(-1), ELSEWHERE,
+    ),
+    "outputs in two slices": (
+        lambda m, y, z: m.by(y, 0, 9).sum(-1) + m.by(y, 8).sum(-1),
+        "linear layers that read it share a parameter",
+    ),
+    "the whole weight": (lambda m, y, z: m.by(y, 0, 9).sum(-1) + m.by(z, 0).sum(-1), ELSEWHERE),
+    "every second output": (
+        lambda m, y, z: F.linear(y, m.weight[::2], m.bias[::2]),
+        "its result is read by linear, whose weight is computed or also used elsewhere",
+    ),
+    "biases of other outputs": (
+        lambda m, y, z: F.linear(y, m.weight[:6], m.bias[6:12]),
+        "its result is read by linear, whose weight is computed or also used elsewhere",
+    ),
+    "a part of the inputs": (
+        lambda m, y, z: m.by(y, 0, 9) + F.linear(m.probe[0, :9], m.weight[:9, :9]), ELSEWHERE,
+    ),
+    "a slice that is also read as it is": (
+        lambda m, y, z: (lambda w: F.linear(y, w, m.bias[:9]) + w.sum())(m.weight[:9]),
+        "its result is read by linear, whose weight is computed or also used elsewhere",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_APART)
+def test_outputs_that_are_not_apart_keep_the_norm(case: str) -> None:
+    read, reason = NOT_APART[case]
+    model = moved(Packed(read))
+    plan = analyze_module(model, rows(), options=BIAS).plan
+    assert {one.norm: one.reason for one in plan.unmerged}["norm"] == reason
+    plan = analyze_module(model, rows(), options=AFFINE).plan
+    torch.testing.assert_close(converted(model, plan)(rows(4)), model(rows(4)), rtol=0, atol=1e-11)
+
+
 def test_a_weight_with_a_zero_cannot_divide_the_bias() -> None:
     model = tiny(lambda m, y: m.up(y) + m.bare(y))
     with torch.no_grad():

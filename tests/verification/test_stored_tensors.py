@@ -48,10 +48,10 @@ def edits_for(size: int, rotation: Rotation) -> dict[str, Edit]:
     return {
         "table": turned(1, rotation),
         "writer": replace(turned(0, rotation), axes=(whole(0, size),)),
-        "reader": replace(turned(1, rotation), times=Vector("gamma", 1)),
-        "bias": Edit(plus=Product("reader", 1, "beta")),
+        "reader": replace(turned(1, rotation), times=(Vector("gamma", 1),)),
+        "bias": Edit(plus=(Product("reader", 1, "beta"),)),
         "gamma": Edit(fill=1.0),
-        "beta": replace(turned(0, rotation), times=Vector("gamma", 0, divides=True)),
+        "beta": replace(turned(0, rotation), times=(Vector("gamma", 0, divides=True),)),
     }
 
 
@@ -121,7 +121,7 @@ def test_a_tensor_turned_along_both_dimensions(dtype: str, tmp_path: Path) -> No
     """A projection of values: the stream along one dimension, three heads along the other."""
     stream, heads = Rotation(576, 0, "stream", True), Rotation(64, 0, "values", False)
     turns = (Turn(whole(0, 576), stream), Turn(Axis(1, 64, 3, 64, 1), heads))
-    edits = {"weight": Edit(times=Vector("gamma", 0), turns=turns)}
+    edits = {"weight": Edit(times=(Vector("gamma", 0),), turns=turns)}
     torch.manual_seed(0)
     held = {"weight": torch.randn(576, 330).to(LOW[dtype]), "gamma": torch.rand(576) + 0.5}
     original = stored(tmp_path / "in", held)
@@ -192,7 +192,7 @@ def test_cancelling_sums_have_a_margin_of_their_terms(tmp_path: Path) -> None:
     weight[:, 0] -= (weight @ beta.double()) / beta[0].double()
     held = {"weight": weight, "beta": beta.double(), "bias": torch.ones(8, dtype=torch.float64)}
     original = stored(tmp_path / "in", held)
-    edits = {"bias": Edit(plus=Product("weight", 1, "beta"))}
+    edits = {"bias": Edit(plus=(Product("weight", 1, "beta"),))}
     backwards = (weight.flip(1) * beta.double().flip(0)).cumsum(1)[:, -1]
     result = stored(tmp_path / "out", held | {"bias": held["bias"] + backwards})
     assert check_tensors(original, result, edits)[1] == []
