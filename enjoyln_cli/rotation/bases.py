@@ -245,12 +245,14 @@ class _BasisSearch:
         """A value that no op computes: only an input that may be left out can be turned."""
         trace = self.flow.traces[value.trace]
         name = trace.inputs.get(value.node)
-        if name is None or trace.required:
-            self.stop(
-                "it is an input or a constant, not computed from weights", value.trace, value.node
-            )
-        else:
+        if name is not None and not trace.required:
             self.found.inputs[name] = None
+        elif self.found.obstacle is None and name is not None:
+            self.found.obstacle = LayerObstacle("it is an input of the model", name)
+        elif self.found.obstacle is None:
+            where = next((path for user in value.node.users if (path := trace.module_of(user))), "")
+            reason = "it is a constant that the checkpoint does not store"
+            self.found.obstacle = LayerObstacle(reason, where)
 
     def require_own_inputs(self) -> None:
         """Stop at an input of the basis that the model never computes by itself.

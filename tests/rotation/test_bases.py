@@ -231,14 +231,15 @@ class Stream(nn.Module):
         self.lora, self.wide, self.back = nn.Linear(D, D), nn.Linear(D, 9), nn.Linear(9, D)
         self.first, self.both, self.pair = nn.LayerNorm(D), nn.LayerNorm(2 * D), nn.Linear(2 * D, D)
         self.rest, self.more, self.cut = nn.Linear(D, 6), nn.LayerNorm(D + 6), nn.Linear(D + 6, D)
+        for name, persistent in (("stored", True), ("fixed", False)):
+            values = torch.arange(24.0).view(2, D).sin()
+            self.register_buffer(name, values, persistent=persistent)
         moved(self)
 
     def forward(self, x: torch.Tensor) -> Any:
-        self.given = x
         h = self.enter(x)
         h = h + self.down(F.relu(self.up(self.norm(h))))
-        del self.given
-        h = self.inside(self, h) if "given" not in vars(self) else h
+        h = self.inside(self, h)
         if isinstance(h, tuple):
             return self.head(self.last(h[0])), h[1]
         return self.head(self.last(h))
@@ -283,6 +284,7 @@ TURNS: dict[str, Callable[[Stream, torch.Tensor], Any]] = {
     "a norm, then a token beside the mean": lambda m, h: h + m.pair(class_and_mean(m.first(h))),
     "tokens in one, in part": lambda m, h: h + m.pair(torch.cat([h[:, :1], h[:, 1:]], -1)[:, -1:]),
     "an adapter": lambda m, h: h + m.back(m.wide(h)) + m.lora(h),
+    "positions in the checkpoint": lambda m, h: h + m.stored,
 }
 STAYS: dict[str, tuple[Callable[[Stream, torch.Tensor], Any], str]] = {
     "an activation": (lambda m, h: F.gelu(h), "gelu acts on single features"),
@@ -297,6 +299,9 @@ STAYS: dict[str, tuple[Callable[[Stream, torch.Tensor], Any], str]] = {
     "single features": (lambda m, h: h + h[..., :1], "acts on single features"),
     "the caller": (lambda m, h: (h, h), "the model returns it"),
     "a constant": (lambda m, h: h + torch.arange(12.0), "it is an input or a constant"),
+    "positions in the code": (
+        lambda m, h: h + m.fixed, "it is a constant that the checkpoint does not store"
+    ),
     "a norm that is added": (
         lambda m, h: h + m.norm(h), "its result is read by add, which is not a linear layer"
     ),
@@ -345,6 +350,12 @@ def test_a_stream_that_stays(case: str) -> None:
     assert reason in kept.reason, kept
     turned = rotated(model, plan)
     torch.testing.assert_close(turned(rows(4)), model(rows(4)), rtol=1e-11, atol=1e-11)
+
+
+def test_an_input_that_a_norm_reads_stays() -> None:
+    model = moved(nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 3)))
+    (kept,) = analyze_module(model, rows(), options=ROTATED).plan.bases
+    assert (kept.reason, kept.culprit) == ("it is an input of the model", "input")
 
 
 def test_a_weight_that_is_read_twice_stays() -> None:
