@@ -152,4 +152,6 @@ def _why_none(merge: Merge, model: Any) -> str:
             return f"it is read by {type(layer).__name__}, which is no nn.Linear"
         if reader.outer * reader.inner > 1:
             return "a layer reads its result for several tokens at once"
+        if reader.outputs:
+            return "only some outputs of a layer read its result"
     return ""

@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from commands import GPT2, good, refused
-from live_models import CHECKPOINTS
+from live_models import CHECKPOINTS, moved
+from torch import nn
+from torch.nn import functional as F
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+
+from enjoyln_cli.analysis.analyze import analyze_module
+from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.report.quantiser_mappings import norm_mappings
 
 SIZES = {
     "vocab_size": 53,
@@ -91,6 +98,27 @@ def test_what_has_no_mapping_is_a_comment() -> None:
     assert "since it is read by Conv1D, which is no nn.Linear: transformer.h.0-2.ln_1-2" in text
     assert yaml.safe_load(text) is None and "No mapping is proven" in text
     assert "q_layernorm" in next(line for line in printed(CHECKPOINTS / "phi").splitlines()[1:])
+
+
+class Halves(nn.Module):
+    """A linear layer whose first outputs read a norm, and whose others read the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm, self.wide = nn.Linear(7, 12), nn.LayerNorm(12), nn.Linear(12, 10)
+        moved(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, weight, bias = self.enter(x), self.wide.weight, self.wide.bias
+        first: torch.Tensor = F.linear(self.norm(h), weight[:4], bias[:4])
+        return first.sum(-1) + F.linear(h, weight[4:], bias[4:]).sum(-1)
+
+
+def test_a_norm_that_some_outputs_of_a_layer_read_has_no_mapping() -> None:
+    model = Halves()
+    x = torch.randn(2, 7, dtype=torch.float64)
+    plan = analyze_module(model, x, options=Options(fold=False, merge="affine")).plan
+    assert [one.norm for one in plan.merged] == ["norm"] and not norm_mappings(plan, model)
 
 
 @pytest.mark.parametrize("option", [("--json",), ("--why", "a"), (GPT2,), ("--write-recipe", "x")])
