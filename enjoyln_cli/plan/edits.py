@@ -4,7 +4,8 @@
     E <- P (g n(E) + b)          bake the norm behind an embedding table into it; the last step
                                  encodes the rows so that the new norm returns them (``baked_rows``)
     W <- W diag(g)               merge the weight g and the bias v of a norm into a linear layer
-    b <- b + W v                 that reads the norm (W is the weight as stored)
+    b <- b + W v                 that reads the norm (W is the weight as stored; if other layers
+                                 have a part of W, only the rows of this one)
     W <- diag(s) W               merge the vector s that multiplies a linear layer's output
     W <- P W                     centre, one axis after the other
     W <- Q W                     turn by an orthogonal matrix, one axis after the other

@@ -8,7 +8,8 @@ and a bias of zeros. This is exact under two conditions:
 * Ops between the norm and the layers only select, move, repeat or average values of the same
   feature, so that they do the same to ``g * x + v`` as to ``x``.
 * Nothing else reads the parameters of the layers, in any trace: neither layers that read another
-  norm, nor an embedding.
+  norm, nor an embedding. If layers share one parameter, as in ``nn.MultiheadAttention``, each has
+  outputs of its own, and only those that read the norm change.
 
 A norm that something else reads keeps its parameters. If one of the layers has no bias, the norm
 keeps a bias of its own, divided by the weight, which must not have zeros or be too small:
@@ -322,7 +323,7 @@ def _layers_obstacle(search: _MergeSearch, uses: list[Use], biased: bool) -> Lay
                 return LayerObstacle(reason, name)
     edits = [
         (name, layer)
-        for layer in {use.to_edit for use in uses}
+        for layer in dict.fromkeys(use.to_edit for use in uses)
         for name in (layer.weight, layer.bias)
         if name
     ]
