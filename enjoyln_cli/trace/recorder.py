@@ -422,6 +422,9 @@ class _NoReads(TorchFunctionMode):
         if func in _INDEXED and not self._recorder.lenient:
             with self:
                 args = (args[0], _with_index_tensors(args[1], args[0].device), *args[2:])
+        if func is torch.Tensor.__deepcopy__ and self._recorder.symbols is not None:
+            self._recorder.sure = False
+            raise NotRecorded("a deep copy of a tensor needs memory, which no symbol has")
         written = func is torch.tensor and not _holds_tensor((args, kwargs))
         if not written and getattr(func, "__name__", "") not in READS:
             return func(*args, **kwargs)

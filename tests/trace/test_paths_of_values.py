@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -119,6 +120,11 @@ def tried_branch(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return h
 
 
+def deeply_copied(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    torch._check_tensor_all(ids >= 0, lambda: "negative")
+    return copy.deepcopy(h)  # which would need the memory of a tensor that has none
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -131,8 +137,12 @@ def test_values_that_choose_no_path_are_proven_for_all(code: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "code", [branched, repeated, counted, with_a_number, up_to_a_number, tried, tried_branch]
-)
+    "code",
+    [
+        branched, repeated, counted, with_a_number, up_to_a_number, tried, tried_branch,
+        deeply_copied,
+    ],
+)  # fmt: skip
 def test_values_that_choose_a_path_are_proven_for_the_example(code: Any) -> None:
     assert trace_of(code).by_values
 
