@@ -258,6 +258,10 @@ def take_over(wanted: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.update(wanted["environment"])
     os.chdir(wanted["cwd"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if torch := sys.modules.get("torch"):
+        # The first use after a fork renews torch's pool of threads. Two threads must not do so at
+        # once, as those in which transformers loads weights may ("Invalid thread pool!").
+        torch.set_num_threads(torch.get_num_threads())
 
 
 def import_all() -> None:
