@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -240,11 +241,10 @@ def from_images(
         processor = AutoImageProcessor.from_pretrained(folder)
         images = [load_image(str(file)) for file in files]
         pixels = processor(images=images, return_tensors="pt")["pixel_values"].to(dtype)
-    except ImportError as error:
-        raise UnsupportedModel("reading images needs: pip install pillow") from error
-    except (OSError, ValueError) as error:
-        first = first_line(error)
-        raise UnsupportedModel(f"cannot prepare the images: {first}") from error
+    except (OSError, ValueError, ImportError) as error:
+        if find_spec("PIL") is None:
+            raise UnsupportedModel("reading images needs: pip install pillow") from error
+        raise UnsupportedModel(f"cannot prepare the images: {first_line(error)}") from error
     return [{"pixel_values": part} for part in pixels.split(ROWS_AT_ONCE)]
 
 

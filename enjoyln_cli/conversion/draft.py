@@ -16,7 +16,6 @@ Drafts that write what the target's head reads cannot turn, and are refused (EAG
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +32,7 @@ from enjoyln_cli.conversion.adapter import EditedBase
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.edits import Edit, EditInputs, Turn, Vector, apply_edit
+from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.runtime.weight_check import tensor_at
 
 if TYPE_CHECKING:
@@ -60,9 +60,7 @@ class Draft:
 
     def write(self, folder: Path, base: str) -> None:
         """Write it to ``folder``. ``base``, the target, is named by whoever runs the draft."""
-        for name in self.files:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self.source.path / name, folder / name)
+        copy_files(self.files, self.source.path, folder)
         save_file(self.tensors, folder / "model.safetensors", {"format": "pt"})
 
 

@@ -197,19 +197,19 @@ class EditInputs:
 def read_edit_inputs(edit: Edit, read: Callable[[str], torch.Tensor]) -> EditInputs:
     """The values that ``edit`` uses from other tensors; ``read`` returns them unedited, by name."""
 
-    def vector(found: Vector) -> torch.Tensor:
-        values = read(found.tensor).double().flatten() + found.offset
-        if found.divides and not values.all():
+    def factors(vector: Vector) -> torch.Tensor:
+        values = read(vector.tensor).double().flatten() + vector.offset
+        if vector.divides and not values.all():
             raise BadCheckpoint(
-                f"{found.tensor} has a zero, so the bias beside it cannot be divided by it; "
+                f"{vector.tensor} has a zero, so the bias beside it cannot be divided by it; "
                 "convert without --merge affine and --rotate"
             )
-        return repeated(1 / values if found.divides else values, found)
+        return repeated(1 / values if vector.divides else values, vector)
 
     inputs = EditInputs(
-        times=tuple(map(vector, edit.times)),
+        times=tuple(map(factors, edit.times)),
         plus=_sum_of_products(edit.plus, read),
-        scale=vector(edit.scale) if edit.scale else None,
+        scale=factors(edit.scale) if edit.scale else None,
     )
     if baked := edit.bake or edit.level:
         gain, bias = (read(name).double().clone() for name in (baked.weight, baked.bias))
@@ -238,15 +238,15 @@ def _sum_of_products(
 ) -> torch.Tensor | None:
     """What the products add to the edited tensor, with zeros outside of their ``outputs``."""
     total = None
-    for one in products:
-        matrix, by = read(one.matrix), repeated(read(one.by).double().flatten(), one)
-        if one.outputs is None:
-            added = _product(matrix, one.dim, by)
+    for product in products:
+        matrix, dim = read(product.matrix), product.dim
+        by = repeated(read(product.by).double().flatten(), product)
+        if product.outputs is None:
+            added = _product(matrix, dim, by)
         else:
-            first, stop = one.outputs
-            added = torch.zeros(matrix.shape[1 - one.dim], dtype=torch.float64)
-            rows = matrix.narrow(1 - one.dim, first, stop - first)
-            added[first:stop] = _product(rows, one.dim, by)
+            first, stop = product.outputs
+            added = torch.zeros(matrix.shape[1 - dim], dtype=torch.float64)
+            added[first:stop] = _product(matrix.narrow(1 - dim, first, stop - first), dim, by)
         total = added if total is None else total + added
     return total
 

@@ -165,13 +165,15 @@ def publishing_objection(result: Source) -> str:
         return f"its verification failed: {summary}"
     here = verified_files(result)
     changed = [n for n in here if n in digests and digest_of_file(result.root / n) != digests[n]]
-    edits = {
+    differences = {
         "has changed since": changed,
         "was deleted after": {*digests} - {*here},
         "was added after": {*here} - {*digests},
     }
     return "; ".join(
-        f"{name} {what} its verification" for what, names in edits.items() for name in sorted(names)
+        f"{name} {what} its verification"
+        for what, names in differences.items()
+        for name in sorted(names)
     )
 
 

@@ -292,7 +292,7 @@ def _inputs_of(checkpoint: Checkpoint, edit: Edit, allow_nonfinite: bool) -> Edi
         return value
 
     baked = edit.bake or edit.level
-    matrices = {baked.table if baked else None, *(one.matrix for one in edit.plus)}
+    matrices = {baked.table if baked else None, *(product.matrix for product in edit.plus)}
 
     def read(name: str) -> torch.Tensor:
         value = read_tensor(checkpoint, name)

@@ -328,7 +328,7 @@ def _layers_obstacle(search: _MergeSearch, uses: list[Use], biased: bool) -> Lay
         if name
     ]
     for at, (name, layer) in enumerate(edits):
-        if any(name == other and layer.overlaps(one.outputs) for other, one in edits[:at]):
+        if any(name == n and layer.overlaps(earlier.outputs) for n, earlier in edits[:at]):
             return LayerObstacle("linear layers that read it share a parameter", name)
     return None
 

@@ -24,8 +24,8 @@ class EnjoyLNCallback(TrainerCallback):
     Pass it in ``callbacks``. The model may be a folded one, or a LayerNorm model, which is folded
     in memory first. It is trained in LayerNorm, as without this callback. Its weights are centred
     before each evaluation, before each checkpoint and at the end, in all processes at the same
-    steps. Evaluation and generation run RMSNorm, and every
-    checkpoint is a folded one. Resuming from a checkpoint goes on as if there had been no stop.
+    steps. Evaluation and generation run RMSNorm, and every checkpoint is a folded one. Resuming
+    from a checkpoint goes on as if there had been no stop.
 
     Raises as ``keep_centred`` does, when the ``Trainer`` is made (or when training begins, if the
     callback is added later).

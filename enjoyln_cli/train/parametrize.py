@@ -68,8 +68,8 @@ def reparametrize(
     A norm with a dropout between it and the weights stays LayerNorm.
 
     Returns the plan that was used. Raises ``NothingToFold`` if no norm can become RMSNorm,
-    ``UnsupportedModel`` for a plan that is not proven for training mode, and what ``analyze`` and
-    ``install`` raise; nothing is changed then.
+    ``UnsupportedModel`` for a plan that is not proven for training mode, and as ``analyze`` and
+    ``fold_in_memory`` do; nothing is changed then.
     """
     if plan is None:
         _require_unconverted(model)
