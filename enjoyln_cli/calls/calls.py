@@ -374,9 +374,14 @@ def _optional_images(model: Any, pixels: Spec) -> Iterator[Call]:
             "masked positions", (((), {**plain, "bool_masked_pos": masked}),), required=False
         )
     if "attention_mask" in accepted:
-        mask = example(model, ones(rows, patches + 1))
-        inputs = {**plain, "attention_mask": mask}
-        yield Call("attention mask", (((), inputs),), required=False)
+        registers = getattr(model.config, "num_register_tokens", 0)
+        # Beside the patches: a class token, none, a second one for distillation, or registers.
+        for others in dict.fromkeys((1, 0, 2, 1 + registers)):
+            # A mask of ones is ignored, whatever its length; one with a zero is not.
+            shape = rows, patches + others
+            mask = example(model, Spec(shape, 2, (1,) * (shape[1] - 1), last=0))
+            inputs = {**plain, "attention_mask": mask}
+            yield Call("attention mask", (((), inputs),), required=False)
     if "interpolate_pos_encoding" in accepted:
         larger = example(model, Spec((rows, channels, height + patch[0], width + patch[1])))
         flags = {"interpolate_pos_encoding": True}

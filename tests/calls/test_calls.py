@@ -228,6 +228,29 @@ def test_of_the_forms_of_one_optional_call_the_first_that_fits_is_traced() -> No
     assert [trace.label for trace in traces] == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "tokens", "settings"),
+    [
+        ("ViT", 1 + 4, {}),
+        ("DeiT", 2 + 4, {}),
+        ("IJepa", 4, {}),
+        ("Dinov2WithRegisters", 1 + 3 + 4, {"num_register_tokens": 3}),
+    ],
+)
+def test_a_mask_of_an_images_tokens_has_their_number_and_is_proven_for_all_values(
+    kind: str, tokens: int, settings: dict[str, Any]
+) -> None:
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
+    config = getattr(transformers, f"{kind}Config")(**sizes, image_size=16, **settings)
+    captures = Captures(build(getattr(transformers, f"{kind}Model"), config))
+    masks = [c for c in accepted_calls(captures) or [] if c.label == "attention mask"]
+    taken = [c.steps[0][1]["attention_mask"] for c in masks if captures.accepts(c)]
+    assert [mask.shape[1] for mask in taken] == [tokens]
+    analysis = analyze_config(config)
+    assert "attention mask" in [trace.label for trace in analysis.problem.flow.traces]
+    assert not analysis.plan.by_example
+
+
 def test_a_list_of_modules_may_have_gaps() -> None:
     model = model_of("InformerModel", "informer", prediction_length=6, context_length=12)
     assert None in list(model.encoder.conv_layers)
