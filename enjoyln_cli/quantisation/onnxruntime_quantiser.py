@@ -107,22 +107,26 @@ def _nodes_in(program: Any, patterns: Sequence[str]) -> list[str]:
 
 
 def _in_groups(program: Any, scheme: QuantisationScheme, kept: list[str]) -> Any:
-    """The program with weights in groups with one scale each; ``kept`` products have 8 bits."""
+    """The program with weights in groups with one scale each.
+
+    If weights get 4 bits, the ``kept`` products get 8; otherwise they stay in float32.
+    """
     import onnx_ir
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
     proto = onnx_ir.to_proto(program)
     level = 4 if scheme.input_bits else 0  # int8 products, or those of the inputs' own dtype
-    for bits, chosen in ((8, kept), (scheme.weight_bits, None)):
-        if chosen == []:
-            continue
+    passes = [(scheme.weight_bits, kept)]
+    if scheme.weight_bits == 4:
+        passes.append((8, []))
+    for bits, excluded in passes:
         quantizer = MatMulNBitsQuantizer(
             proto,
             bits=bits,
             block_size=GROUP,
             is_symmetric=True,
             accuracy_level=level,
-            nodes_to_include=chosen,
+            nodes_to_exclude=excluded,
             op_types_to_quantize=("MatMul",),
         )
         quantizer.model.replace_gemm_with_matmul()
