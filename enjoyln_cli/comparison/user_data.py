@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,9 @@ from enjoyln_cli.comparison.batches import (
 )
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.text import first_line
+
+READERS = ("librosa", "pillow", "soundfile", "soxr", "torchcodec", "torchvision")
+"""Packages that transformers reads images and recordings by; its errors name them."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,14 @@ def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
+def cannot_read(what: str, error: ImportError) -> UnsupportedModel:
+    """The refusal for a library that transformers misses; which one depends on its version."""
+    named = [name for name in READERS if name in str(error).lower()]
+    if named:
+        return UnsupportedModel(f"reading {what} needs: pip install {' '.join(named)}")
+    return UnsupportedModel(f"reading {what} failed: {first_line(error)}")
+
+
 def from_text(model: Any, tokenizer: Any, text: str, rows: int) -> list[Batch]:
     """The first ``rows`` windows of the text, of at most 256 tokens each, without padding.
 
@@ -241,9 +251,9 @@ def from_images(
         processor = AutoImageProcessor.from_pretrained(folder)
         images = [load_image(str(file)) for file in files]
         pixels = processor(images=images, return_tensors="pt")["pixel_values"].to(dtype)
-    except (OSError, ValueError, ImportError) as error:
-        if find_spec("PIL") is None:
-            raise UnsupportedModel("reading images needs: pip install pillow") from error
+    except ImportError as error:
+        raise cannot_read("images", error) from error
+    except (OSError, ValueError) as error:
         raise UnsupportedModel(f"cannot prepare the images: {first_line(error)}") from error
     return [{"pixel_values": part} for part in pixels.split(ROWS_AT_ONCE)]
 
@@ -274,7 +284,7 @@ def from_audio(
                 }
             )
     except ImportError as error:
-        raise UnsupportedModel("reading audio needs: pip install soundfile soxr") from error
+        raise cannot_read("audio", error) from error
     except (OSError, ValueError, RuntimeError, AttributeError) as error:
         raise UnsupportedModel(f"cannot prepare the recordings: {first_line(error)}") from error
     if not batches[0]:

@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -178,16 +179,13 @@ def quantize(
     ):
         work = Workshop(Path(scratch), form, settings, tuple(keep), original)
         event("stage", "running the original on the data")
+        float_model = original.load(TurnedForm(ORIGINAL, None))
+        require_layers(float_model, keep)
         used = plan.outputs if plan else ()
         choosing, held_out = exact_halves(
-            original.load(TurnedForm(ORIGINAL, None)),
-            subject,
-            data,
-            inputs,
-            used,
-            work.folder,
-            event,
+            float_model, subject, data, inputs, used, work.folder, event
         )
+        del float_model
         forms = candidates(plan, seeds, head_is_rounded=not FORMATS[form].is_checkpoint)
         countdown, compared = Countdown(len(forms) + 1, on_progress), []
         for candidate in forms:
@@ -342,6 +340,14 @@ def head_of(model: Any) -> list[str]:
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return [name for name, module in model.named_modules() if module is head]
+
+
+def require_layers(model: Any, patterns: Sequence[str]) -> None:
+    """Raise ``UnsupportedModel`` for a pattern that is the path of no layer."""
+    paths = [path for path, _ in model.named_modules()]
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            raise UnsupportedModel(f"--keep {pattern}: no layer has such a path")
 
 
 def require_float(model: str) -> None:

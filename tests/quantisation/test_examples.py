@@ -22,9 +22,14 @@ from transformers import (
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
 )
+from transformers.utils.import_utils import (
+    AUDIO_IMPORT_ERROR,
+    TORCHVISION_IMPORT_ERROR,
+    VISION_IMPORT_ERROR,
+)
 
 from enjoyln_cli.comparison.text_scores import NOT_PREDICTED
-from enjoyln_cli.comparison.user_data import UserData, read_user_data, token_lists
+from enjoyln_cli.comparison.user_data import UserData, cannot_read, read_user_data, token_lists
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.quantisation.examples import split, traced_batch
 
@@ -109,6 +114,28 @@ def test_token_lists_are_read_line_by_line(tmp_path: Path) -> None:
     file.write_text("[]\n")
     with pytest.raises(UnsupportedModel, match="contains no token ids"):
         token_lists(file)
+
+
+LIBROSA = """
+{0} requires the librosa library. But that was not found in your environment. You can install them
+with pip: `pip install librosa`
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "message", "line"),
+    [
+        ("audio", LIBROSA, "reading audio needs: pip install librosa"),  # of transformers 5.17
+        ("audio", AUDIO_IMPORT_ERROR, "reading audio needs: pip install soundfile soxr"),
+        ("images", VISION_IMPORT_ERROR, "reading images needs: pip install pillow"),
+        ("images", TORCHVISION_IMPORT_ERROR, "reading images needs: pip install torchvision"),
+        ("audio", "No module named 'numba'", "reading audio failed: No module named 'numba'"),
+    ],
+)
+def test_a_missing_library_is_the_one_that_transformers_names(
+    what: str, message: str, line: str
+) -> None:
+    assert str(cannot_read(what, ImportError(message.format("load_audio")))) == line
 
 
 def test_recordings_are_prepared_by_the_feature_extractor(tmp_path: Path) -> None:

@@ -104,15 +104,8 @@ def bits_of(out: Path) -> Counter[int]:
 def test_every_scheme_is_what_onnxruntime_runs(
     name: str, scheme: str, keep: str, bits: dict[int, int], tmp_path: Path
 ) -> None:
-    options = (
-        "--scheme",
-        scheme,
-        "--rotations",
-        0,
-        "--inputs",
-        4,
-        *(["--keep", keep] * bool(keep)),
-    )
+    options = ["--scheme", scheme, "--rotations", 0, "--inputs", 4]
+    options += ["--keep", keep] if keep else []
     shown = good(
         "quantize", CHECKPOINTS / name, "-o", tmp_path / "out", "--text", LICENCE, *options
     )
@@ -149,6 +142,8 @@ def test_layers_that_are_kept_cost_nothing(tmp_path: Path) -> None:
     good("quantize", GPT2, "-o", tmp_path / "some", "--keep", "*.attn.*,*.mlp.c_proj", *data)
     nodes = Counter(n.op_type for n in onnx.load(tmp_path / "some" / "model.onnx").graph.node)
     assert nodes["MatMulInteger"] == 3
+    line = refused("quantize", GPT2, "-o", tmp_path / "none", "--keep", "*.attn.*,*.fc", *data)
+    assert "--keep *.fc: no layer has such a path" in line
 
 
 @pytest.mark.slow
