@@ -20,6 +20,7 @@ from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.text_scores import head_kind, with_predicted_tokens
 from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.load import silent
 
 FEWEST = 4
 """Fewest inputs in each half."""
@@ -140,7 +141,7 @@ def _with_decoder_inputs(model: Any, row: Batch) -> Batch:
         return row
     from transformers import GenerationMixin
 
-    with torch.no_grad():
+    with torch.no_grad(), silent():
         ids = GenerationMixin.generate(
             model, **row, do_sample=False, num_beams=1, max_new_tokens=MOST_GENERATED
         )
