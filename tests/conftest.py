@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from hub_server import Hub, serving
-from live_models import CHECKPOINTS, FOLDED
+from live_models import CHECKPOINTS
 from warm_process import servers
 
 from enjoyln_cli import fold
@@ -81,13 +81,22 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
+class Converted(dict[str, Path]):
+    """Converts a checkpoint when its result is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = self.folder / name
+        fold(CHECKPOINTS / name, self[name], verify=False)
+        return self[name]
+
+
 @pytest.fixture(scope="session")
 def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The converted checkpoints, by the name of the original; nobody writes into them."""
-    folder = tmp_path_factory.mktemp("folded")
-    for name in FOLDED:
-        fold(CHECKPOINTS / name, folder / name, verify=False)
-    return {name: folder / name for name in FOLDED}
+    return Converted(tmp_path_factory.mktemp("folded"))
 
 
 @pytest.fixture(scope="session")

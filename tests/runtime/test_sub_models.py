@@ -108,7 +108,7 @@ def test_known_parts_compute_rms_norm(eight: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["bert", "bloom", "clip"])
 def test_a_compiled_call_computes_rms_norm(eight: Path, name: str) -> None:
     torch._dynamo.reset()
     model, stock = pair(name, eight)

@@ -97,21 +97,15 @@ def wrong_calls(rounds: int, workers: int, calls: list[Any], expected: list[Any]
         return sum(pool.map(work, range(workers)))
 
 
-@pytest.mark.parametrize(
-    "rounds", [60, pytest.param(1000, marks=pytest.mark.slow)], ids=["short", "long"]
-)
-def test_calls_with_and_without_an_unproven_input(rounds: int) -> None:
+def test_calls_with_and_without_an_unproven_input() -> None:
     model, stock = streams()
     with torch.no_grad():
         expected = [call() for call in kinds_of_calls(stock)]
-    assert wrong_calls(rounds, 4, kinds_of_calls(model), expected) == 0
+    assert wrong_calls(60, 4, kinds_of_calls(model), expected) == 0
 
 
-@pytest.mark.parametrize(
-    "rounds", [20, pytest.param(200, marks=pytest.mark.slow)], ids=["short", "long"]
-)
 @pytest.mark.parametrize("name", ["whisper", "opt"])
-def test_a_model_and_its_parts(eight: Path, name: str, rounds: int) -> None:
+def test_a_model_and_its_parts(eight: Path, name: str) -> None:
     """Calls of the whole model, of its encoder or decoder, and of a block, in several threads."""
     model, stock = pair(name, eight)
     x = torch.randn(2, 5, 16).double() + 3
@@ -133,7 +127,7 @@ def test_a_model_and_its_parts(eight: Path, name: str, rounds: int) -> None:
     calls = [lambda part=part: part(model) for part in parts]
     with torch.no_grad():
         expected = [part(stock) for part in parts]
-    assert wrong_calls(rounds, 3, calls, expected) == 0
+    assert wrong_calls(20, 3, calls, expected) == 0
 
 
 @pytest.mark.slow
