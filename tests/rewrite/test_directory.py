@@ -33,7 +33,6 @@ from enjoyln_cli.errors import (
     BadCheckpoint,
     EnjoyLNError,
     NothingToFold,
-    OutputError,
     VerificationFailed,
 )
 from enjoyln_cli.plan.axis import Axis
@@ -80,7 +79,7 @@ def test_a_folded_directory(source: Path, out: Path) -> None:
 
 
 def test_config_keeps_its_text_and_gains_the_marker(source: Path, out: Path) -> None:
-    fold(source, out)
+    plan = fold(source, out).plan
     text = (out / "config.json").read_text()
     assert text.startswith((source / "config.json").read_text().rstrip("}\n"))
     found = read_marker(json.loads(text))
@@ -94,7 +93,10 @@ def test_config_keeps_its_text_and_gains_the_marker(source: Path, out: Path) -> 
     assert found.layernorm == ("transformer.ln_f",)
     assert found.centering == (Centring("transformer.wte", "output", Axis(-1, 0, 1, 24, 1), ""),)
     assert (found.entry_inputs, found.unproven) == (("inputs_embeds",), ("encoder_hidden_states",))
-    assert found.tool.startswith("enjoyln ")
+    assert found.tool.startswith("enjoyln ") and found.centred is not None
+    assert {(one.parameter, one.axis) for one in found.centred} == {
+        (writer.parameter, writer.axis) for writer in plan.writers
+    }
 
 
 def test_a_new_dtype_is_named_in_the_config(source: Path, out: Path) -> None:
@@ -128,16 +130,6 @@ def test_the_check_sees_the_finished_directory(source: Path, out: Path) -> None:
     result = fold(source, out, check=check)
     assert result.verification.summary == "fine"
     assert (out / "enjoyln_verify.json").exists()
-
-
-def test_an_existing_output_is_replaced_when_asked(source: Path, out: Path) -> None:
-    out.mkdir()
-    (out / "old").write_text("")
-    with pytest.raises(OutputError, match="--force"):
-        fold(source, out)
-    fold(source, out, force=True)
-    assert not (out / "old").exists()
-    assert (out / "config.json").exists()
 
 
 # Refusals: one line, and nothing left behind
@@ -385,26 +377,19 @@ def axis(*numbers: int) -> dict[str, int]:
     [
         {"version": 2},
         {"version": "1"},
-        {"outputs": None},
-        {"units": None},
-        {"merged": []},
-        {"untied": None},
         {"version": True},
-        {"source": None},
+        {"merged": []},
         {"revision": 3},
         {"classes": "GPT2Model"},
         {"rmsnorm": [1]},
-        {"layernorm": None},
         {"centering": [{"module": "a", "place": "between", "axis": axis(-1, 0, 1, 8, 1)}]},
         {"centering": [{"module": "a", "place": "output", "axis": {"dim": -1}}]},
-        {"centering": [{"module": "a", "place": "output", "axis": [-1, 0, 1, 8, 1]}]},
         {"rmsnorm": ["a", "b", "a"]},
         {"centered": 2 * [{"axis": axis(0, 0, 1, 8, 1), "parameters": ["a"]}]},
         {"note": "mine"},
         {"covered": {"forms": ["x"]}},
         {"units": [{"first": "a", "bias": None, "second": "b", "dim": 2, "start": 0}]},
         {"centering": [{"module": "a", "place": "output", "axis": axis(-1, 0, 1, 8, True)}]},
-        {"centering": ["a"]},
         {"centering": [{"module": "", "place": "output", "axis": axis(-1, 0, 1, 8, 1)}]},
         {"centering": [{"module": "a", "place": "output", "axis": axis(9, 0, 1, 8, 1)}]},
         {"centering": [{"module": "a", "place": "output", "axis": axis(-9, 0, 1, 8, 1)}]},
@@ -413,11 +398,7 @@ def axis(*numbers: int) -> dict[str, int]:
         {"centering": [{"module": "a", "place": "output", "axis": axis(-1, 0, 1, 10**40, 1)}]},
         {"centered": [{"axis": axis(0, 0, 1, 2**62, 2), "parameters": ["a"]}]},
         {"centered": [{"axis": axis(0, 0, 1, 8, -1), "parameters": ["a"]}]},
-        {"centered": None},
-        {"centered": ["a"]},
-        {"centered": [{"axis": axis(0, 0, 1, 8, 1), "parameters": "a"}]},
         {"centered": [{"axis": axis(-1, 0, 1, 8, 1), "parameters": ["a"]}]},
-        {"scales": ["a"]},
         {"scales": {"a": 1}},
         {"proof": None},
     ],
@@ -445,15 +426,6 @@ def test_a_marker_that_lacks_an_entry_is_refused(source: Path, key: str) -> None
 def test_no_marker() -> None:
     with pytest.raises(BadCheckpoint, match="no enjoyln entry"):
         read_marker(dict(CONFIG))
-
-
-def test_the_marker_tells_what_was_centred(source: Path, out: Path) -> None:
-    plan = fold(source, out).plan
-    found = read_marker(json.loads((out / "config.json").read_text())).centred
-    assert found is not None
-    assert {(one.parameter, one.axis) for one in found} == {
-        (writer.parameter, writer.axis) for writer in plan.writers
-    }
 
 
 @pytest.mark.parametrize(

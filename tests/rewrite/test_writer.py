@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,33 +24,38 @@ from enjoyln_cli.rewrite.shard_layout import layout
 from enjoyln_cli.rewrite.tensor_parts import TensorFiles, parts_of
 from enjoyln_cli.rewrite.writer import write_shards
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return sharded(tmp_path)
 
 
-KINDS = ["single", "sharded", "bin", "sharded bin"]
-STORED = [
-    pytest.param(kind, dtype, marks=() if at % len(DTYPES) == place else pytest.mark.slow)
-    for at, kind in enumerate(KINDS)
-    for place, dtype in enumerate(DTYPES)
-]
-"""Each kind of file in one dtype, and slowly in the others."""
+def centred_shards(
+    source: Path, edits: dict[str, tuple[Axis, ...]] = EDITS, name: str = "out", **options: Any
+) -> tuple[Path, tuple[str, ...]]:
+    """A new directory beside the source with its shards, centred, and the names of its files."""
+    out = source.parent / name
+    out.mkdir()
+    return out, write_shards(opened(source), centring(edits), out, **options)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), STORED)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("single", torch.float32),
+        ("sharded", torch.float16),
+        ("bin", torch.bfloat16),
+        ("sharded bin", torch.float32),
+    ],
+)
 def test_edited_tensors_are_centred_and_the_others_keep_their_bytes(
     tmp_path: Path, dtype: torch.dtype, kind: str
 ) -> None:
     tensors = state(dtype)
     store(tmp_path / "model", tensors, kind)
-    (tmp_path / "out").mkdir()
-    names = write_shards(opened(tmp_path / "model"), centring(EDITS), tmp_path / "out")
-    assert sorted(names) == sorted(p.name for p in (tmp_path / "out").iterdir())
-    found = written(tmp_path / "out")
+    out, names = centred_shards(tmp_path / "model")
+    assert sorted(names) == sorted(p.name for p in out.iterdir())
+    found = written(out)
     assert set(found) == set(tensors)
     for name, tensor in tensors.items():
         assert same(found[name], centred(tensor, EDITS.get(name, ()))), name
@@ -59,9 +65,7 @@ def test_edited_tensors_are_centred_and_the_others_keep_their_bytes(
 def test_float64_is_centred_to_the_order_of_summation(tmp_path: Path) -> None:
     tensors = {name: t for name, t in state(torch.float64).items() if name in EDITS}
     store(tmp_path / "model", tensors, "single")
-    (tmp_path / "out").mkdir()
-    write_shards(opened(tmp_path / "model"), centring(EDITS), tmp_path / "out")
-    for name, found in written(tmp_path / "out").items():
+    for name, found in written(centred_shards(tmp_path / "model")[0]).items():
         torch.testing.assert_close(found, centred(tensors[name], EDITS[name]), rtol=0, atol=1e-15)
 
 
@@ -78,9 +82,7 @@ def test_tensors_larger_than_a_part_and_a_piece(
     tensors = {n: torch.randn(s, generator=made).add(0.2).half() for n, s in shapes.items()}
     axes = {name: (feature_axis(shape, 0),) for name, shape in shapes.items()}
     store(tmp_path / "model", tensors, "single")
-    (tmp_path / "out").mkdir()
-    write_shards(opened(tmp_path / "model"), centring(axes), tmp_path / "out")
-    for name, found in written(tmp_path / "out").items():
+    for name, found in written(centred_shards(tmp_path / "model", axes)[0]).items():
         assert same(found, centred(tensors[name], axes[name])), name
 
 
@@ -93,12 +95,11 @@ def test_tensors_larger_than_a_part_and_a_piece(
     ids=["two dimensions", "overlapping"],
 )
 def test_axes_that_touch_are_applied_one_after_the_other(
-    source: Path, tmp_path: Path, axes: tuple[Axis, ...]
+    source: Path, axes: tuple[Axis, ...]
 ) -> None:
-    (tmp_path / "out").mkdir()
-    write_shards(opened(source), centring({"c_attn.weight": axes}), tmp_path / "out")
+    out, _ = centred_shards(source, {"c_attn.weight": axes})
     expected = centred(state(torch.float32)["c_attn.weight"], axes)
-    assert same(written(tmp_path / "out")["c_attn.weight"], expected)
+    assert same(written(out)["c_attn.weight"], expected)
 
 
 def test_a_file_that_is_cut_short_meanwhile_is_refused(
@@ -129,31 +130,21 @@ def test_a_file_that_is_cut_short_meanwhile_is_refused(
             os.truncate(path, size)
 
 
-def test_bytes_do_not_depend_on_the_number_of_workers(source: Path, tmp_path: Path) -> None:
-    for jobs in (1, 3):
-        (tmp_path / f"{jobs}").mkdir()
-        write_shards(opened(source), centring(EDITS), tmp_path / f"{jobs}", jobs=jobs)
-    for path in (tmp_path / "1").iterdir():
-        assert path.read_bytes() == (tmp_path / "3" / path.name).read_bytes()
-
-
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.ENOSYS])
-def test_bytes_do_not_depend_on_how_files_are_copied(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+def test_bytes_do_not_depend_on_workers_and_on_how_files_are_copied(
+    source: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Some systems and file systems cannot copy from file to file."""
-    (tmp_path / "a").mkdir()
-    write_shards(opened(source), centring(EDITS), tmp_path / "a")
+    outs = [centred_shards(source, name=f"{jobs}", jobs=jobs)[0] for jobs in (1, 3)]
 
     def refuse(*_arguments: int) -> int:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "copy_file_range", refuse)
     monkeypatch.setattr(tensor_parts, "COPIED", 1000)
-    (tmp_path / "b").mkdir()
-    write_shards(opened(source), centring(EDITS), tmp_path / "b")
-    for path in (tmp_path / "a").iterdir():
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+    outs.append(centred_shards(source, name="copied")[0])
+    for path in outs[0].iterdir():
+        assert all((out / path.name).read_bytes() == path.read_bytes() for out in outs)
 
 
 @pytest.mark.parametrize("shape", [(24, 36), (1024, 48), (40, 20_000)])
@@ -164,58 +155,49 @@ def test_a_tensor_that_cannot_be_divided(
     monkeypatch.setattr(plan_edits, "SINGLE_PASS", 1000)
     w = torch.randn(shape, generator=torch.Generator().manual_seed(2)) + 0.3
     store(tmp_path / "model", {"w": w}, "single")
-    (tmp_path / "out").mkdir()
     axes = (Axis(0, 0, 1, shape[0], 1), Axis(1, 0, 1, shape[1], 1))
-    write_shards(opened(tmp_path / "model"), centring({"w": axes}), tmp_path / "out")
-    assert same(written(tmp_path / "out")["w"], centred(w, axes))
+    out, _ = centred_shards(tmp_path / "model", {"w": axes})
+    assert same(written(out)["w"], centred(w, axes))
 
 
-def test_the_number_of_torch_threads_survives(source: Path, tmp_path: Path) -> None:
-    before = torch.get_num_threads()
-    (tmp_path / "out").mkdir()
-    write_shards(opened(source), centring(EDITS), tmp_path / "out")
-    assert torch.get_num_threads() == before
-
-
-def test_progress_counts_every_byte_of_the_tensors(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
+def test_progress_counts_every_byte_of_the_tensors(source: Path) -> None:
     told: list[int] = []
-    write_shards(opened(source), centring(EDITS), tmp_path / "out", progress=told.append)
+    before = torch.get_num_threads()
+    centred_shards(source, progress=told.append)
     assert sum(told) == sum(t.nbytes for t in state(torch.float32).values())
     assert min(told) > 0
+    assert torch.get_num_threads() == before
 
 
 # The files
 
 
-def test_the_layout_stays(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    write_shards(opened(source), centring(EDITS), tmp_path / "out")
+def test_the_layout_stays(source: Path) -> None:
+    out, _ = centred_shards(source)
     index = "model.safetensors.index.json"
-    assert (tmp_path / "out" / index).read_bytes() == (source / index).read_bytes()
+    assert (out / index).read_bytes() == (source / index).read_bytes()
     for old in source.glob("*.safetensors"):
-        a, b = old.read_bytes(), (tmp_path / "out" / old.name).read_bytes()
+        a, b = old.read_bytes(), (out / old.name).read_bytes()
         header = 8 + int.from_bytes(a[:8], "little")
         assert a[:header] == b[:header]
         assert len(a) == len(b)
-        with safe_open(tmp_path / "out" / old.name, "pt") as file:
+        with safe_open(out / old.name, "pt") as file:
             assert file.metadata()["format"] == "pt"
             assert file.metadata()["part"] == str(int(old.name[6:11]))
 
 
 def test_bin_shards_come_out_as_safetensors_of_the_same_layout(tmp_path: Path) -> None:
     store(tmp_path / "model", state(torch.float32), "sharded bin")
-    (tmp_path / "out").mkdir()
-    names = write_shards(opened(tmp_path / "model"), centring(EDITS), tmp_path / "out")
+    out, names = centred_shards(tmp_path / "model")
     shards = tuple(f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3))
     assert names == (*shards, "model.safetensors.index.json")
     old = json.loads((tmp_path / "model" / "pytorch_model.bin.index.json").read_text())
-    new = json.loads((tmp_path / "out" / names[-1]).read_text())
+    new = json.loads((out / names[-1]).read_text())
     assert {name: file[-22:-4] for name, file in old["weight_map"].items()} == {
         name: file[-30:-12] for name, file in new["weight_map"].items()
     }
     assert new["metadata"]["total_size"] == sum(t.nbytes for t in state(torch.float32).values())
-    with safe_open(tmp_path / "out" / shards[0], "pt") as file:
+    with safe_open(out / shards[0], "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 
@@ -225,35 +207,28 @@ def test_a_tensor_that_a_bin_file_stores_twice_is_written_twice(tmp_path: Path) 
     (tmp_path / "model" / "config.json").write_text("{}")
     twice = {"wte.weight": shared, "lm_head.weight": shared, "turned": shared.t()}
     torch.save(twice, tmp_path / "model" / "pytorch_model.bin")
-    (tmp_path / "out").mkdir()
     axes = (Axis(1, 0, 1, 24, 1),)
-    write_shards(opened(tmp_path / "model"), centring({"wte.weight": axes}), tmp_path / "out")
-    found = written(tmp_path / "out")
+    found = written(centred_shards(tmp_path / "model", {"wte.weight": axes})[0])
     assert same(found["wte.weight"], centred(shared, axes))
     assert same(found["lm_head.weight"], shared)
     assert same(found["turned"], shared.t())
 
 
-def test_resharding(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
+def test_resharding(source: Path) -> None:
     limit = 3_000_000
-    names = write_shards(opened(source), centring(EDITS), tmp_path / "out", max_shard_size=limit)
+    out, names = centred_shards(source, max_shard_size=limit)
     many = len(names) - 1
     assert names[:-1] == tuple(f"model-{i + 1:05d}-of-{many:05d}.safetensors" for i in range(many))
-    index = json.loads((tmp_path / "out" / names[-1]).read_text())
+    index = json.loads((out / names[-1]).read_text())
     for name in names[:-1]:
-        held = load_file(tmp_path / "out" / name)
+        held = load_file(out / name)
         assert sum(t.nbytes for t in held.values()) <= limit or len(held) == 1
         assert all(index["weight_map"][tensor] == name for tensor in held)
     for name, tensor in state(torch.float32).items():
-        assert same(written(tmp_path / "out")[name], centred(tensor, EDITS.get(name, ())))
-
-
-def test_resharding_into_one_file_needs_no_index(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    names = write_shards(opened(source), {}, tmp_path / "out", max_shard_size=10**9)
-    assert names == ("model.safetensors",)
-    assert all(same(written(tmp_path / "out")[n], t) for n, t in state(torch.float32).items())
+        assert same(written(out)[name], centred(tensor, EDITS.get(name, ())))
+    whole, names = centred_shards(source, {}, "whole", max_shard_size=10**9)
+    assert names == ("model.safetensors",), "one file needs no index"
+    assert all(same(written(whole)[n], t) for n, t in state(torch.float32).items())
 
 
 @pytest.mark.one_case
@@ -262,9 +237,8 @@ def test_resharding_into_one_file_needs_no_index(source: Path, tmp_path: Path) -
 def test_another_dtype_on_the_way(tmp_path: Path, into: torch.dtype, kind: str) -> None:
     tensors = state(torch.float32)
     store(tmp_path / "model", tensors, kind)
-    (tmp_path / "out").mkdir()
-    write_shards(opened(tmp_path / "model"), centring(EDITS), tmp_path / "out", dtype=into)
-    found = written(tmp_path / "out")
+    out, _ = centred_shards(tmp_path / "model", dtype=into)
+    found = written(out)
     for name, tensor in tensors.items():
         wide = tensor
         for axis in EDITS.get(name, ()):
@@ -275,7 +249,7 @@ def test_another_dtype_on_the_way(tmp_path: Path, into: torch.dtype, kind: str) 
         else:
             assert same(found[name], expected), name
     if kind == "sharded":
-        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+        index = json.loads((out / "model.safetensors.index.json").read_text())
         size = sum(t.nbytes for t in found.values())
         assert index["metadata"] == {"total_parameters": 7, "total_size": size}
 
@@ -283,11 +257,10 @@ def test_another_dtype_on_the_way(tmp_path: Path, into: torch.dtype, kind: str) 
 def test_infinity_is_kept_where_nobody_centres(tmp_path: Path) -> None:
     held = {"mask": torch.tensor([0.5, float("-inf"), float("nan")]), "w": torch.randn(4, 6)}
     store(tmp_path / "model", held, "single")
-    (tmp_path / "out").mkdir()
     edits = {"w": (Axis(0, 0, 1, 4, 1),)}
-    write_shards(opened(tmp_path / "model"), centring(edits), tmp_path / "out", dtype=torch.float16)
+    out, _ = centred_shards(tmp_path / "model", edits, dtype=torch.float16)
     torch.testing.assert_close(
-        written(tmp_path / "out")["mask"], held["mask"].half(), equal_nan=True, rtol=0, atol=0
+        written(out)["mask"], held["mask"].half(), equal_nan=True, rtol=0, atol=0
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from custom_code import custom_checkpoint
-from live_models import CHECKPOINTS, computed_rms, moved
+from live_models import computed_rms, moved
 from rounding import IDENTITY, relative
 from tiny_models import converted
 from torch import nn
@@ -48,7 +48,6 @@ from enjoyln_cli.runtime.install import install
 from enjoyln_cli.runtime.modules import Folded
 
 D = 12
-SLOW = pytest.mark.slow
 
 
 class Net(nn.Module):
@@ -210,10 +209,7 @@ def test_a_call_of_another_form_is_refused(
     assert computes_rms(folded, *args, **kwargs)  # a refused call has no effect on later calls
 
 
-@pytest.mark.one_case
-@pytest.mark.parametrize(
-    ("kind", "args", "kwargs", "proven", "others"), CASES, ids=[case[0].__name__ for case in CASES]
-)
+@pytest.mark.parametrize(("kind", "args", "kwargs", "proven", "others"), CASES[::8])
 def test_a_call_of_another_form_is_proven_when_it_is_handed_in(
     kind: type[Net], args: Any, kwargs: Any, proven: list[Any], others: list[Any]
 ) -> None:
@@ -731,12 +727,10 @@ def test_stock_code_is_known_by_where_it_comes_from() -> None:
     assert not is_stock(model)
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2", *(pytest.param(name, marks=SLOW) for name in ("opt", "bloom", "phi"))]
-)
-def test_usual_calls_of_stock_models_keep_rms_norm(name: str, tmp_path: Path) -> None:
-    fold(CHECKPOINTS / name, tmp_path / "out", verify=False)
-    model: Any = enjoyln_cli.from_pretrained(tmp_path / "out", dtype=torch.float64)
+@pytest.mark.one_case
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "phi"])
+def test_usual_calls_of_stock_models_keep_rms_norm(outs: dict[str, Path], name: str) -> None:
+    model: Any = enjoyln_cli.from_pretrained(outs[name], dtype=torch.float64)
     assert read_marker(model.config.to_dict()).covered is None
     ids = torch.randint(5, 40, (2, 6))
     usual: list[dict[str, Any]] = [

@@ -632,19 +632,6 @@ def test_a_layer_whose_weight_is_gone_is_refused_before_anything_changes(
     assert type(model.model.final_layernorm) is nn.LayerNorm
 
 
-@pytest.mark.slow
-def test_compiled_calls_look_at_replaced_layers(outs: dict[str, Path]) -> None:
-    torch._dynamo.reset()
-    given = inputs("phi")
-    model = from_pretrained(outs["phi"])
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    run(compiled, given)
-    quantise(model)
-    stock = quantise(AutoModelForCausalLM.from_pretrained(outs["phi"]))
-    with pytest.warns(UserWarning, match=r"is quantised \(int8\)"):
-        assert same(compiled, stock, given)
-
-
 # Inputs that were never centred, or never proven.
 
 
