@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from eight_models import KINDS, far, given, pair, run, source
+from eight_models import KINDS, AddsNumbers, far, given, pair, replace_dropout, run, source
 from live_models import computed_rms
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -92,19 +92,6 @@ def add_hook_to_model(model: Any) -> bool:
     if hasattr(model, "transformer"):
         model.register_forward_pre_hook(replace, with_kwargs=True)
     return hasattr(model, "transformer")
-
-
-def replace_dropout(model: Any) -> bool:
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.Dropout):
-                setattr(module, name, AddsOne().eval())
-    return any(isinstance(m, AddsOne) for m in model.modules())
-
-
-class AddsOne(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.arange(x.shape[-1], dtype=x.dtype)
 
 
 def train_dropouts(model: Any) -> bool:
@@ -224,9 +211,9 @@ def test_an_undone_edit_computes_rms_norm_again(eight: Path) -> None:
     model, stock = pair("bert", eight)
     assert computes_rms(model, "bert")
     layer = model.encoder.layer[0].output
-    kept, layer.dropout = layer.dropout, AddsOne().eval()
+    kept, layer.dropout = layer.dropout, AddsNumbers().eval()
     with pytest.warns(
-        UserWarning, match=r"layer\.0\.output\.dropout: was a Dropout and is now a AddsOne"
+        UserWarning, match=r"layer\.0\.output\.dropout: was a Dropout and is now a AddsNumbers"
     ):
         run(model, given("bert"))
     layer.dropout = kept
@@ -281,8 +268,8 @@ def test_the_structure_of_a_custom_module_is_checked(eight: Path) -> None:
     stock, x = copy.deepcopy(net), torch.randn(3, 5).double()
     install(net, ["2"], [])
     for one in (net, stock):
-        one[1] = AddsOne().eval()
-    with pytest.warns(UserWarning, match="1: was a Dropout and is now a AddsOne"):
+        one[1] = AddsNumbers().eval()
+    with pytest.warns(UserWarning, match="1: was a Dropout and is now a AddsNumbers"):
         assert torch.allclose(net(x), stock(x), rtol=1e-12)
 
 
