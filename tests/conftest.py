@@ -16,7 +16,7 @@ from hub_server import Hub, serving
 from live_models import CHECKPOINTS
 from warm_process import servers
 
-from enjoyln_cli import fold
+from enjoyln_cli import Options, fold
 
 MOST_WORKERS = 8
 """Each needs about 1 GB of memory."""
@@ -82,15 +82,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Converted(dict[str, Path]):
-    """Converts a checkpoint when its result is first asked for."""
+    """Converts a checkpoint when it is first asked for, as ``phi`` or ``phi merge bias``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def __missing__(self, name: str) -> Path:
-        self[name] = self.folder / name
-        fold(CHECKPOINTS / name, self[name], verify=False)
-        return self[name]
+    def __missing__(self, case: str) -> Path:
+        name, _, merge = case.partition(" merge ")
+        options = Options(merge=merge or None)  # type: ignore[arg-type]
+        self[case] = self.folder / case.replace(" ", "-")
+        fold(CHECKPOINTS / name, self[case], verify=False, options=options)
+        return self[case]
 
 
 @pytest.fixture(scope="session")

@@ -72,15 +72,14 @@ def test_a_file_that_appears_in_the_meantime_is_not_replaced(tmp_path: Path) -> 
     assert contents(tmp_path) == {"model": "of another program"}
 
 
-def test_a_directory_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    with pytest.raises(OutputError, match="it is a directory"):
-        write(tmp_path / "model", "graph", force=True)
-
-
-def test_the_directory_has_to_exist(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="nowhere is not a directory"):
-        write(tmp_path / "nowhere" / "model", "graph")
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [("folder", "it is a directory"), ("nowhere/model", "nowhere is not a directory")],
+)
+def test_a_place_is_refused(tmp_path: Path, place: str, words: str) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OutputError, match=words):
+        write(tmp_path / place, "graph", force=True)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")

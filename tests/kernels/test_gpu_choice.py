@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from commands import enjoyln
-from live_models import CHECKPOINTS
 
-from enjoyln_cli import fold, from_pretrained, kernels
+from enjoyln_cli import from_pretrained, kernels
 from enjoyln_cli.kernels import formula, gpu
 from enjoyln_cli.kernels.gpu import Choice, Norms, Times, fastest
-from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.runtime.neutral import kinds_of_norms
 
 KIND = Norms("float32", "float32", True, True, 24)
@@ -138,10 +136,8 @@ def test_without_a_gpu_nothing_can_be_measured(outs: dict[str, Path]) -> None:
     assert result.stderr.endswith("error: nothing can be measured: torch sees no GPU\n")
 
 
-def test_the_kinds_of_norms_of_a_model(tmp_path: Path) -> None:
-    options = Options(merge="bias")
-    out = fold(CHECKPOINTS / "phi", tmp_path / "out", verify=False, options=options).out
-    model = from_pretrained(out, dtype=torch.bfloat16)
+def test_the_kinds_of_norms_of_a_model(outs: dict[str, Path]) -> None:
+    model = from_pretrained(outs["phi merge bias"], dtype=torch.bfloat16)
     marker = model.config.enjoyln
     width = model.config.hidden_size
     found = kinds_of_norms(model, marker.get("weightless", ()), marker["merged"]["bias"])

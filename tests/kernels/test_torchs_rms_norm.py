@@ -17,9 +17,8 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from enjoyln_cli import fold, from_pretrained, kernels
+from enjoyln_cli import from_pretrained, kernels
 from enjoyln_cli.kernels import cpu, formula, norms
-from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.runtime.modules import Folded
 
 WIDTH, EPS = 33, 1e-5
@@ -134,12 +133,10 @@ class Norms(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("fusing")
-def test_a_merged_model_computes_no_layer_norm(tmp_path: Path) -> None:
+def test_a_merged_model_computes_no_layer_norm(outs: dict[str, Path]) -> None:
     inputs = {"input_ids": torch.arange(3, 21).reshape(2, 9)}
-    for merge, own in ((None, True), ("bias", False)):
-        options = Options(merge=merge)  # type: ignore[arg-type]
-        out = fold(CHECKPOINTS / "phi", tmp_path / str(merge), verify=False, options=options).out
-        model = from_pretrained(out)
+    for case, own in (("phi", True), ("phi merge bias", False)):
+        model = from_pretrained(outs[case])
         folded = [module for module in model.modules() if isinstance(module, Folded)]
         with torch.no_grad(), Norms() as counted:
             logits = model(**inputs).logits
@@ -153,12 +150,10 @@ def test_a_merged_model_computes_no_layer_norm(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("merge", "read"), [("bias", 1), ("affine", 0)])
 def test_where_layer_norm_is_the_fastest_it_reads_no_neutral_parameter(
-    merge: str, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    merge: str, read: int, outs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_kernels(monkeypatch)
-    options = Options(merge=merge)  # type: ignore[arg-type]
-    out = fold(CHECKPOINTS / "phi", tmp_path / merge, verify=False, options=options).out
-    model = from_pretrained(out)
+    model = from_pretrained(outs[f"phi merge {merge}"])
     inputs = {"input_ids": torch.arange(3, 21).reshape(2, 9)}
     folded = [norm for norm in model.modules() if isinstance(norm, Folded)]
     with torch.no_grad():

@@ -15,22 +15,17 @@ from rounding import TIMES, lost_by, relative
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from enjoyln_cli import fold, from_pretrained, optimize
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli import from_pretrained, optimize
 from enjoyln_cli.runtime.modules import Folded, RMSNorm
 from enjoyln_cli.runtime.scope import Fold, thread
 
 NEW = 0.7
 
 
-@pytest.fixture(scope="module")
-def merged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+@pytest.fixture
+def merged(outs: dict[str, Path]) -> dict[str, Path]:
     """Checkpoints whose norms lost their biases, or their biases and weights."""
-    folder = tmp_path_factory.mktemp("merged")
-    for how in ("bias", "affine"):
-        options = Options(merge=how)  # type: ignore[arg-type]
-        fold(CHECKPOINTS / "phi", folder / how, verify=False, options=options)
-    return {how: folder / how for how in ("bias", "affine")}
+    return {how: outs[f"phi merge {how}"] for how in ("bias", "affine")}
 
 
 def ids() -> torch.Tensor:
