@@ -29,13 +29,7 @@ def test_the_fastest_is_chosen_if_it_is_clearly_so() -> None:
     assert fastest({"layer_norm": FAST, "kernel": SLOW}) == "layer_norm"
     assert fastest({"layer_norm": SLOW, "kernel": Times(9.6, 20.0)}) == "layer_norm", "a margin"
     assert fastest({"layer_norm": SLOW, "rms_norm": FAST, "kernel": Times(4.9, 20)}) == "rms_norm"
-
-
-def test_a_candidate_that_is_slow_to_call_is_not_chosen() -> None:
-    assert fastest({"layer_norm": SLOW, "kernel": Times(5.0, 22.0)}) == "layer_norm"
-
-
-def test_without_any_time_it_stays_layer_norm() -> None:
+    assert fastest({"layer_norm": SLOW, "kernel": Times(5.0, 22.0)}) == "layer_norm", "slow to call"
     assert fastest({}) == "layer_norm"
 
 
