@@ -8,16 +8,9 @@ from enjoyln_cli.plan.axis import Axis, feature_axis
 from enjoyln_cli.plan.edits import Append, Edit, Product, Vector
 
 ROWS, IN, DEEP = 37, 26, 3
-
-
 NEW = (0.5, -0.5, 2**-9, 0.0)
-
-
 OUT = feature_axis((ROWS, IN), 0)
-
-
 HALF = Axis(0, 4, 2, 15, 1)
-
 
 EDITS = {
     "linear, merged": ("w", Edit(times=(Vector("g", 1),), axes=(OUT,))),

@@ -19,11 +19,7 @@ from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import fold_in_memory
 
 TOKENS = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-
-
 GPT2 = {**TOKENS, "n_layer": 2, "n_head": 3, "n_embd": 21, "n_positions": 31}
-
-
 BERT = {
     **TOKENS,
     "num_hidden_layers": 2,
@@ -32,11 +28,7 @@ BERT = {
     "intermediate_size": 33,
     "max_position_embeddings": 31,
 }
-
-
 PHI = {**BERT, "num_attention_heads": 3, "hidden_size": 24, "partial_rotary_factor": 0.5}
-
-
 VIT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 3,
