@@ -71,8 +71,7 @@ def test_sections_of_positions_fit_the_heads_of_a_text_model_by_itself() -> None
 
 
 MECHANISMS = (
-    "falcon", "cohere", "deberta", "bigbird_pegasus", "wav2vec2", "convnext", "segformer",
-    "blip", "canine",
+    "falcon", "deberta", "bigbird_pegasus", "wav2vec2", "convnext", "segformer", "blip", "canine",
 )  # fmt: skip
 """Types of ``census.FAST`` with mechanisms that no other test folds."""
 
