@@ -7,6 +7,7 @@ import json
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -489,6 +490,7 @@ class OwnModel(PreTrainedModel):
 
     def forward(self, input_ids, attention_mask=None, SIGNATURE, labels=None, **kwargs):
         x = self.wte(input_ids)
+        x = x.cumsum(-1) if self.config.loud else x
         BRANCH
         for block in self.h:
             x = block(x)
@@ -515,18 +517,29 @@ OWN_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def own_result(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folds the checkpoint of a case, once; the checkpoint lies in ``source`` beside the result."""
+
+    @cache
+    def fold_case(case: str) -> Path:
+        folder = tmp_path_factory.mktemp(case)
+        source = own_checkpoint(folder / "source", *OWN_CASES[case][:2])
+        assert fold(source, folder / "out", trust_remote_code=True).plan.folded
+        return folder / "out"
+
+    return fold_case
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", OWN_CASES)
+@pytest.mark.parametrize("case", ["reads", "shift"])
 def test_custom_code_on_disk_is_right_with_inputs_that_no_list_names(
-    case: str, tmp_path: Path
+    case: str, own_result: Callable[[str], Path]
 ) -> None:
-    signature, branch, given = OWN_CASES[case]
-    source = own_checkpoint(tmp_path / "source", signature, branch)
-    plan = fold(source, tmp_path / "out", trust_remote_code=True, verify=case == "reads").plan
-    assert plan.folded
+    given, out = OWN_CASES[case][2], own_result(case)
     load: dict[str, Any] = {"trust_remote_code": True, "dtype": torch.float64}
-    original: Any = AutoModelForCausalLM.from_pretrained(source, **load)
-    model = enjoyln_cli.from_pretrained(tmp_path / "out", **load)
+    original: Any = AutoModelForCausalLM.from_pretrained(out.with_name("source"), **load)
+    model = enjoyln_cli.from_pretrained(out, **load)
     masked = {"attention_mask": torch.ones_like(IDS)}
     for usual in ({}, masked, {"labels": IDS}, {**masked, "labels": IDS}):
         assert computes_rms(model, IDS, **usual)
@@ -685,14 +698,11 @@ def test_generate_of_custom_code_runs_rms_norm_and_is_not_refused(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_config_that_says_something_else_is_refused(tmp_path: Path) -> None:
-    loud = "x = x.cumsum(-1) if self.config.loud else x"
-    source = own_checkpoint(tmp_path / "source", "_=None", loud)
-    fold(source, tmp_path / "out", trust_remote_code=True, verify=False)
-    load = {"trust_remote_code": True}
+def test_a_config_that_says_something_else_is_refused(own_result: Callable[[str], Path]) -> None:
+    out = own_result("reads")
     with pytest.raises(UnsupportedModel, match=r"OwnModel\.config\.loud was False and is now True"):
-        enjoyln_cli.from_pretrained(tmp_path / "out", loud=True, **load)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+        enjoyln_cli.from_pretrained(out, loud=True, trust_remote_code=True)
+    config = json.loads((out / "config.json").read_text())
     calls = read_marker(config).covered
     assert calls is not None and any(form.owner == "OwnModel" for form in calls.forms)
     entry = config["enjoyln"]
