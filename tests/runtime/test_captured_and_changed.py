@@ -50,7 +50,7 @@ def write_to_one(model: Any, state: Any) -> None:
         model.get_parameter(name).copy_(state[name])
 
 
-def replace_modules(model: Any, state: Any) -> None:
+def replace_dropouts(model: Any, state: Any) -> None:
     replace_dropout(model)
 
 
@@ -106,7 +106,7 @@ def test_weights_that_change_before_an_export(
         ("gpt2", load_in_place, "function"),
         ("phi", assign, "method"),
         ("phi", write_to_one, "function"),
-        ("gpt2", replace_modules, "function"),
+        ("gpt2", replace_dropouts, "function"),
         ("whisper", write_to_one, "around"),
     ],
 )
