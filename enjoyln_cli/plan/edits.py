@@ -13,16 +13,14 @@
                                  step is the last, so means are taken without the new slices
 
 All steps are computed in float64, with one rounding at the end. ``edits_of`` derives the edits from
-a plan. ``apply_edit`` applies one to a float64 tensor in memory, ``apply_in_pieces`` to a tensor of
-any size, for example a mapped file.
+a plan. ``apply_edit`` applies one to a float64 tensor in memory, and ``rewrite.edit_pieces`` to a
+tensor of any size.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 
 import torch
@@ -310,165 +308,6 @@ def apply_edit(
     return x if in_place else x.contiguous()
 
 
-PIECE = 1 << 16
-"""About how many elements ``apply_in_pieces`` converts at once; they stay in a core's cache."""
-SINGLE_PASS = 1 << 19
-"""Most elements of a piece that is edited along all its dimensions at once."""
-RUN = 32
-"""Least elements of a piece that lie side by side in memory, if the tensor has as many."""
-
-
-def apply_in_pieces(
-    x: torch.Tensor,
-    edit: Edit,
-    values: EditInputs,
-    out: torch.Tensor,
-    *,
-    allow_nonfinite: bool,
-) -> None:
-    """Write ``x`` after ``edit`` to ``out``, rounded once; both are of any floating dtype.
-
-    Only a piece of ``x`` is in float64 at a time. An edit that mixes several dimensions may need
-    much of ``x`` in each piece: then one dimension after the other is mixed, and the result in
-    between is in float64 as a whole.
-
-    Raises ``OverflowError`` if rounding makes a finite value infinite. Without ``allow_nonfinite``,
-    raises ``FloatingPointError`` if the edit computes NaN or Inf.
-    """
-    if edit.append is not None:
-        dim, length = edit.append.dim, x.shape[edit.append.dim]
-        added = appended_slices(tuple(x.shape), edit.append)
-        out.narrow(dim, length, len(edit.append.values)).copy_(added)
-        out, edit = out.narrow(dim, 0, length), replace(edit, append=None)
-    dim, unit = _cut(tuple(x.shape), edit)
-    passes = [edit] if unit * x.numel() <= SINGLE_PASS * x.shape[dim] else _passes(edit)
-    for some in passes[:-1]:
-        wide = torch.empty(x.shape, dtype=torch.float64)
-        _apply_pass(x, some, values, wide, allow_nonfinite)
-        x, values = wide, EditInputs()
-    _apply_pass(x, passes[-1], values, out, allow_nonfinite)
-
-
-def _passes(edit: Edit) -> list[Edit]:
-    """The edit as several that apply one after the other; each mixes at most one dimension.
-
-    Steps that mix different dimensions commute.
-    """
-    first, *others = sorted(edit.mixed_dims) or [0]
-    alone = replace(edit, times=(), plus=(), scale=None, bake=None)
-    return [_on_dimension(edit, first), *(_on_dimension(alone, dim) for dim in others)]
-
-
-def _on_dimension(edit: Edit, dim: int) -> Edit:
-    """The edit without the steps that mix other dimensions."""
-    return _with_axes(edit, lambda axis: [axis] if axis.dim == dim else [])
-
-
-def _with_axes(edit: Edit, change: Callable[[Axis], list[Axis]]) -> Edit:
-    """The edit with each axis replaced by those that ``change`` returns for it."""
-    axes = [new for axis in edit.axes for new in change(axis)]
-    turns = [replace(turn, axis=new) for turn in edit.turns for new in change(turn.axis)]
-    return replace(edit, axes=tuple(axes), turns=tuple(turns))
-
-
-def _cut(shape: tuple[int, ...], edit: Edit) -> tuple[int, int]:
-    """The dimension along which ``edit`` applies to small pieces of a tensor, and their length.
-
-    It is the first dimension that allows pieces of ``PIECE`` elements, or else the one that allows
-    the smallest. A dimension that the edit mixes is cut between groups, if all have the same size
-    and begin at its multiples; otherwise it stays whole.
-    """
-    units = list(shape) if edit.plus else [1] * len(shape)
-    if edit.bake is not None:
-        units[1] = shape[1]
-    for axis in (*edit.axes, *(turn.axis for turn in edit.turns)):
-        group, dim = axis.size * axis.inner, axis.dim
-        regular = units[dim] in (1, group) and not (axis.start % group or axis.step % group)
-        units[dim] = group if regular else shape[dim]
-    count = prod(shape)
-    dim = next(
-        (d for d, unit in enumerate(units) if unit * count <= PIECE * shape[d]),
-        min(range(len(shape)), key=lambda d: units[d] / max(shape[d], 1)),
-    )
-    return dim, units[dim]
-
-
-def divide(edit: Edit, shape: tuple[int, ...], most: int) -> Iterator[tuple[int, int, int]]:
-    """Parts of a tensor, each of which ``edit`` changes independently of the others.
-
-    Each is ``(dim, first, count)``: ``count`` slices along ``dim`` from slice ``first`` on, of
-    about ``most`` elements in all. The edit appends nothing, and the tensor is not a scalar.
-    """
-    dim, unit = _cut(shape, edit)
-    length, inner = shape[dim], prod(shape[dim + 1 :])
-    count = max(1, most * length // max(prod(shape) * unit, 1), -(-RUN // max(inner * unit, 1)))
-    for first in range(0, length, count * unit):
-        yield dim, first, min(count * unit, length - first)
-
-
-def edit_of_part(edit: Edit, dim: int, first: int, count: int) -> Edit:
-    """The edit of a part from ``divide``."""
-
-    def multiplied(vector: Vector) -> Vector:
-        if vector.outputs is None or vector.dim == dim:
-            return vector
-        start, stop = (min(max(at - first, 0), count) for at in vector.outputs)
-        return replace(vector, outputs=(start, stop))
-
-    if any(vector.outputs for vector in edit.times):
-        edit = replace(edit, times=tuple(map(multiplied, edit.times)))
-    if dim not in edit.mixed_dims:
-        return edit
-    return _with_axes(edit, partial(_within, dim=dim, first=first, count=count))
-
-
-def _within(axis: Axis, dim: int, first: int, count: int) -> list[Axis]:
-    """The groups of ``axis`` in ``count`` slices along ``dim``, which hold whole groups."""
-    if axis.dim != dim:
-        return [axis]
-    apart = axis.step or axis.size * axis.inner
-    begin = max(0, -((axis.start - first) // apart))
-    end = min(axis.outer, -((axis.start - first - count) // apart))
-    if begin >= end:
-        return []
-    start, step = axis.start + begin * apart - first, axis.step if end - begin > 1 else 0
-    return [replace(axis, start=start, outer=end - begin, step=step)]
-
-
-def _apply_pass(
-    x: torch.Tensor, edit: Edit, values: EditInputs, out: torch.Tensor, allow_nonfinite: bool
-) -> None:
-    """Apply an edit that appends nothing, in pieces along one dimension."""
-    room = torch.empty(0, dtype=torch.float64)
-    for dim, first, count in divide(edit, tuple(x.shape), PIECE):
-        part = edit_of_part(edit, dim, first, count)
-        inputs = values.part(edit, dim, first, count)
-        front = part.turns[0].axis.dim if part.turns else 0  # the first dimension turns fastest
-        source = x.narrow(dim, first, count).movedim(front, 0).contiguous()
-        if room.numel() < source.numel():
-            room = torch.empty(source.numel(), dtype=torch.float64)
-        wide = to_float64(source, room[: source.numel()].view(source.shape)).movedim(0, front)
-        wide = apply_edit(wide, part, inputs, in_place=True)
-        wide = wide.movedim(front, 0)
-        rounded = wide.to(out.dtype)
-        out.narrow(dim, first, count).copy_(rounded.movedim(0, front))
-        if math.isfinite(rounded.sum(dtype=torch.promote_types(out.dtype, torch.float32))):
-            continue  # an infinite or undefined element would make the sum one
-        if not allow_nonfinite and not _computed(part, wide.movedim(0, front)).isfinite().all():
-            raise FloatingPointError
-        if (rounded.isinf() & wide.isfinite()).any():
-            raise OverflowError
-
-
-def _computed(edit: Edit, x: torch.Tensor) -> torch.Tensor:
-    """The elements of ``x`` that the edit computes; flat."""
-    if edit.times or edit.plus or edit.scale or edit.bake or edit.level:
-        return x.flatten()
-    axes = (*edit.axes, *(block for turn in edit.turns for block in blocks(turn.axis)))
-    parts = [x.narrow(axis.dim, axis.start, axis.length).flatten() for axis in axes]
-    return torch.cat(parts or [x.new_empty(0)])
-
-
 def appended_slices(shape: tuple[int, ...], append: Append) -> torch.Tensor:
     """The new slices for a tensor of ``shape``, in float64."""
     values = torch.tensor(append.values, dtype=torch.float64)
@@ -528,26 +367,25 @@ def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
     return edits
 
 
-def _merge(found: dict[str, Edit], norm: Merge, held: bool) -> None:
+def _merge(edits: dict[str, Edit], norm: Merge, held: bool) -> None:
     """Add the merge of one norm to the edits of the norm and of the layers that read it."""
 
-    def known(named: NamedParameter) -> str:
+    def name_of(named: NamedParameter) -> str:
         return named.parameter if held else named.tensor
 
     weight = f"{norm.norm}.weight" if held else norm.weight
-    bias = f"{norm.norm}.bias" if held else norm.bias
+    bias = f"{norm.norm}.bias" if held else norm.bias or norm.divided
     if norm.weight:
-        found[weight] = Edit(fill=1.0 - norm.offset)
+        edits[weight] = Edit(fill=1.0 - norm.offset)
     if norm.bias:
-        found[bias] = Edit(fill=0.0)
+        edits[bias] = Edit(fill=0.0)
     if norm.divided:
-        own = f"{norm.norm}.bias" if held else norm.divided
-        divided = Vector(weight, 0, norm.offset, divides=True)
-        found[own] = replace(found.get(own, Edit()), times=(divided,))
+        by_weight = Vector(weight, 0, norm.offset, divides=True)
+        edits[bias] = replace(edits.get(bias, Edit()), times=(by_weight,))
     for reader in norm.readers:
-        matrix = known(reader.weight)
+        matrix = name_of(reader.weight)
         dim = reader.held if held and reader.held is not None else reader.dim
-        before = found.get(matrix, Edit())
+        before = edits.get(matrix, Edit())
         if norm.weight:
             times = Vector(
                 weight,
@@ -557,20 +395,19 @@ def _merge(found: dict[str, Edit], norm: Merge, held: bool) -> None:
                 inner=reader.inner,
                 outputs=reader.outputs,
             )
-            found[matrix] = replace(before, times=tuple(dict.fromkeys((*before.times, times))))
+            edits[matrix] = replace(before, times=tuple(dict.fromkeys((*before.times, times))))
         if reader.bias:
-            added = known(reader.bias)
-            source = before.source or matrix
+            name, source = name_of(reader.bias), before.source or matrix
             plus = Product(source, dim, bias, reader.outer, reader.inner, reader.outputs)
-            shifted = found.get(added, Edit())
-            found[added] = replace(shifted, plus=tuple(dict.fromkeys((*shifted.plus, plus))))
+            shifted = edits.get(name, Edit())
+            edits[name] = replace(shifted, plus=tuple(dict.fromkeys((*shifted.plus, plus))))
 
 
-def _new_units(one: Widening) -> Iterator[tuple[GrownParameter, tuple[float, ...]]]:
+def _new_units(mlp: Widening) -> Iterator[tuple[GrownParameter, tuple[float, ...]]]:
     """Each parameter of a widened MLP, with the value for all features of each new hidden unit."""
-    zeros = (0.0,) * (one.to - one.size)
-    rest = zeros[UNITS:] if one.subtracts else zeros
-    yield one.first, (*read_by_units(one.features), *rest) if one.subtracts else rest
-    yield one.second, (*written_by_units(one.features), *rest) if one.subtracts else rest
-    if one.bias:
-        yield one.bias, zeros
+    zeros = (0.0,) * (mlp.to - mlp.size)
+    unused = zeros[UNITS:] if mlp.subtracts else zeros
+    yield mlp.first, (*read_by_units(mlp.features), *unused) if mlp.subtracts else unused
+    yield mlp.second, (*written_by_units(mlp.features), *unused) if mlp.subtracts else unused
+    if mlp.bias:
+        yield mlp.bias, zeros

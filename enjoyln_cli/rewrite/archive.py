@@ -36,8 +36,9 @@ from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor
 from enjoyln_cli.checkpoint.result_files import FILE, FOLDER
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.fs.digests import digest_of_data, fast_digest
-from enjoyln_cli.plan.edits import Edit, divide, edit_of_part, read_edit_inputs
+from enjoyln_cli.plan.edits import Edit, read_edit_inputs
 from enjoyln_cli.rewrite.difference import difference, restored, steps_to_undo
+from enjoyln_cli.rewrite.edit_pieces import divide, edit_of_part
 from enjoyln_cli.rewrite.shard_layout import Slot
 from enjoyln_cli.rewrite.tensor_parts import TensorFiles, without_appended
 

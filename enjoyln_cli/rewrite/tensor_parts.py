@@ -1,7 +1,7 @@
 """Write one tensor of a new weight file from a stored one, part by part.
 
 Both tensors are memory maps of their files. Bytes that stay are copied by the system. Edited
-elements go through float64 in pieces that fit into a cache (``plan.edits.apply_in_pieces``), and
+elements go through float64 in pieces that fit into a cache (``edit_pieces.apply_in_pieces``), and
 are rounded once. The parts are independent of each other, so threads may write them in any order.
 Each maps the files anew, which fails if the stored file has been cut short meanwhile; only a file
 that is cut while one of its parts is being edited ends the process (with SIGBUS).
@@ -26,15 +26,8 @@ import torch
 
 from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS, bytes_of, map_tensor, mapped, read_at
 from enjoyln_cli.errors import BadCheckpoint
-from enjoyln_cli.plan.edits import (
-    Append,
-    Edit,
-    EditInputs,
-    appended_slices,
-    apply_in_pieces,
-    divide,
-    edit_of_part,
-)
+from enjoyln_cli.plan.edits import Append, Edit, EditInputs, appended_slices
+from enjoyln_cli.rewrite.edit_pieces import apply_in_pieces, divide, edit_of_part
 from enjoyln_cli.rewrite.shard_layout import Slot
 
 PART = 1 << 22

@@ -29,10 +29,9 @@ from enjoyln_cli.plan.edits import (
     EditInputs,
     appended_slices,
     apply_edit,
-    divide,
-    edit_of_part,
     read_edit_inputs,
 )
+from enjoyln_cli.rewrite.edit_pieces import divide, edit_of_part
 from enjoyln_cli.rewrite.tensor_parts import without_appended
 from enjoyln_cli.runtime.weight_check import unexplained_mean
 

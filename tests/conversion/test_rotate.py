@@ -38,7 +38,7 @@ from enjoyln_cli.plan import edits, orthogonal_matrices
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.orthogonal_matrices import Rotation
 from enjoyln_cli.plan.plan import Options, Plan
-from enjoyln_cli.rewrite import tensor_parts
+from enjoyln_cli.rewrite import edit_pieces, tensor_parts
 from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
 from enjoyln_cli.rotation.given_matrices import give_matrices
 
@@ -133,7 +133,7 @@ def test_a_file_is_the_same_in_small_pieces(
     out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_parts, "PART", 1000)
-    monkeypatch.setattr(edits, "PIECE", 300)
+    monkeypatch.setattr(edit_pieces, "PIECE", 300)
     options = replace(ROTATED, seed=3)
     convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=options, verify=False)
     whole, pieces = written(out), written(tmp_path / "out")

@@ -28,11 +28,10 @@ from enjoyln_cli.checkpoint.result_files import FILE, FOLDER
 from enjoyln_cli.cli.main import main
 from enjoyln_cli.conversion.unfold import restore
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, OutputError
-from enjoyln_cli.plan import edits
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.edits import Bake, Edit
 from enjoyln_cli.plan.plan import Options, Plan, Scale, Verdict, Writer
-from enjoyln_cli.rewrite import archive, tensor_parts
+from enjoyln_cli.rewrite import archive, edit_pieces, tensor_parts
 from enjoyln_cli.rewrite.archive import Recorder, open_archive, save_archive
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 from enjoyln_cli.rewrite.shard_layout import plain_layout
@@ -87,8 +86,8 @@ def divided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """In one part, and in many."""
     monkeypatch.setattr(archive, "PART", request.param)
     monkeypatch.setattr(tensor_parts, "PART", request.param)
-    monkeypatch.setattr(edits, "PIECE", min(edits.PIECE, request.param))
-    monkeypatch.setattr(edits, "RUN", min(edits.RUN, request.param // 10))
+    monkeypatch.setattr(edit_pieces, "PIECE", min(edit_pieces.PIECE, request.param))
+    monkeypatch.setattr(edit_pieces, "RUN", min(edit_pieces.RUN, request.param // 10))
 
 
 # The way back

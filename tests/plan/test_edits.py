@@ -14,7 +14,6 @@ from fold_cases import same, store, written
 from stored_files import opened
 
 from enjoyln_cli.errors import BadCheckpoint
-from enjoyln_cli.plan import edits
 from enjoyln_cli.plan.axis import Axis, blocks
 from enjoyln_cli.plan.edits import (
     Edit,
@@ -26,7 +25,7 @@ from enjoyln_cli.plan.edits import (
 )
 from enjoyln_cli.plan.orthogonal_matrices import Rotation
 from enjoyln_cli.plan.orthogonal_matrices import matrix as dense
-from enjoyln_cli.rewrite import tensor_parts
+from enjoyln_cli.rewrite import edit_pieces, tensor_parts
 from enjoyln_cli.rewrite.shard_layout import bytes_to_write
 from enjoyln_cli.rewrite.writer import write_shards
 from enjoyln_cli.verification.stored_tensors import check_tensors
@@ -83,8 +82,8 @@ def by_definition(held: dict[str, torch.Tensor], name: str, edit: Edit) -> torch
 def divided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the test with each tensor in one piece, and divided into many parts and pieces."""
     monkeypatch.setattr(tensor_parts, "PART", request.param[0])
-    monkeypatch.setattr(edits, "PIECE", request.param[1])
-    monkeypatch.setattr(edits, "RUN", min(edits.RUN, request.param[1] // 10))
+    monkeypatch.setattr(edit_pieces, "PIECE", request.param[1])
+    monkeypatch.setattr(edit_pieces, "RUN", min(edit_pieces.RUN, request.param[1] // 10))
 
 
 @pytest.mark.parametrize("kind", ["single", "bin"])
@@ -210,14 +209,14 @@ def test_the_check_of_stored_tensors_knows_every_edit(
     ],
 )
 def test_large_tensors_are_divided(shape: tuple[int, ...], edit: Edit) -> None:
-    parts = list(edits.divide(edit, shape, 1 << 18))
+    parts = list(edit_pieces.divide(edit, shape, 1 << 18))
     assert len(parts) > 2
     (dim,) = {dim for dim, _, _ in parts}
     ends = [first + count for _, first, count in parts]
     assert [0, *ends[:-1]] == [first for _, first, _ in parts] and ends[-1] == shape[dim]
     for _, first, count in parts:
         assert count * math.prod(shape) // shape[dim] <= 1 << 18
-        of_part = edits.edit_of_part(edit, dim, first, count)
+        of_part = edit_pieces.edit_of_part(edit, dim, first, count)
         assert sum(a.length for a in of_part.axes if a.dim != dim) == sum(
             a.length for a in edit.axes if a.dim != dim
         )

@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 from stored_files import opened
 
 from enjoyln_cli.errors import BadCheckpoint, OutputError
-from enjoyln_cli.plan import edits as plan_edits
 from enjoyln_cli.plan.axis import Axis, centre, feature_axis
 from enjoyln_cli.plan.edits import Edit, EditInputs
-from enjoyln_cli.rewrite import tensor_parts
+from enjoyln_cli.rewrite import edit_pieces, tensor_parts
 from enjoyln_cli.rewrite.shard_layout import layout
 from enjoyln_cli.rewrite.tensor_parts import TensorFiles, parts_of
 from enjoyln_cli.rewrite.writer import write_shards
@@ -76,8 +75,8 @@ def test_tensors_larger_than_a_part_and_a_piece(
     made = torch.Generator().manual_seed(1)
     shapes = {
         "tall": (3001, 801),
-        "flat": (3, plan_edits.PIECE + 5),
-        "long": (plan_edits.PIECE * 2 + 3,),
+        "flat": (3, edit_pieces.PIECE + 5),
+        "long": (edit_pieces.PIECE * 2 + 3,),
     }
     tensors = {n: torch.randn(s, generator=made).add(0.2).half() for n, s in shapes.items()}
     axes = {name: (feature_axis(shape, 0),) for name, shape in shapes.items()}
@@ -106,7 +105,7 @@ def test_a_file_that_is_cut_short_meanwhile_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading beyond the end of a mapped file would end the process."""
-    monkeypatch.setattr(plan_edits, "PIECE", 1000)
+    monkeypatch.setattr(edit_pieces, "PIECE", 1000)
     monkeypatch.setattr(tensor_parts, "PART", 1000)
     monkeypatch.setattr(tensor_parts, "COPIED", 1000)
     made = torch.Generator().manual_seed(3)
@@ -152,7 +151,7 @@ def test_a_tensor_that_cannot_be_divided(
     tmp_path: Path, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_parts, "PART", 1000)
-    monkeypatch.setattr(plan_edits, "SINGLE_PASS", 1000)
+    monkeypatch.setattr(edit_pieces, "SINGLE_PASS", 1000)
     w = torch.randn(shape, generator=torch.Generator().manual_seed(2)) + 0.3
     store(tmp_path / "model", {"w": w}, "single")
     axes = (Axis(0, 0, 1, shape[0], 1), Axis(1, 0, 1, shape[1], 1))
