@@ -389,19 +389,3 @@ def _write_device(entry: dict[str, Any]) -> None:
     say(f"{entry['device']}: kernels: {entry['kernels']}", style="green")
     if "library" in entry:
         say(f"  library: {entry['library']}")
-    for choice in entry.get("choices", ()):
-        say(f"  {choice['device']}: {_choice(choice)}")
-
-
-def _choice(choice: dict[str, Any]) -> str:
-    """What was measured for one kind of norm and number of rows, and which candidate is used."""
-    norms, times = choice["norms"], choice["times"]
-    affine = [name for name in ("weight", "bias") if norms[name]]
-    parameters = f", {' and '.join(affine)} in {norms['parameters']}" if affine else ""
-    measured = ", ".join(
-        f"{name} {time['graph']:.1f} \u00b5s, called {time['call']:.1f} \u00b5s"
-        for name, time in times.items()
-    )
-    out = "".join(f"; {name}: {reason}" for name, reason in choice["left_out"].items())
-    what = f"{counted(choice['rows'], 'row')} of {norms['width']} in {norms['dtype']}{parameters}"
-    return f"{what}: {choice['candidate']} ({measured}{out})"

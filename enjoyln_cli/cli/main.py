@@ -9,7 +9,6 @@ import click
 
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.convert_commands import export, fold, rotate, unfold
-from enjoyln_cli.cli.early_checks import require_folded
 from enjoyln_cli.cli.group import Commands
 from enjoyln_cli.cli.measure_commands import bench, quantize, verify
 from enjoyln_cli.cli.options import json_option
@@ -42,30 +41,20 @@ for command in (
 
 
 @main.command()
-@click.option(
-    "--tune", "out", metavar="OUT", help="First measure the norms of the converted checkpoint OUT."
-)
 @json_option
-def env(out: str | None, as_json: bool) -> None:
+def env(as_json: bool) -> None:
     """Show which kernels this machine uses, what is missing and why."""
     from enjoyln_cli.cli.progress import watch_job
 
-    if out is not None:
-        require_folded(out)
-    stage = "looking for devices and kernels" if out is None else f"timing the norms of {out}"
-    with watch_job(as_json, stage):
+    with watch_job(as_json, "looking for devices and kernels"):
         from enjoyln_cli.cli.console import write_environment, write_json
         from enjoyln_cli.kernels.environment import environment
 
-        if out is not None:
-            from enjoyln_cli.runtime.loading import tune
-
-            tune(out)
-        found = environment()
+        described = environment()
     if as_json:
-        write_json(found)
+        write_json(described)
     else:
-        write_environment(found)
+        write_environment(described)
 
 
 @main.command()

@@ -1,6 +1,6 @@
 """Fast kernels for the norms of a folded model; see ``norms`` for what computes which norm."""
 
-from enjoyln_cli.kernels.gpu import Norms, prepare, why_not_measured
+from enjoyln_cli.kernels.gpu import Norms, prepare
 from enjoyln_cli.kernels.norms import rms_norm
 
-__all__ = ["Norms", "prepare", "rms_norm", "why_not_measured"]
+__all__ = ["Norms", "prepare", "rms_norm"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -50,11 +49,4 @@ def _describe(device: str) -> dict[str, Any]:
         instead = fused if norms.torch_fuses(device) else SAME_RESULTS
         return {"device": device, "active": False, "why": why, "instead": instead}
     entry = {"device": device, "active": True, "kernels": kernels_on(device)}
-    if device == "cpu":
-        return entry | {"library": str(cpu.LIBRARY)}
-    choices = [
-        {"device": str(device)} | asdict(choice)
-        for (device, _), choices in gpu.measured.items()
-        for choice in choices
-    ]
-    return entry | {"choices": choices}
+    return entry | {"library": str(cpu.LIBRARY)} if device == "cpu" else entry

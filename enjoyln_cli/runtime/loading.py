@@ -13,21 +13,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
-from enjoyln_cli import kernels
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
-from enjoyln_cli.models.classes import build, locate
+from enjoyln_cli.models.classes import locate
 from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.models.load import class_in
 from enjoyln_cli.plan.mean_units import copy_units, intact, room, set_units
-from enjoyln_cli.runtime.install import install_marked, run_folded
+from enjoyln_cli.runtime.install import run_folded
 from enjoyln_cli.runtime.modules import stock_class
-from enjoyln_cli.runtime.neutral import kinds_of_norms
 from enjoyln_cli.runtime.weight_check import (
     FLOATS,
     WatchList,
@@ -114,26 +111,6 @@ def watched_weights(model: nn.Module, marker: Marker) -> WatchList:
     """The weights of ``model`` that were centred; raises ``NotCentred`` if it lacks one."""
     watch = WatchList(marker.centred, units=marker.units, constant=marker.baked)
     return locate_watched(model, watch)
-
-
-def tune(model: str | Path) -> None:
-    """Measure what is the fastest for the norms of the converted checkpoint ``model`` on this GPU.
-
-    Reads its config, and no weights. Raises ``UnsupportedModel`` if nothing can be measured here,
-    otherwise as ``from_pretrained``.
-    """
-    from transformers import AutoConfig
-
-    if reason := kernels.why_not_measured():
-        raise UnsupportedModel(f"nothing can be measured: {reason}")
-    folder = str(open_source(str(model)).path) if Path(model).expanduser().is_dir() else str(model)
-    config = AutoConfig.from_pretrained(folder)
-    marker = read_marker(config.to_dict(), folder)
-    empty = build(saved_class(folder, config=config), config).to(config.dtype or torch.float32)
-    install_marked(empty, marker)
-    here = torch.device("cuda", torch.cuda.current_device())
-    kinds = kinds_of_norms(empty, marker.weightless, marker.biasless)
-    kernels.prepare((here, kind) for _, kind in kinds)
 
 
 def refold(model: Holder) -> Holder:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import enjoyln
 
 from enjoyln_cli import from_pretrained, kernels
 from enjoyln_cli.kernels import formula, gpu
@@ -106,28 +105,6 @@ def test_each_number_of_rows_uses_the_nearest_measurement(
         assert gpu.fastest_for(torch.ones(rows, 24), weight, bias) is candidate
     assert gpu.fastest_for(torch.ones(10**5, 24), weight, bias) is gpu.kernel_norm
     assert gpu.fastest_for(torch.ones(5, 24), weight, None) is None, "another kind"
-
-
-@pytest.mark.slow
-def test_the_command_shows_what_was_measured(
-    asked: list[tuple[Norms, int]], outs: dict[str, Path]
-) -> None:
-    result = enjoyln("env", "--tune", outs["gpt2"])
-    assert result.exit_code == 0, result.output
-    width = {norms.width for norms, _ in asked}.pop()
-    assert (
-        f"  cuda:0: 32 rows of {width} in float32, weight and bias in float32: kernel (layer_norm "
-        "10.0 \u00b5s, called 20.0 \u00b5s, kernel 5.0 \u00b5s, called 20.0 \u00b5s; rms_norm: "
-        "RuntimeError: not here)" in result.stdout.splitlines()
-    )
-
-
-def test_without_a_gpu_nothing_can_be_measured(outs: dict[str, Path]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is here")
-    result = enjoyln("env", "--tune", outs["gpt2"])
-    assert result.exit_code == 1
-    assert result.stderr.endswith("error: nothing can be measured: torch sees no GPU\n")
 
 
 def test_the_kinds_of_norms_of_a_model(outs: dict[str, Path]) -> None:
