@@ -1,8 +1,8 @@
 """From a model to a verified checkpoint: the order of the steps, and what stops it.
 
-Open the model, refuse a checkpoint that is folded already, analyse, follow the given recipe or
-compare the plan with the shipped one, write the weights, verify, and write the card. Only then the
-output appears. The proof always decides: a recipe can only choose among proven edits.
+Open the model, refuse a checkpoint that is folded already, analyse, follow the user's recipe, write
+the weights, verify, and write the card. Only then the output appears. The proof always decides: a
+recipe can only choose among proven edits.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ from enjoyln_cli.rotation.turning import NORM_STAYS
 from enjoyln_cli.text import counted
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from enjoyln_cli.analysis.analyze import Analysis
     from enjoyln_cli.calls.calls import ExampleCalls
     from enjoyln_cli.conversion.adapter import Adapter
@@ -106,11 +104,11 @@ def prepare(
     """Open and analyse ``model``, and decide which proven edits will be made.
 
     If ``write`` could not create ``out``, ``out`` is refused before any work. A recipe of the user
-    is followed or refused. Without one the plan has every proven edit, and a warning is issued if
-    the shipped recipe differs from it. The outputs and options are by default the recipe's. Raises
-    ``EnjoyLNError``.
+    is followed or refused. Without one the plan has every proven edit. The outputs and options are
+    by default the recipe's. Raises ``EnjoyLNError``.
     """
     from enjoyln_cli.analysis.analyze import analyze_config
+    from enjoyln_cli.recipe.follow import follow
     from enjoyln_cli.recipe.read import load_recipe
 
     event = on_event or default_listener
@@ -140,7 +138,7 @@ def prepare(
         options=options,
         example_calls=opening.example_calls,
     )
-    plan = _choose_plan(analysis.plan, config, asked, options, event)
+    plan = follow(asked, analysis.plan, config=config) if asked else analysis.plan
     if options.matrix:
         plan = give_matrices(plan, Path(options.matrix))
         options = replace(options, matrix=MATRIX_FILE)
@@ -400,33 +398,6 @@ def _may_turn_if_untied(analysis: Analysis) -> str:
         return ""
     stay = [basis for basis in analysis.plan.bases if basis.reason.startswith(NORM_STAYS)]
     return ", ".join(f"the {basis.kind} of {basis.name}" for basis in stay)
-
-
-def _choose_plan(
-    plan: Plan,
-    config: PretrainedConfig,
-    recipe: Recipe | None,
-    options: Options,
-    event: Event,
-) -> Plan:
-    """The plan of the user's recipe, or the whole plan; warns if the shipped recipe differs."""
-    from enjoyln_cli.recipe.compare import differences
-    from enjoyln_cli.recipe.follow import follow
-    from enjoyln_cli.recipe.read import shipped_recipe
-
-    if recipe is not None:
-        return follow(recipe, plan, config=config)
-    whole = not plan.outputs and options == PLAIN
-    shipped = shipped_recipe(plan, config) if whole else None
-    same_classes = shipped and set(shipped.classes) == set(plan.classes)
-    differing = differences(shipped, plan, config=config) if shipped and same_classes else ()
-    if differing:
-        what = "; ".join(differing)
-        event(
-            "warning",
-            f"enjoyln's own recipe differs from the proof, and the proof is followed: {what}",
-        )
-    return plan
 
 
 def _ways_to_convert(

@@ -10,19 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan import schema
-from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.plan.schema import ABSENT
-from enjoyln_cli.recipe.from_plan import layers_in, lines_of
+from enjoyln_cli.recipe.from_plan import layers_in
 from enjoyln_cli.recipe.model import (
     SECTIONS,
     EditLines,
-    Recipe,
     prefix_errors,
-    require_for,
 )
-from enjoyln_cli.recipe.templates import KEEP, expand, to_template
+from enjoyln_cli.recipe.templates import KEEP, expand
 from enjoyln_cli.recipe.yaml_text import dump_inline
 
 NOTHING = "nothing"
@@ -92,31 +88,6 @@ def _text(line: Any) -> str:
     if isinstance(line, Mapping):
         line = {key: item for key, item in line.items() if key not in _REASONS}
     return dump_inline(line)
-
-
-def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str, ...]:
-    """The differences between a recipe's edits and a proven plan, one line each.
-
-    Reasons and culprits of kept norms are not compared. A difference that is the same in several
-    layers is one line.
-    """
-    proof = lines_of(plan)
-    layers = layers_in(proof)
-    try:
-        require_for(recipe, plan.model_type, plan.model_class, config)
-        compared = compare(expanded(recipe, proof), proof)
-    except RecipeError as error:
-        return (f"{recipe.where}: {error}",)
-    by_layer: dict[Difference, list[Difference]] = {}
-    for difference in compared:
-        texts = {difference.recipe, difference.proof}
-        if difference.section == "norms" or texts != {KEEP, NOTHING}:
-            general = replace(difference, name=to_template(difference.name, layers))
-            by_layer.setdefault(general, []).append(difference)
-    return tuple(
-        str(same[0]) if len(same) == 1 else f"{general} ({len(same)} layers)"
-        for general, same in by_layer.items()
-    )
 
 
 def list_names(names: Iterable[str]) -> str:

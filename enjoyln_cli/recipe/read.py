@@ -7,21 +7,14 @@ line those of the plan's dataclasses. ``keep`` in any section leaves a name as i
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from enjoyln_cli.checkpoint.result_files import RECIPE_FILE
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan import schema
-from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.recipe.model import Recipe, prefix_errors, require_for
+from enjoyln_cli.recipe.model import Recipe, prefix_errors
 from enjoyln_cli.recipe.yaml_text import MAX_CHARS, load, one_line
-
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
 
 
 def tried_to_merge(folder: Path) -> bool:
@@ -43,30 +36,6 @@ def load_recipe(path: str | Path) -> Recipe:
     except (OSError, ValueError) as error:  # a name with a NUL character, or no text
         raise RecipeError(f"{path}: cannot be read as text: {one_line(error)}") from None
     return parse_recipe(text, where=str(path))
-
-
-def shipped_recipe(plan: Plan, config: Any = None) -> Recipe | None:
-    """The recipe shipped with enjoyln for a plan's model type, class and config, if any.
-
-    ``config`` is a mapping or a transformers config.
-    """
-    file = _shipped() / f"{plan.model_type}.yaml"
-    if not re.fullmatch(r"[\w-]+", plan.model_type) or not file.is_file():
-        return None
-    recipe = parse_recipe(file.read_text(encoding="utf-8"), where=f"recipes/{file.name}")
-    try:
-        require_for(recipe, plan.model_type, plan.model_class, config)
-    except RecipeError:
-        return None
-    return recipe
-
-
-def _shipped() -> Traversable:
-    """Where the shipped recipes are: in the package, or in a checkout that is not installed."""
-    try:
-        return resources.files("enjoyln_cli.recipes")
-    except ModuleNotFoundError:
-        return Path(__file__).parents[2] / "recipes"
 
 
 def parse_recipe(text: str, *, where: str) -> Recipe:

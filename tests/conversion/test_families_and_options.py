@@ -17,7 +17,6 @@ from verify_cases import FAMILIES
 from enjoyln_cli import Options, fold, from_pretrained, load_recipe, verify
 from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.recipe.compare import differences
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.read import parse_recipe
 from enjoyln_cli.recipe.write import dump_recipe
@@ -138,7 +137,7 @@ def test_a_result_is_exact_and_complete(
     config = transformers.AutoConfig.from_pretrained(source)
     text = dump_recipe(recipe_of(plan, config=config, options=options))
     assert text == (out / "enjoyln_recipe.yaml").read_text()
-    assert recipe.options == options and not differences(recipe, plan, config=config)
+    assert recipe.options == options
     assert parse_recipe(dump_recipe(recipe), where="again") == recipe
     assert edits_of(stored_plan(out)) == edits_of(plan)
     follow = {"model_class": model_class, "recipe": out / "enjoyln_recipe.yaml"}
