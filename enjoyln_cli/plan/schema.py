@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, GetPydanticSchema, TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -149,13 +148,14 @@ def _problem(kind: Any, error: Any) -> tuple[Sequence[int | str], str]:
         return where[:-1], f"the key {where[-1]} is missing"
     if why == "unexpected_keyword_argument":
         known = _keys_of(kind, where[:-1])
-        hint = did_you_mean(str(where[-1]), known, 1) or f"known keys: {', '.join(known)}"
+        listed = f"known keys: {', '.join(known)}" if known else "remove it"
+        hint = did_you_mean(str(where[-1]), known, 1) or listed
         return where[:-1], f"unknown key {quote(where[-1])}; {hint}"
     if why == "value_error":
         return where, str(error["ctx"]["error"])
     if why in _KINDS:
-        keys = f" with {', '.join(_keys_of(kind, where))}" if why == "dataclass_type" else ""
-        return where, f"{_shown(value)} instead of {_KINDS[why]}{keys}"
+        keys = ", ".join(_keys_of(kind, where)) if why == "dataclass_type" else ""
+        return where, f"{_shown(value)} instead of {_KINDS[why]}{f' with {keys}' if keys else ''}"
     if why == "literal_error":
         return where, f"{_shown(value)} instead of {error['ctx']['expected']}"
     return where, f"{_shown(value)}: {error['msg']}"
@@ -180,32 +180,10 @@ def _place(where: Sequence[int | str]) -> str:
 
 
 def _keys_of(kind: Any, where: Sequence[int | str]) -> list[str]:
-    """The fields of the dataclass at a place."""
+    """The fields of the dataclass at a place; none if it is in a list or a mapping."""
     for step in where:
-        kind = _inside(_class_of(kind), step)
-    cls = _class_of(kind)
-    return [field.name for field in fields(cls)] if is_dataclass(cls) else []
-
-
-def _inside(kind: Any, step: int | str) -> Any:
-    if is_dataclass(kind):
-        return get_type_hints(kind, include_extras=True)[str(step)]
-    inside = get_args(kind)
-    if get_origin(kind) in (Union, UnionType):  # the step is the name of a class
-        return next((cls for cls in inside if cls.__name__ == step), None)
-    if isinstance(step, int) and Ellipsis not in inside:
-        return inside[step]
-    return (inside[-1] if isinstance(step, str) else inside[0]) if inside else None
-
-
-def _class_of(kind: Any) -> Any:
-    """A type without ``Annotated`` and ``| None``."""
-    while get_origin(kind) is Annotated:
-        kind = get_args(kind)[0]
-    inside = [cls for cls in get_args(kind) if cls is not type(None)]
-    if get_origin(kind) in (Union, UnionType) and len(inside) == 1:
-        return _class_of(inside[0])
-    return kind
+        kind = get_type_hints(kind).get(str(step)) if is_dataclass(kind) else None
+    return [field.name for field in fields(kind)] if is_dataclass(kind) else []
 
 
 # Plain data of two sides.
