@@ -41,5 +41,5 @@ def require_token(access: HubAccess) -> None:
     """
     token = access.token
     if token is not None and not re.fullmatch(r"[!-~]+", token):
-        what = "has characters that no token has, such as a line break" if token else "is empty"
-        raise ModelNotFound(f"the --token {what}; copy it again, or run `hf auth login` instead")
+        problem = "has characters that no token has, such as a line break" if token else "is empty"
+        raise ModelNotFound(f"the --token {problem}; copy it again, or run `hf auth login` instead")

@@ -52,8 +52,8 @@ def raw_config(source: Source) -> dict[str, Any]:
 
 def _without_config(path: Path) -> str:
     """What a directory without a config holds, and what to do about it."""
-    if what := foreign_format(_files_in(path)):
-        return what
+    if description := foreign_format(_files_in(path)):
+        return description
     missing = f"has no {CONFIG};"
     if (path / MODULES).is_file():
         return f"{missing} the first module of its {MODULES} is no transformer"
@@ -186,8 +186,8 @@ def require_known_type(config: Mapping[str, Any], model: str, files: Iterable[st
                 f"{model} holds a timm model; create it with timm, and pass the module to "
                 "enjoyln_cli.analyze in Python"
             )
-        if what := foreign_format(files):
-            raise UnsupportedModel(f"{model} {what}")
+        if description := foreign_format(files):
+            raise UnsupportedModel(f"{model} {description}")
         raise UnsupportedModel(
             f'the {CONFIG} of {model} names no model_type; add it, for example "model_type": "gpt2"'
         )
@@ -225,9 +225,9 @@ def require_unfolded(
                 f"{model} was trained as a folded model, so it is folded already; use it as it is"
             )
         only_turned = isinstance(entry, dict) and entry.get("rotated") and not entry.get("rmsnorm")
-        before, what = ("rotation", "convert") if only_turned else ("fold", "fold")
+        job, verb = ("rotation", "convert") if only_turned else ("fold", "fold")
         raise AlreadyFolded(
-            f"{model} is the result of an earlier {before}; {what} its source "
+            f"{model} is the result of an earlier {job}; {verb} its source "
             f"({origin or 'unknown'}) instead"
         )
 
@@ -253,7 +253,7 @@ def with_entries(config: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[
     """
     changed = dict(config)
     for name, value in entries.items():
-        first, _, rest = name.partition(".")
+        first, _, inner_name = name.partition(".")
         inner = changed.get(first)
-        changed[first] = with_entries(inner or {}, {rest: value}) if rest else value
+        changed[first] = with_entries(inner or {}, {inner_name: value}) if inner_name else value
     return changed

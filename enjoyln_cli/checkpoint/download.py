@@ -68,7 +68,7 @@ class Remote:
         """
         from huggingface_hub import hf_hub_download
 
-        known, linked = blobs(self.path), os.path.lexists(self.path / file)
+        cached, linked = blobs(self.path), os.path.lexists(self.path / file)
         fetch = {**access_keywords(self.access), "local_files_only": self.is_offline}
         try:
             hf_hub_download(self.model, file, revision=self.path.name, **fetch)
@@ -77,7 +77,7 @@ class Remote:
         path = self.path / file
         real = path.resolve()
         try:
-            require_digests(self.path, {file}, known, self.model)
+            require_digests(self.path, {file}, cached, self.model)
             with path.open("rb") as opened:
                 header = opened.read(len(self.headers[file]))
             if (header, path.stat().st_size) != (self.headers[file], self.sizes[file]):
@@ -91,7 +91,7 @@ class Remote:
             self.here.pop(file, None)
             if not linked:
                 path.unlink(missing_ok=True)
-            if not linked and real != path and real.name not in known:
+            if not linked and real != path and real.name not in cached:
                 real.unlink(missing_ok=True)
 
 
@@ -138,9 +138,9 @@ def _part(model: str, path: Path, file: str, start: int, count: int, access: Hub
             opened.seek(start)
             return opened.read(count)
     url = hf_hub_url(model, file, revision=path.name)
-    part = {"Range": f"bytes={start}-{start + count - 1}", "Accept-Encoding": "identity"}
+    byte_range = {"Range": f"bytes={start}-{start + count - 1}", "Accept-Encoding": "identity"}
     try:
-        headers = {**build_hf_headers(token=access.token), **part}
+        headers = {**build_hf_headers(token=access.token), **byte_range}
         with http_stream_backoff("GET", url, headers=headers, follow_redirects=True) as response:
             hf_raise_for_status(response)
             data = response.read() if response.status_code == 206 else b""
@@ -170,14 +170,14 @@ def snapshot(
     """
     from huggingface_hub import errors, hf_hub_download, snapshot_download
 
-    fetch, what = access_keywords(access), "is not in the cache"
+    fetch, problem = access_keywords(access), "is not in the cache"
     try:
         path = Path(hf_hub_download(model, CONFIG, revision=revision, **fetch)).parent
         if b'"auto_map"' in (path / CONFIG).read_bytes():
             snapshot_download(model, revision=path.name, allow_patterns=["*.py"], **fetch)
         if not weights:
             return path, None
-        what = "is in the cache without its weights"
+        problem = "is in the cache without its weights"
         names, is_offline = _names(model, path, access)
         first = weights_among(names, model)
         shards: tuple[str, ...] = ()
@@ -197,7 +197,7 @@ def snapshot(
     except errors.LocalEntryNotFoundError as error:
         if isinstance(answer := error.__cause__, errors.HfHubHTTPError):
             raise _hub_error(answer, model, revision) from answer
-        raise _not_cached(model, what, error) from error
+        raise _not_cached(model, problem, error) from error
     except Exception as error:  # by huggingface_hub, its HTTP library, or the cache's disk
         raise _hub_error(error, model, revision) from error
 
@@ -214,7 +214,7 @@ def _names(model: str, path: Path, access: HubAccess) -> tuple[list[str], bool]:
     except errors.HfHubHTTPError:
         raise
     except (errors.HTTPError, errors.OfflineModeIsEnabled) as error:
-        names = [found.name for found in path.iterdir()]
+        names = [entry.name for entry in path.iterdir()]
         if not set(names) & set(WEIGHTS):
             raise errors.LocalEntryNotFoundError("no weights") from error
         return names, True
@@ -247,7 +247,7 @@ def require_digests(path: Path, names: Iterable[str], cached: set[str], model: s
             )
 
 
-def _not_cached(model: str, what: str, error: Exception) -> ModelNotFound:
+def _not_cached(model: str, problem: str, error: Exception) -> ModelNotFound:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -257,7 +257,7 @@ def _not_cached(model: str, what: str, error: Exception) -> ModelNotFound:
         first = first_line(cause)
         why = f"{constants.ENDPOINT} cannot be reached ({type(cause).__name__}: {first})"
     return ModelNotFound(
-        f"{model} {what}, and {why}; no directory has this name either: check it, or go online"
+        f"{model} {problem}, and {why}; no directory has this name either: check it, or go online"
     )
 
 

@@ -51,8 +51,8 @@ def weights_among(names: Iterable[str], model: str) -> str:
     for name in WEIGHTS:
         if name in names:
             return name
-    if what := foreign_format(names):
-        raise UnsupportedModel(f"{model} {what}")
+    if description := foreign_format(names):
+        raise UnsupportedModel(f"{model} {description}")
     close = [name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
     raise UnsupportedModel(
         f"{model} has no weights: neither {WEIGHTS[0]} nor {WEIGHTS[2]}, single or with an index"

@@ -96,8 +96,8 @@ def foreign_format(names: Iterable[str]) -> str | None:
     ``None`` if no known format has such files.
     """
     names = sorted(names)
-    for known in FORMATS:
+    for candidate in FORMATS:
         for name in names:
-            if any(fnmatchcase(name, pattern) for pattern in known.files):
-                return f"holds {known.name} ({name}); {known.advice}"
+            if any(fnmatchcase(name, pattern) for pattern in candidate.files):
+                return f"holds {candidate.name} ({name}); {candidate.advice}"
     return None

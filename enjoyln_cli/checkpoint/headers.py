@@ -183,13 +183,13 @@ def _entry(file: str, name: str, value: Any, start: int) -> StoredTensor:
         raise BadCheckpoint(
             f"{name} in {file} has the impossible shape {str(shape):.100}; fetch it again"
         )
-    need, held = prod(shape) * DTYPES[dtype].itemsize, span[1] - span[0]
-    if need != held:
+    need, spanned = prod(shape) * DTYPES[dtype].itemsize, span[1] - span[0]
+    if need != spanned:
         raise BadCheckpoint(
             f"{name} in {file}: {dtype} of shape {shape} takes {need} bytes, but its offsets "
-            f"{span} hold {held}; fetch the file again"
+            f"{span} hold {spanned}; fetch the file again"
         )
-    return StoredTensor(name, file, dtype, tuple(shape), start + span[0], held)
+    return StoredTensor(name, file, dtype, tuple(shape), start + span[0], spanned)
 
 
 def read_at(file: int, data: memoryview, stored: StoredTensor, start: int) -> None:
@@ -236,13 +236,13 @@ def _naturals(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
-def _end(file: str, found: list[StoredTensor], start: int) -> int:
+def _end(file: str, tensors: list[StoredTensor], start: int) -> int:
     """Where the last tensor ends. Raises ``BadCheckpoint`` if tensors overlap or leave a gap."""
     end, before = start, "the header"
-    for stored in found:
+    for stored in tensors:
         if stored.offset != end:
-            what = "overlaps" if stored.offset < end else "leaves a gap after"
-            raise BadCheckpoint(f"{stored.name} in {file} {what} {before}; fetch it again")
+            fault = "overlaps" if stored.offset < end else "leaves a gap after"
+            raise BadCheckpoint(f"{stored.name} in {file} {fault} {before}; fetch it again")
         end, before = stored.offset + stored.nbytes, stored.name
     return end
 

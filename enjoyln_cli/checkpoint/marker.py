@@ -186,9 +186,8 @@ def marker_of_plan(
 ) -> Marker:
     """The marker of a model that was folded by ``plan``; its ``proof`` is left empty."""
     local = Path(source.model).expanduser()
-    widened = [one for one in plan.widened if one.subtracts]
     turned = tuple(
-        TurnedValues(one.name, one.kind, one.size, one.fixes_ones) for one in plan.turned
+        TurnedValues(basis.name, basis.kind, basis.size, basis.fixes_ones) for basis in plan.turned
     )
     return Marker(
         source=str(local.resolve()) if source.model and local.is_dir() else source.model,
@@ -203,20 +202,21 @@ def marker_of_plan(
         scales={w.parameter: w.scale.parameter for w in plan.edited_tensors if w.scale},
         units=tuple(
             Units(
-                one.first.parameter,
-                one.bias.parameter if one.bias else None,
-                one.second.parameter,
-                one.second.dim,
-                one.size,
+                mlp.first.parameter,
+                mlp.bias.parameter if mlp.bias else None,
+                mlp.second.parameter,
+                mlp.second.dim,
+                mlp.size,
             )
-            for one in widened
+            for mlp in plan.widened
+            if mlp.subtracts
         ),
         baked=tuple(norm.weight.parameter for norm in plan.baked.values()),
         merged=MergedNorms(
-            tuple(one.norm for one in plan.merged if one.weight),
-            tuple(one.norm for one in plan.merged if one.bias),
+            tuple(merge.norm for merge in plan.merged if merge.weight),
+            tuple(merge.norm for merge in plan.merged if merge.bias),
         ),
-        untied={one.parameter: one.source for one in plan.untied},
+        untied={copy.parameter: copy.source for copy in plan.untied},
         entry_inputs=plan.entry_inputs,
         unproven=plan.unproven,
         covered=plan.covered,
@@ -256,25 +256,25 @@ def read_marker(config: Mapping[str, Any], model: str = "the model") -> Marker:
             f"{VERSION}; upgrade enjoyln or convert the source again"
         )
     try:
-        found = schema.read(Marker, entry)
+        parsed = schema.read(Marker, entry)
     except ValueError as error:
         raise BadCheckpoint(
             f"the enjoyln entry of config.json is malformed: {error}; convert the source again"
         ) from None
-    if found.proof != proof_of(entry):
+    if parsed.proof != proof_of(entry):
         raise BadCheckpoint(
             "the enjoyln entry of config.json was edited after the fold, so its proof is invalid; "
             "convert the source again (--recipe lets you choose which norms are converted)"
         )
-    return found
+    return parsed
 
 
 @contextmanager
-def blame_marker(what: str) -> Iterator[None]:
+def blame_marker(model: str) -> Iterator[None]:
     """Blame the marker if a model that is set up according to it fails inside the block.
 
     Converts errors that a wrong marker can cause, for example a centring that does not fit its
-    module, to ``BadCheckpoint``. ``what`` names the model in the message.
+    module, to ``BadCheckpoint``. ``model`` is a name for the message.
     """
     try:
         yield
@@ -290,6 +290,6 @@ def blame_marker(what: str) -> Iterator[None]:
     ) as error:
         first = first_line(error)
         raise BadCheckpoint(
-            f"{what} does not run with the norms and centrings that the enjoyln entry of its "
+            f"{model} does not run with the norms and centrings that the enjoyln entry of its "
             f"config.json names ({type(error).__name__}: {first}); convert the source again"
         ) from error

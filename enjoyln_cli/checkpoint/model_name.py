@@ -23,8 +23,8 @@ def local_folder(model: str) -> Path | None:
     if model and os.path.isdir(local):
         return Path(local)
     if model and os.path.exists(local):
-        if what := foreign_format([os.path.basename(local)]):
-            raise UnsupportedModel(f"{model} {what}")
+        if description := foreign_format([os.path.basename(local)]):
+            raise UnsupportedModel(f"{model} {description}")
         raise ModelNotFound(f"{model} is a file; pass the directory that holds it")
     if not _HUB_ID.fullmatch(model):
         advice = similar(local) or "; pass a directory, or a Hub id such as owner/name"

@@ -112,9 +112,9 @@ def require_unchanged(folder: Path, before: Mapping[str, State]) -> None:
     now = states_of(folder, before)
     for name, state in before.items():
         if now.get(name) != state:
-            what = "has vanished" if name not in now else "has changed"
+            change = "has vanished" if name not in now else "has changed"
             raise BadCheckpoint(
-                f"{name} {what} in {folder} while it was read; start again when no other program "
+                f"{name} {change} in {folder} while it was read; start again when no other program "
                 "writes there"
             )
 

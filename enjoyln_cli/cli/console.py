@@ -72,9 +72,9 @@ def _show(table: Table) -> None:
             column.width, spare = width + more, spare - more
         out.print(table)
         return
-    for first, *rest in zip(*columns, strict=True):
+    for first, *others in zip(*columns, strict=True):
         say(f"{heads[0]} {first}".strip())
-        for head, cell in zip(heads[1:], rest, strict=True):
+        for head, cell in zip(heads[1:], others, strict=True):
             if cell:
                 say(f"  {head} {cell}".rstrip() if head else f"  {cell}")
 
@@ -121,9 +121,9 @@ def _write_counts(reports: Sequence[ModelReport]) -> None:
         say("paper's Algorithm 1: as printed; never used to convert", "dim")
 
 
-def _colour(some: int, all_of_them: int) -> str:
+def _colour(count: int, total: int) -> str:
     """Green for all, red for none, yellow between."""
-    return "green" if some == all_of_them else "yellow" if some else "red"
+    return "green" if count == total else "yellow" if count else "red"
 
 
 def write_tree(tree: Tree) -> None:
@@ -247,47 +247,48 @@ MEASURED = {
 """What is measured on a quantised model: fields of ``quantisation.measure.Differences``."""
 
 
-def write_quantised(found: Quantised) -> None:
+def write_quantised(result: Quantised) -> None:
     """Print the candidates, what was chosen, and how far the result is from the original."""
     table = _table("candidate", "KL divergence", "top-1 agreement", "error", "size")
-    for one in found.candidates:
-        style = "green" if one.name == found.chosen else ""
-        measured = (one.differences.kl, one.differences.top1, one.differences.error)
-        table.add_row(one.name, *map(number, measured), size(one.size), style=style)
+    for candidate in result.candidates:
+        style = "green" if candidate.name == result.chosen else ""
+        differences = candidate.differences
+        measured = (differences.kl, differences.top1, differences.error)
+        table.add_row(candidate.name, *map(number, measured), size(candidate.size), style=style)
     _show(table)
-    as_original = "; no other form is clearly better" if found.chosen == "original" else ""
-    say(f"wrote {found.scheme} as {found.format} to {found.out}: {found.chosen}{as_original}")
-    say(f"on the other half of the data ({counted(found.inputs, 'input')}):")
+    as_original = "; no other form is clearly better" if result.chosen == "original" else ""
+    say(f"wrote {result.scheme} as {result.format} to {result.out}: {result.chosen}{as_original}")
+    say(f"on the other half of the data ({counted(result.inputs, 'input')}):")
     table = _table("", "quantised", "original, quantised", "float32")
     for name, label in MEASURED.items():
-        values = [getattr(found.held_out, name), getattr(found.plain, name)]
-        exact = number(found.perplexity) if name == "perplexity" else ""
+        values = [getattr(result.held_out, name), getattr(result.plain, name)]
+        exact = number(result.perplexity) if name == "perplexity" else ""
         if None not in values:
             table.add_row(label, *map(number, values), exact)
-    original, *_ = found.candidates
-    (chosen,) = (one for one in found.candidates if one.name == found.chosen)
-    table.add_row("size", size(found.size), size(original.size), size(found.float_size))
+    original, *_ = result.candidates
+    (chosen,) = (candidate for candidate in result.candidates if candidate.name == result.chosen)
+    table.add_row("size", size(result.size), size(original.size), size(result.float_size))
     if chosen.weights and original.weights:
         counts = (f"{w.in_float:,} of {w.total:,}" for w in (chosen.weights, original.weights))
         table.add_row("weights that are not quantised", *counts)
-    if found.milliseconds and found.float_milliseconds:
-        call, before = (f"{ms:.3g} ms" for ms in (found.milliseconds, found.float_milliseconds))
-        table.add_row(f"a call, {counted(found.threads, 'thread')}", call, "", before)
+    if result.milliseconds and result.float_milliseconds:
+        call, before = (f"{ms:.3g} ms" for ms in (result.milliseconds, result.float_milliseconds))
+        table.add_row(f"a call, {counted(result.threads, 'thread')}", call, "", before)
     _show(table)
-    say(f"error {number(found.held_out.error)} (limit {found.max_error:g})", "green")
+    say(f"error {number(result.held_out.error)} (limit {result.max_error:g})", "green")
 
 
-def write_quantised_check(found: QuantisedCheck) -> None:
+def write_quantised_check(check: QuantisedCheck) -> None:
     """Print how far a quantised result is from the original on the user's data."""
     table = _table("", "quantised", "float32")
     for name, label in MEASURED.items():
-        value = getattr(found.differences, name)
-        exact = number(found.perplexity) if name == "perplexity" else ""
+        value = getattr(check.differences, name)
+        exact = number(check.perplexity) if name == "perplexity" else ""
         if value is not None:
             table.add_row(label, number(value), exact)
     _show(table)
-    say(f"{counted(found.inputs, 'input')}, the second half of your data", "dim")
-    say(found.summary, "green" if found.passed else "red")
+    say(f"{counted(check.inputs, 'input')}, the second half of your data", "dim")
+    say(check.summary, "green" if check.passed else "red")
 
 
 def _show_checks(verification: Mapping[str, Any], rows: Sequence[Texts]) -> None:
@@ -305,8 +306,8 @@ def write_verification(verification: Verification) -> None:
     """Print each error next to the original's own rounding error, then the largest input means."""
     checked = vars(verification)
     _show_checks(checked, [*verification_rows(checked), *reader_rows(checked)])
-    own = f", {verification.own_rows} of them your own" if verification.own_rows else ""
-    say(f"{verification.count}{own}; errors are relative to the original in float64", "dim")
+    by_user = f", {verification.own_rows} of them your own" if verification.own_rows else ""
+    say(f"{verification.count}{by_user}; errors are relative to the original in float64", "dim")
     means = [f"{number(mean)} ({name})" for name, mean in verification.norm_input_mean.items()]
     if means:
         say(f"  largest relative input means: {', '.join(means[:WORST])}")

@@ -242,9 +242,9 @@ def _convert(
     if data and isinstance(options["samples"], Path):
         raise click.UsageError("--samples with a file cannot be combined with other inputs.")
     if not (options["verify"] or choice) and (options["samples"] or options["seconds"] or data):
-        what = "--seconds" if options["seconds"] else "--samples"
-        what = f"--{next(iter(data)).removesuffix('s')}" if data else what
-        raise click.UsageError(f"{what} needs the check; drop --no-verify and --stream.")
+        option = "--seconds" if options["seconds"] else "--samples"
+        option = f"--{next(iter(data)).removesuffix('s')}" if data else option
+        raise click.UsageError(f"{option} needs the check; drop --no-verify and --stream.")
     if options["seconds"] is None:
         del options["seconds"]
     require_models(model)
@@ -281,13 +281,13 @@ def _convert(
     from enjoyln_cli.cli.console import write_fold, write_json
 
     report = ModelReport(model, ready.plan)
-    found = fold_json(report, ready, result, writing, watch.warnings) | push_it(out)
+    printed = fold_json(report, ready, result, writing, watch.warnings) | push_it(out)
     if chosen is not None:
-        found["matrices"] = chosen.to_json()
+        printed["matrices"] = chosen.to_json()
     if as_json:
-        write_json(found)
+        write_json(printed)
     elif not quiet:
-        write_fold(report, found)
+        write_fold(report, printed)
 
 
 def _choose(
@@ -344,11 +344,11 @@ def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any)
         from enjoyln_cli.cli.console import write_json, write_unfold
         from enjoyln_cli.conversion.results import unfold_json  # takes seconds
 
-        found = unfold_json(restore(folded, back, on_progress=watch.progress, **options))
+        result = unfold_json(restore(folded, back, on_progress=watch.progress, **options))
     if as_json:
-        write_json(found)
+        write_json(result)
     elif not quiet:
-        write_unfold(found)
+        write_unfold(result)
 
 
 @help.command()
@@ -394,8 +394,8 @@ def export(
     size. Needs the packages onnx and onnxscript, and onnxruntime to verify.
     """
     if not options["verify"] and (options["against"] or options["max_ratio"]):
-        what = "--against" if options["against"] else "--max-ratio"
-        raise click.UsageError(f"{what} needs the check; drop --no-verify.")
+        option = "--against" if options["against"] else "--max-ratio"
+        raise click.UsageError(f"{option} needs the check; drop --no-verify.")
     from enjoyln_cli.cli.progress import watch_job
     from enjoyln_cli.onnx_export.requirements import require_export
 
@@ -407,8 +407,8 @@ def export(
         from enjoyln_cli.cli.console import write_export, write_json  # takes seconds
 
         hub = access_keywords(opening.pop("access"))
-        found = write_onnx(out, file, on_event=watch.event, **options, **opening, **hub)
+        exported = write_onnx(out, file, on_event=watch.event, **options, **opening, **hub)
     if as_json:
-        write_json(found.to_json())
+        write_json(exported.to_json())
     elif not quiet:
-        write_export(found)
+        write_export(exported)

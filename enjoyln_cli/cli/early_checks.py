@@ -45,9 +45,9 @@ def require_one_source(data: Mapping[str, Any], samples: Any = None) -> None:
     """Refuse inputs from two sources."""
     sources = {"--text": data["text"], "--image": data["images"], "--audio": data["audio"]}
     sources |= {"--tokens": data["tokens"], "--samples with a file": isinstance(samples, Path)}
-    given = [name for name, value in sources.items() if value]
-    if len(given) > 1:
-        raise click.UsageError(f"{given[0]} and {given[1]} cannot be combined.")
+    passed = [name for name, value in sources.items() if value]
+    if len(passed) > 1:
+        raise click.UsageError(f"{passed[0]} and {passed[1]} cannot be combined.")
 
 
 def require_choice(

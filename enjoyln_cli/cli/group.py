@@ -110,9 +110,9 @@ class Commands(click.Group):
 
         Click ends with status 1 if the reader of the output has gone away.
         """
-        found = super().invoke(ctx)
+        result = super().invoke(ctx)
         sys.stdout.flush()
-        return found
+        return result
 
 
 def explain(error: Exception) -> str:

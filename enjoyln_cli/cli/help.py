@@ -102,8 +102,8 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Refuse NUL characters, which no shell passes on, and which no name of a file has."""
-        if found := next((text for text in args if "\0" in text), None):
-            raise click.UsageError(f"{found!r} contains a NUL character; leave it out", ctx)
+        if argument := next((text for text in args if "\0" in text), None):
+            raise click.UsageError(f"{argument!r} contains a NUL character; leave it out", ctx)
         return super().parse_args(ctx, args)
 
     def get_short_help_str(self, limit: int = 0) -> str:
@@ -145,7 +145,7 @@ def folders(
 
 def completion_script(command: click.Command, shell: str, name: str) -> str:
     """The script with which a shell completes ``command``, called ``name``."""
-    found = get_completion_class(shell)
-    if found is None:
+    completion = get_completion_class(shell)
+    if completion is None:
         raise click.UsageError(f"there is no completion for {shell}; choose {', '.join(SHELLS)}.")
-    return found(command, {}, name, f"_{name}_COMPLETE".upper()).source()
+    return completion(command, {}, name, f"_{name}_COMPLETE".upper()).source()

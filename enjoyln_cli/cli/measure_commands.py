@@ -78,22 +78,22 @@ def verify(
         require_folded(out)
     with watch_job(quiet or as_json, f"verifying {out}") as watch:
         if is_quantised:
-            found: Any = _verify_quantised(out, data, opening, options["against"])
+            result: Any = _verify_quantised(out, data, opening, options["against"])
         else:
             from enjoyln_cli import verify as check  # takes seconds
 
             listeners: Options = {"on_event": watch.event, "on_progress": watch.seconds}
             hub = access_keywords(opening.pop("access"))
-            found = check(out, **data, **listeners, **options, **opening, **hub)
+            result = check(out, **data, **listeners, **options, **opening, **hub)
     from enjoyln_cli.cli.console import write_json, write_quantised_check, write_verification
 
     if as_json:
-        write_json(found.to_json())
+        write_json(result.to_json())
     elif not quiet:
-        (write_quantised_check if is_quantised else write_verification)(found)
-    elif not found.passed:
-        complain(found.summary)
-    if not found.passed:
+        (write_quantised_check if is_quantised else write_verification)(result)
+    elif not result.passed:
+        complain(result.summary)
+    if not result.passed:
         raise click.exceptions.Exit(1)
 
 
@@ -102,9 +102,9 @@ def _verify_quantised(out: Path, data: Options, opening: Options, against: str |
     from enjoyln_cli.conversion.inspect import Opening
     from enjoyln_cli.quantisation.written_result import verify_quantised
 
-    own = require_data(read_user_data(**data))
+    user_data = require_data(read_user_data(**data))
     chosen = Opening(**opening) if against or opening["revision"] else None
-    return verify_quantised(out, own, against=against, opening=chosen)
+    return verify_quantised(out, user_data, against=against, opening=chosen)
 
 
 @help.command()
@@ -151,13 +151,13 @@ def bench(
         listeners: Options = {"on_event": watch.event, "on_progress": watch.seconds}
         hub = access_keywords(opening.pop("access"))
         sizes = BenchOptions(**asked)
-        found = measure(
+        result = measure(
             out, options=sizes, dtype=run_dtype, **listeners, **options, **opening, **hub
         )
     if as_json:
-        write_json(found.to_json())
+        write_json(result.to_json())
     elif not quiet:
-        write_bench(found)
+        write_bench(result)
 
 
 @help.command()

@@ -17,16 +17,16 @@ from enjoyln_cli.cli.options import FOLDER, Options, json_option, push_options, 
 from enjoyln_cli.errors import EnjoyLNError
 
 
-def ask(what: str, yes: bool) -> None:
+def ask(upload: str, yes: bool) -> None:
     """Ask the user to confirm a push; without a terminal, require ``--yes``."""
     if yes:
         return
     if not sys.stdin.isatty():
         raise click.UsageError(
-            f"would push {what}; pass --yes to confirm, since there is no terminal to ask on"
+            f"would push {upload}; pass --yes to confirm, since there is no terminal to ask on"
         )
     try:
-        click.confirm(f"Push {what}?", abort=True, err=True)
+        click.confirm(f"Push {upload}?", abort=True, err=True)
     except click.Abort as error:
         if isinstance(error.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from error

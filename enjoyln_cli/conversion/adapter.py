@@ -114,9 +114,9 @@ def edit_adapter(folder: str | Path, plan: Plan, original: Subject) -> Adapter:
         base.require_fit(where, out, a, b)
         rows, columns = _along(edit, out, 0), _along(edit, 1 - out, 1)
 
-        def change(x: torch.Tensor, part: Edit) -> torch.Tensor:
-            values = read_edit_inputs(part, base.read)
-            return apply_edit(x.double(), part, values).to(x.dtype)
+        def change(x: torch.Tensor, along: Edit) -> torch.Tensor:
+            values = read_edit_inputs(along, base.read)
+            return apply_edit(x.double(), along, values).to(x.dtype)
 
         edited[parts["lora_B.weight"]] = change(b, rows)
         edited[parts["lora_A.weight"]] = change(a, columns)
@@ -262,7 +262,7 @@ class EditedBase:
         self.edits = edits_of(plan, held=True)
         self.checkpoint = original.checkpoint
         self.stored = {w.scale.parameter: w.scale.tensor for w in plan.edited_tensors if w.scale}
-        self.stored |= {one.parameter: one.tensor for norm in plan.merged for one in norm.names}
+        self.stored |= {name.parameter: name.tensor for norm in plan.merged for name in norm.names}
         self.biases = {
             reader.weight.parameter.rpartition(".")[0]: (f"{norm.norm}.bias", reader)
             for norm in plan.merged

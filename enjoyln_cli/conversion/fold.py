@@ -70,12 +70,12 @@ class PreparedFold:
     def with_plan(self, plan: Plan) -> PreparedFold:
         """The same, with a plan that turns by other matrices."""
         matrix = MATRIX_FILE if any(basis.given for basis in plan.turned) else ""
-        options, asked = (
-            replace(each, seed=plan.seed, matrix=matrix)
-            for each in (self.options, self.opening.options)
+        options, user_options = (
+            replace(before, seed=plan.seed, matrix=matrix)
+            for before in (self.options, self.opening.options)
         )
         return replace(
-            self, plan=plan, options=options, opening=replace(self.opening, options=asked)
+            self, plan=plan, options=options, opening=replace(self.opening, options=user_options)
         )
 
     def bytes_to_write(self, dtype: torch.dtype | None = None) -> int:
@@ -121,12 +121,12 @@ def prepare(
 
     subject = open_unfolded(str(model), opening, require_place)
     config, checkpoint = subject.config, subject.checkpoint
-    asked = None if opening.recipe is None else load_recipe(opening.recipe)
+    recipe = None if opening.recipe is None else load_recipe(opening.recipe)
     model_class, outputs = opening.model_class, opening.outputs
-    outputs = outputs or (asked.outputs if asked else ())
+    outputs = outputs or (recipe.outputs if recipe else ())
     options = opening.options
-    if asked is not None and opening.recipe is not None:
-        options = _with_options_of(asked, Path(opening.recipe), options)
+    if recipe is not None and opening.recipe is not None:
+        options = _with_options_of(recipe, Path(opening.recipe), options)
     kind = config.model_type
     folding, turning = f"the LayerNorms of {kind} that can be converted", f"what can turn in {kind}"
     event("stage", f"finding {folding if options.fold else turning}")
@@ -138,7 +138,7 @@ def prepare(
         options=options,
         example_calls=opening.example_calls,
     )
-    plan = follow(asked, analysis.plan, config=config) if asked else analysis.plan
+    plan = follow(recipe, analysis.plan, config=config) if recipe else analysis.plan
     if options.matrix:
         plan = give_matrices(plan, Path(options.matrix))
         options = replace(options, matrix=MATRIX_FILE)
@@ -178,12 +178,12 @@ def _why_another_class(plan: Plan, unproven: Sequence[str], is_chosen: bool) -> 
     )
 
 
-def _with_options_of(asked: Recipe, path: Path, options: Options) -> Options:
+def _with_options_of(recipe: Recipe, path: Path, options: Options) -> Options:
     """``options`` with those of the recipe at ``path``: all of them if none is set.
 
     If a rotation is asked for without a seed or a matrix, the recipe's are taken.
     """
-    recipe_options = asked.options
+    recipe_options = recipe.options
     if recipe_options.matrix:
         recipe_options = replace(recipe_options, matrix=str(path.parent / recipe_options.matrix))
     if options == PLAIN:

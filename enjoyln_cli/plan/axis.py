@@ -180,7 +180,7 @@ def _within(
             if into[dim] % block == 0:
                 return Axis(dim, 0, into[dim] // block, axis.size, inner)
         elif _product([into[d] for d in target if d < dim]) == 1:
-            found = Axis(dim, first // step, length // (step * block), axis.size, inner)
-            if found.length * step == length and found.stop <= into[dim] and first % step == 0:
-                return found
+            groups = Axis(dim, first // step, length // (step * block), axis.size, inner)
+            if groups.length * step == length and groups.stop <= into[dim] and first % step == 0:
+                return groups
     return None

@@ -39,7 +39,7 @@ def is_same_argument(accepted: Container[str]) -> bool:
 def returned_cache(result: Any) -> Any:
     """The cache in what a model returned; ``None`` if it returned none."""
     if isinstance(result, Mapping):  # also for transformers' outputs, where attributes may warn
-        found = dict(result.items())
-        return next((found[name] for name in NAMES if found.get(name) is not None), None)
+        outputs = dict(result.items())
+        return next((outputs[name] for name in NAMES if outputs.get(name) is not None), None)
     values = (getattr(result, name, None) for name in NAMES)
     return next((value for value in values if value is not None), None)

@@ -325,7 +325,7 @@ def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
     are not copied, since there each is a parameter of its own already.
     """
     edits: dict[str, Edit] = {}
-    copies = {} if held else {one.tensor: one.stored for one in plan.untied}
+    copies = {} if held else {copy.tensor: copy.stored for copy in plan.untied}
 
     def add(tensor: EditedTensor, rotation: Rotation | None) -> None:
         name = tensor.parameter if held else tensor.tensor
@@ -341,8 +341,8 @@ def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
             edits[scale] = Edit(fill=1.0)
         if tensor.baked:
             weight, bias = (
-                one.parameter if held else one.tensor
-                for one in (tensor.baked.weight, tensor.baked.bias)
+                named.parameter if held else named.tensor
+                for named in (tensor.baked.weight, tensor.baked.bias)
             )
             bake = Bake(copies.get(name, name), weight, bias, tensor.baked.eps)
             edit = replace(edit, bake=bake)

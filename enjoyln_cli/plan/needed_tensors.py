@@ -37,14 +37,15 @@ class NeededTensor:
 
 def needed_tensors(plan: Plan) -> Iterator[NeededTensor]:
     """The tensors of ``plan``; those that become copies of others are taken from these."""
-    copies = {one.tensor: one.stored for one in plan.untied}
+    copies = {copy.tensor: copy.stored for copy in plan.untied}
     for copy in plan.untied:
         yield NeededTensor(copy.source, copy.stored, copy.shape)
     for w in plan.edited_tensors:
         stored = copies.get(w.tensor, w.tensor)
         yield NeededTensor(w.parameter, stored, w.shape, is_converted=w.held is not None)
-    for named in (one for norm in plan.baked.values() for one in (norm.weight, norm.bias)):
-        yield NeededTensor(named.parameter, named.tensor)
+    for norm in plan.baked.values():
+        for named in (norm.weight, norm.bias):
+            yield NeededTensor(named.parameter, named.tensor)
     for mlp in plan.widened:
         for part in mlp.parts:
             yield NeededTensor(part.parameter, part.tensor, sizes={part.dim: mlp.size})
@@ -58,9 +59,9 @@ def require_fit(edits: Mapping[str, Edit], shapes: Mapping[str, tuple[int, ...]]
     ``shapes`` are those of the tensors before the edits.
     """
 
-    def shape_of(name: str, what: str) -> tuple[int, ...]:
+    def shape_of(name: str, purpose: str) -> tuple[int, ...]:
         if name not in shapes:
-            raise ValueError(f"{name}: {what}, but no such tensor is stored")
+            raise ValueError(f"{name}: {purpose}, but no such tensor is stored")
         return shapes[name]
 
     for name, edit in edits.items():

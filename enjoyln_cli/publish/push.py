@@ -109,12 +109,12 @@ def write_card(
 
     data, text = _parse_card(out / CARD_FILE)
     checked = section(out, source.folder, final.name, plan.classes)
-    made = ModelCard.from_template(
+    written = ModelCard.from_template(
         ModelCardData(**card.metadata(data, source, out, folds=bool(plan.folded))),
         template_str=card.template("card"),
         **card.values(plan, source, final, options, text, checked),
     )
-    write_whole(out / CARD_FILE, f"{made}\n")
+    write_whole(out / CARD_FILE, f"{written}\n")
 
 
 def section(root: Path, folder: str, place: str, names: Sequence[str], complaint: str = "") -> str:
@@ -171,8 +171,8 @@ def publishing_objection(result: Source) -> str:
         "was added after": {*here} - {*digests},
     }
     return "; ".join(
-        f"{name} {what} its verification"
-        for what, names in differences.items()
+        f"{name} {change} its verification"
+        for change, names in differences.items()
         for name in sorted(names)
     )
 

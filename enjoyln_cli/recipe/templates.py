@@ -85,8 +85,8 @@ def names_of(template: str, layers: Mapping[str, int]) -> Iterator[tuple[str, di
         return
     prefix = template[: match.start()].rstrip(".")
     for number in range(layers.get(prefix, 0)):
-        rest = template[: match.start()] + str(number) + template[match.end() :]
-        for name, numbers in names_of(rest, layers):
+        filled = template[: match.start()] + str(number) + template[match.end() :]
+        for name, numbers in names_of(filled, layers):
             yield name, {match[1]: number} | numbers
 
 

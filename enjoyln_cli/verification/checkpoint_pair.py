@@ -70,9 +70,9 @@ class CheckpointPair:
         if room is None:
             return None
         total = sum(sizes.values()) * dtype.itemsize
-        what = f"{size(total)} in {str(dtype).removeprefix('torch.')}"
+        weights = f"{size(total)} in {str(dtype).removeprefix('torch.')}"
         resident = f"{size(min(room, total))} of it stay in memory"
-        self.event("stage", f"reading weights from disk as layers run: {what}, {resident}")
+        self.event("stage", f"reading weights from disk as layers run: {weights}, {resident}")
         return Offload(self.folder, room)
 
     def run(self, model: Any, batch: Batch) -> dict[str, torch.Tensor]:

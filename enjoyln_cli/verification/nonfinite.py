@@ -77,8 +77,8 @@ def failure(outputs: Mapping[str, str], original: Checkpoint, meant: bool) -> st
     wrong = {name: kind for name, kind in outputs.items() if weights or kind != "inf"}
     if not wrong:
         return None
-    what = "NaN" if "nan" in wrong.values() else "infinity"
-    text = f"cannot compare {', '.join(wrong)}: the original returns {what}"
+    value = "NaN" if "nan" in wrong.values() else "infinity"
+    text = f"cannot compare {', '.join(wrong)}: the original returns {value}"
     if not weights:
         return f"{text}; its weights are finite, so check its config.json"
     more = f" and {len(weights) - MOST_NAMED} more" if len(weights) > MOST_NAMED else ""

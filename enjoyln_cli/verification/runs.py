@@ -264,22 +264,22 @@ def _tell_limit(pair: CheckpointPair, examples: Examples, pace: Pace) -> None:
     if math.isinf(pace.clock.limit) or planned >= examples.full:
         return
     within = duration(pace.clock.limit)
-    some = f"running up to {planned} of {examples.full} {examples.kind} within {within}"
+    message = f"running up to {planned} of {examples.full} {examples.kind} within {within}"
     if pace.share <= 0:
-        some = f"{within} is too short to load the models: running {planned} of {examples.full}"
-    pair.event("stage", some)
+        message = f"{within} is too short to load the models: running {planned} of {examples.full}"
+    pair.event("stage", message)
 
 
 def _measurement(pair: CheckpointPair, results: Results, examples: Examples) -> Measurement:
     """The errors over the batches that every run had time for; the identity over all it ran."""
     count = min(map(len, results.distances.values()))
-    measured = {name: pool_distances(each[:count]) for name, each in results.distances.items()}
+    measured = {name: pool_distances(run[:count]) for name, run in results.distances.items()}
     if pair.dtype == torch.float64:
         measured["original"] = {
             name: distance.times(FLOAT64_OVER_FLOAT32)
             for name, distance in measured["original"].items()
         }
-    errors = {name: largest(relative(each)) for name, each in measured.items()}
+    errors = {name: largest(relative(pooled)) for name, pooled in measured.items()}
     rounding = measured["original"]
     runtime, stock = (ratios(measured[name], rounding, pair.dtype) for name in ("runtime", "stock"))
     at_runtime, in_stock = worst(runtime), worst(stock)

@@ -47,12 +47,12 @@ def check_tensors(
     Returns the mean that remains in each centred tensor, relative to its rms, and the failures as
     sentences. The list is empty if every tensor is right.
     """
-    made = {name: Edit() for name in original.tensors} | dict(edits)
-    names = sorted(set(made) ^ set(folded.tensors))
+    all_edits = {name: Edit() for name in original.tensors} | dict(edits)
+    names = sorted(set(all_edits) ^ set(folded.tensors))
     failures = [f"{name} is stored in one of the two checkpoints only" for name in names[:3]]
     drift: dict[str, float] = {}
     wrong: list[str] = []
-    for name, edit in made.items():
+    for name, edit in all_edits.items():
         if name not in folded.tensors or (edit.source or name) not in original.tensors:
             continue
         old, new = read_tensor(original, edit.source or name), read_tensor(folded, name)
@@ -117,7 +117,7 @@ def _is_edited(original: Checkpoint, edit: Edit, old: torch.Tensor, new: torch.T
     edit = replace(edit, append=None)
     values = read_edit_inputs(edit, lambda other: read_tensor(original, other))
     sizes = _absolute(edit, values, lambda other: read_tensor(original, other))
-    terms = 1 + sum(original.tensors[one.matrix].shape[one.dim] for one in edit.plus)
+    terms = 1 + sum(original.tensors[product.matrix].shape[product.dim] for product in edit.plus)
     terms += sum(old.shape[dim] for dim in edit.mixed_dims)
     return all(
         _is_rounded(
@@ -137,7 +137,7 @@ def _absolute(edit: Edit, values: EditInputs, read: Callable[[str], torch.Tensor
 
     plus = read_edit_inputs(Edit(plus=edit.plus), lambda name: read(name).abs()).plus
     scale = None if values.scale is None else values.scale.abs()
-    return replace(values, times=tuple(one.abs() for one in values.times), plus=plus, scale=scale)
+    return replace(values, times=tuple(map(torch.abs, values.times)), plus=plus, scale=scale)
 
 
 def _is_rounded(

@@ -111,19 +111,19 @@ class Verification(Measurement):
     @property
     def summary(self) -> str:
         """The verdict and its main numbers, in one line."""
-        what = f", in the outputs {', '.join(self.outputs)}" if self.outputs else ""
+        scope = f", in the outputs {', '.join(self.outputs)}" if self.outputs else ""
         if (many := self.blocks_checked) is not None:
-            what += ", first block only" if many == 1 else f", first {many} blocks only"
-        what += f", on {self.count}" if self.is_partial else ""
+            scope += ", first block only" if many == 1 else f", first {many} blocks only"
+        scope += f", on {self.count}" if self.is_partial else ""
         if not self.passed:
-            return f"not verified{what}: {'; '.join(self.failures)}"
+            return f"not verified{scope}: {'; '.join(self.failures)}"
         few = "checked on one input only: " if self.rows == 1 else ""
         error = f"error {self.ratio:.2f} x the original's own"
         if not self.undecided_outputs:
-            return f"{few}same outputs up to {self.compute_dtype} rounding ({error}){what}"
+            return f"{few}same outputs up to {self.compute_dtype} rounding ({error}){scope}"
         names = ", ".join(self.undecided_outputs)
         return (
-            f"{few}same function in float64 (identity error {self.identity_error:.1e}){what}; too "
+            f"{few}same function in float64 (identity error {self.identity_error:.1e}){scope}; too "
             f"few inputs to judge the {self.compute_dtype} rounding of {names} ({error})"
         )
 
