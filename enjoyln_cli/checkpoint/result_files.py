@@ -16,8 +16,6 @@ FILE = "original.safetensors"
 """In ``FOLDER``: the data needed to restore the original (see ``archive``)."""
 MATRIX_FILE = f"{FOLDER}/rotation.safetensors"
 """The matrices of a rotation that the user gave."""
-ADAPTER_FOLDER = "adapter"
-"""Where an adapter of the original lies, edited for the result."""
 ADAPTER_CONFIG = "adapter_config.json"
 REPORTS = (VERIFY_FILE, BENCH_FILE, CARD_FILE)
 """Files that describe a result. They may change without invalidating its verification."""

@@ -109,6 +109,14 @@ model_options = all_of(
 """MODEL, OUT, and the options for what is proven about MODEL."""
 
 
+like_option = click.option(
+    "--like",
+    type=OLD_FOLDER,
+    metavar="RESULT",
+    help="MODEL is a LoRA adapter, a prompt or a draft: edit it as its base model was for RESULT.",
+)
+
+
 @help.command()
 @model_options
 @plan_options
@@ -117,16 +125,14 @@ model_options = all_of(
     is_flag=True,
     help="Save the data that `enjoyln unfold` needs to restore MODEL exactly.",
 )
-@click.option(
-    "--adapter",
-    type=OLD_FOLDER,
-    metavar="DIR",
-    help="Also edit this LoRA adapter of MODEL, into OUT/adapter.",
-)
+@like_option
 @conversion_options
-def fold(**options: Any) -> None:
+def fold(opening: Options, like: Path | None, **options: Any) -> None:
     """Convert MODEL into the new directory OUT and verify the result."""
-    _convert(choice={}, **options)
+    if like is not None:
+        _edit_like(like, opening, **options)
+        return
+    _convert(opening=opening, choice={}, **options)
 
 
 @help.command()
@@ -150,12 +156,7 @@ def fold(**options: Any) -> None:
     type=click.Choice(list(SIMULATED)),
     help="The rounding that --search and --learn simulate: bits of weights and inputs.",
 )
-@click.option(
-    "--like",
-    type=OLD_FOLDER,
-    metavar="RESULT",
-    help="MODEL is a LoRA adapter, a prompt or a draft: edit it as its base model was for RESULT.",
-)
+@like_option
 @data_options
 @conversion_options
 def rotate(
@@ -179,7 +180,7 @@ def rotate(
     if like is not None:
         _edit_like(like, opening, **options)
         return
-    _convert(opening=opening, keep_means=False, adapter=None, choice=choice, **options)
+    _convert(opening=opening, keep_means=False, choice=choice, **options)
 
 
 def _edit_like(
@@ -221,12 +222,6 @@ def _convert(
         raise click.UsageError("--keep-means cannot be combined with --dtype.")
     if options["keep_means"] and options["opening"]["options"]["rotate"]:
         raise click.UsageError("--keep-means cannot be combined with --rotate.")
-    for name, is_given in (
-        ("--keep-means", options["keep_means"]),
-        ("--stream", options["opening"]["stream"]),
-    ):
-        if options["adapter"] and is_given:
-            raise click.UsageError(f"--adapter cannot be combined with {name}.")
     if not options["repo_id"]:
         refuse_push_options(options)
     if options["opening"]["stream"]:
@@ -255,7 +250,7 @@ def _convert(
 
     watching = watch_job(not chatty, f"opening {model}")
     with watching as watch, processes.join_group(watch.event) as us:
-        from enjoyln_cli.conversion.fold import adapter_for, as_dtype, prepare, write
+        from enjoyln_cli.conversion.fold import as_dtype, prepare, write
         from enjoyln_cli.conversion.results import fold_json
         from enjoyln_cli.report.model_report import ModelReport
         from enjoyln_cli.rewrite.directory import WriteOptions  # takes seconds
@@ -270,7 +265,6 @@ def _convert(
         if choice:
             chosen = _choose(ready, data, out, watch, options["samples"], writing.resume, **choice)
             ready = ready.with_plan(chosen.plan)
-        options["adapter"] = adapter_for(ready, options["adapter"])
         listeners: Options = {"on_event": watch.event, "on_progress": watch.progress}
         listeners |= {"on_check": watch.seconds, "team": us}
         result = write(ready, out, writing, data=data, **listeners, **options) if out else None

@@ -18,11 +18,11 @@ from enjoyln_cli.analysis.suggest import better, suggestions
 from enjoyln_cli.checkpoint.access import HubAccess, access_keywords
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.reader import Subject
-from enjoyln_cli.checkpoint.result_files import ADAPTER_FOLDER, MATRIX_FILE
+from enjoyln_cli.checkpoint.result_files import MATRIX_FILE
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.clock import Progress
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
-from enjoyln_cli.errors import NothingToFold, OutputError
+from enjoyln_cli.errors import NothingToFold
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, count_finished, work_of
 from enjoyln_cli.plan.edits import edits_of
@@ -40,7 +40,6 @@ from enjoyln_cli.text import counted
 if TYPE_CHECKING:
     from enjoyln_cli.analysis.analyze import Analysis
     from enjoyln_cli.calls.calls import ExampleCalls
-    from enjoyln_cli.conversion.adapter import Adapter
     from enjoyln_cli.plan.plan import Plan
     from enjoyln_cli.recipe.model import Recipe
     from enjoyln_cli.verification.verify import Verification
@@ -205,13 +204,11 @@ def write(
     on_event: Event | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     on_check: Progress = lambda done, total: None,
-    adapter: Adapter | None = None,
     team: ProcessGroup = ALONE,
 ) -> FoldResult:
     """Carry out the plan of ``prepare`` (see ``convert``). All processes of ``team`` call this.
 
-    ``adapter`` is what ``adapter_for`` returned for it. ``data`` are inputs to check it on:
-    ``text``, ``images``, ``audio`` or ``tokens`` of ``verify``.
+    ``data`` are inputs to check it on: ``text``, ``images``, ``audio`` or ``tokens`` of ``verify``.
     """
     from enjoyln_cli.comparison.user_data import read_user_data, seconds_of
 
@@ -221,15 +218,7 @@ def write(
     read_user_data(samples=samples, **data)  # before anything is written
     seconds_of(seconds)
 
-    final = Path(out).expanduser().absolute()
-
-    def add_adapter(folded: Path) -> None:
-        if adapter is not None:
-            inside = source.folder
-            adapter.write(folded / inside / ADAPTER_FOLDER, str(final / inside))
-
     def check(folded: Path) -> Verification:
-        add_adapter(folded)
         from enjoyln_cli.verification.verify import verify as measure
 
         event("stage", "verifying")
@@ -251,14 +240,12 @@ def write(
 
         names = ("dtype", "max_shard_size", "keep_means", "allow_nonfinite")
         writing = {name: getattr(options, name) for name in names} | {"no_verify": not verify}
-        if not verify:
-            add_adapter(folded)
+        final = Path(out).expanduser().absolute()
         write_card(folded, ready.plan, source, {**ready.opening.asked, **writing}, final)
 
     left = count_finished(work_of(Path(out))) if options.resume else 0
     before = f", {counted(left, 'file')} finished by an earlier run" if left else ""
-    beside = f" and {Path(out, source.folder, ADAPTER_FOLDER)}" if adapter else ""
-    event("stage", f"writing {out}{beside}{before}")
+    event("stage", f"writing {out}{before}")
     return fold_checkpoint(
         ready.subject.checkpoint,
         ready.plan,
@@ -270,21 +257,6 @@ def write(
         finish=finish,
         team=team,
     )
-
-
-def adapter_for(ready: PreparedFold, folder: str | Path | None) -> Adapter | None:
-    """The PEFT adapter in ``folder``, edited for the result of ``write`` (see ``edit_adapter``)."""
-    from enjoyln_cli.conversion.adapter import edit_adapter
-
-    if folder is None:
-        return None
-    source = ready.subject.source
-    if (source.path / ADAPTER_FOLDER).exists():
-        raise OutputError(
-            f"{source.model} has a folder {ADAPTER_FOLDER} of its own, where the edited one "
-            "would go; move that folder away"
-        )
-    return edit_adapter(folder, ready.plan, ready.subject)
 
 
 def convert(
@@ -311,7 +283,6 @@ def convert(
     keep_means: bool = False,
     allow_nonfinite: bool = False,
     stream: bool = False,
-    adapter: str | Path | None = None,
     samples: int | str | Path | None = None,
     seconds: float | None = CHECK_SECONDS,
     on_check: Progress = lambda done, total: None,
@@ -337,9 +308,6 @@ def convert(
     * ``stream`` fetches the weight files from the Hub one by one. Each is folded, and deleted from
       the cache unless it was there before. Nothing is verified, since that needs the whole
       original.
-    * ``adapter`` is the directory of a PEFT LoRA adapter for ``model``. It is edited so that it
-      does the same on the result, and written to the folder ``adapter`` in ``out``. An adapter that
-      does more than add to weights is refused, and so are ``stream`` and ``keep_means`` with it.
 
     With ``verify``, a result that does not compute the original function is deleted, and
     ``VerificationFailed`` is raised. ``samples`` and ``seconds`` are those of ``verify``. The check
@@ -366,8 +334,6 @@ def convert(
         stream=stream,
         example_calls=example_calls,
     )
-    if adapter is not None and (stream or keep_means):
-        raise OutputError("adapter cannot be combined with stream or keep_means")
     ready = prepare(model, out, opening, force=force, resume=resume, on_event=on_event)
     write_options = WriteOptions(
         dtype=as_dtype(dtype),
@@ -388,7 +354,6 @@ def convert(
         on_event=on_event,
         on_progress=on_progress,
         on_check=on_check,
-        adapter=adapter_for(ready, adapter),
     )
 
 

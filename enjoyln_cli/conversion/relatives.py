@@ -1,4 +1,4 @@
-"""Edit what was trained beside a model as the model was edited for a result (``rotate --like``)."""
+"""Edit what was trained beside a model as the model was edited for a result (``--like``)."""
 
 from __future__ import annotations
 

@@ -27,8 +27,6 @@ from enjoyln_cli.checkpoint.config import raw_config
 from enjoyln_cli.checkpoint.file_roles import CONFIG, is_housekeeping
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.checkpoint.result_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_FOLDER,
     BENCH_FILE,
     CARD_FILE,
     VERIFY_FILE,
@@ -226,9 +224,6 @@ def published_paths(result: Source, marked: str) -> dict[str, list[str]]:
     sources = {CONFIG: marked}
     for name in (VERIFY_FILE, BENCH_FILE):
         sources[name] = str(card.read_json(result.path / name).get("source", ""))
-    adapter = f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}"
-    base = card.read_json(result.path / adapter).get("base_model_name_or_path")
-    sources[adapter] = str(base or "")
     names_of: dict[str, list[str]] = {}
     for name, path in sources.items():
         if os.path.isabs(path) or path.startswith((".", "~")):  # never the case for a Hub id

@@ -113,7 +113,7 @@ NOT_FOLDED = f"error: {GPT2} was not folded: its config.json has no enjoyln entr
         (["verify", GPT2, "--text", "none.txt"], "Usage: "),
         (["fold", GPT2, "-o", "new", "--recipe", "none.yaml"], "Usage: "),
         (["rotate", GPT2, "-o", "new", "--matrix", "none.pt"], "Usage: "),
-        (["fold", GPT2, "-o", "new", "--adapter", "none"], "Usage: "),
+        (["fold", GPT2, "-o", "new", "--like", "none"], "Usage: "),
         (["fold", GPT2, "-o", "new", "--samples", "none.txt"], "Usage: "),
         (["bench", GPT2, "--original", "no/such/model"], "error: there is no directory"),
         ([*ONNX, "none/a.onnx"], "error: {here}/none/a.onnx cannot be written"),

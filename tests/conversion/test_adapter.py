@@ -13,18 +13,17 @@ import torch
 import transformers
 from commands import enjoyln, good, refused
 from safetensors.torch import load_file, save_file
+from stored_files import stored_plan
 from tiny_models import BERT, GPT2, PHI, live
 
 from enjoyln_cli import Options, fold, from_pretrained
-from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.conversion.relatives import edit_like
 from enjoyln_cli.errors import (
     BadCheckpoint,
     EnjoyLNError,
     ModelNotFound,
-    OutputError,
     UnsupportedModel,
 )
-from enjoyln_cli.publish.push import published_paths
 from enjoyln_cli.runtime.modules import Folded
 
 peft = pytest.importorskip("peft")
@@ -87,6 +86,14 @@ def largest(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
+def fold_both(base: Path, adapter: Path, into: Path, **options: Any) -> tuple[Path, Path]:
+    """Fold ``base``, and edit ``adapter`` for the result: the directories of both."""
+    out, edited = into / "out", into / "edited"
+    fold(base, out, verify=False, force=True, **options)
+    edit_like(adapter, out, edited)
+    return out, edited
+
+
 WAYS = [
     ("phi", {"merge": "affine"}),
     ("phi", {"merge": "bias"}),
@@ -108,21 +115,21 @@ def test_an_adapter_does_the_same_on_the_folded_base(
     tmp_path: Path,
 ) -> None:
     exact = first_output(peft.PeftModel.from_pretrained(load(bases[name]), adapters[name]).eval())
-    out = tmp_path / "out"
-    fold(bases[name], out, options=Options(**options), adapter=adapters[name], verify=False)
+    ways = Options(**options)
+    out, edited = fold_both(bases[name], adapters[name], tmp_path, options=ways)
 
     model = from_pretrained(out, dtype=torch.float64)
     own = first_output(model)
-    tuned = peft.PeftModel.from_pretrained(model, out / "adapter").eval()
+    tuned = peft.PeftModel.from_pretrained(model, edited).eval()
     assert largest(first_output(tuned), exact) < 1e-12
     norms = [norm for norm in model.modules() if isinstance(norm, Folded)]
     if name != "bert":  # hidden units that subtract a mean have to be without an adapter
         assert norms and not any(norm.shifted for norm in norms)
     assert largest(own, exact) > 1e-2
 
-    stock = peft.PeftModel.from_pretrained(load(out), out / "adapter").eval()
+    stock = peft.PeftModel.from_pretrained(load(out), edited).eval()
     assert largest(first_output(stock), exact) < 1e-12
-    settings = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    settings = json.loads((edited / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(out)
     assert settings["lora_bias"] is ("merge" in options)
     if "merge" in options or "rotate" in options:  # as it was before the fold, it is wrong
@@ -135,14 +142,13 @@ def test_an_adapter_with_biases_and_whole_modules(bases: dict[str, Path], tmp_pa
     given = {"lora_bias": True, "target_modules": ["q_proj", "dense"]}
     model = adapted(load(bases["phi"]), **given, modules_to_save=["fc1", "fc2"])
     model.save_pretrained(tmp_path / "adapter")
-    out = tmp_path / "out"
-    options = Options(merge="bias")
+    merging = Options(merge="bias")
     with pytest.raises(UnsupportedModel, match=r"mlp.fc1.bias: the adapter has its own values"):
-        fold(bases["phi"], out, adapter=tmp_path / "adapter", options=options, verify=False)
-    fold(bases["phi"], out, adapter=tmp_path / "adapter", verify=False)
-    tuned = peft.PeftModel.from_pretrained(load(out), out / "adapter").eval()
+        fold_both(bases["phi"], tmp_path / "adapter", tmp_path, options=merging)
+    out, edited = fold_both(bases["phi"], tmp_path / "adapter", tmp_path)
+    tuned = peft.PeftModel.from_pretrained(load(out), edited).eval()
     assert largest(first_output(tuned), first_output(model)) < 1e-12
-    saved = load_file(out / "adapter" / "adapter_model.safetensors")
+    saved = load_file(edited / "adapter_model.safetensors")
     weight = saved["base_model.model.model.layers.0.mlp.fc2.weight"]
     assert float(weight.mean(0).abs().max() / weight.abs().max()) < 1e-15
 
@@ -154,9 +160,9 @@ def test_an_adapter_with_the_biases_of_all_layers(bases: dict[str, Path], tmp_pa
             if name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter))
     model.save_pretrained(tmp_path / "adapter")
-    fold(bases["phi"], tmp_path / "out", adapter=tmp_path / "adapter", verify=False)
-    base = from_pretrained(tmp_path / "out")
-    tuned = peft.PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").eval()
+    out, edited = fold_both(bases["phi"], tmp_path / "adapter", tmp_path)
+    base = from_pretrained(out)
+    tuned = peft.PeftModel.from_pretrained(base, edited).eval()
     assert largest(first_output(tuned), first_output(model)) < 1e-12
     assert not any(norm.shifted for norm in base.modules() if isinstance(norm, Folded))
 
@@ -166,19 +172,17 @@ def test_an_adapter_on_an_untied_head(bases: dict[str, Path], tmp_path: Path) ->
     """Part of a norm's affine moves into the head, which gets its own weights."""
     model = adapted(load(bases["gpt2"]), target_modules=["lm_head", "c_attn"])
     model.save_pretrained(tmp_path / "adapter")  # PEFT also saves the base weight of the head
-    given: Any = {"adapter": tmp_path / "adapter", "model_class": "GPT2LMHeadModel"}
-    given["options"] = Options(merge="affine", untie=True)
+    how: Any = {"model_class": "GPT2LMHeadModel", "options": Options(merge="affine", untie=True)}
     with pytest.raises(UnsupportedModel, match="lm_head.weight: the adapter has its own values"):
-        fold(bases["gpt2"], tmp_path / "out", **given, verify=False)
+        fold_both(bases["gpt2"], tmp_path / "adapter", tmp_path, **how)
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    found = fold(bases["gpt2"], tmp_path / "out", **given, verify=False)
+    out, edited = fold_both(bases["gpt2"], tmp_path / "adapter", tmp_path, **how)
     assert any(
         reader.weight.parameter == "lm_head.weight"
-        for norm in found.plan.merged
+        for norm in stored_plan(out).merged
         for reader in norm.readers
     )
-    base = from_pretrained(tmp_path / "out")
-    tuned = peft.PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").eval()
+    tuned = peft.PeftModel.from_pretrained(from_pretrained(out), edited).eval()
     assert largest(first_output(tuned), first_output(model)) < 1e-12
 
 
@@ -190,24 +194,11 @@ def test_the_adapter_keeps_its_dtype(
     tensors = load_file(short / "adapter_model.safetensors")
     halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     save_file(halves, short / "adapter_model.safetensors")
-    out = tmp_path / "out"
-    fold(bases["phi"], out, adapter=short, verify=False)
-    edited = load_file(out / "adapter" / "adapter_model.safetensors")
-    assert {tensor.dtype for tensor in edited.values()} == {torch.bfloat16}
-    changed = {name for name, tensor in edited.items() if not torch.equal(tensor, halves[name])}
+    _, edited = fold_both(bases["phi"], short, tmp_path)
+    written = load_file(edited / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    changed = {name for name, tensor in written.items() if not torch.equal(tensor, halves[name])}
     assert changed and all("lora_B" in n and ("dense" in n or "fc2" in n) for n in changed)
-
-
-def test_what_adapters_are_not_combined_with(
-    bases: dict[str, Path], adapters: dict[str, Path], tmp_path: Path
-) -> None:
-    for setting in ({"keep_means": True}, {"stream": True}):
-        with pytest.raises(OutputError, match="cannot be combined"):
-            fold(bases["phi"], tmp_path / "out", adapter=adapters["phi"], **setting)  # type: ignore
-    shutil.copytree(bases["phi"], tmp_path / "phi")
-    shutil.copytree(adapters["phi"], tmp_path / "phi" / "adapter")
-    with pytest.raises(OutputError, match="has a folder adapter of its own"):
-        fold(tmp_path / "phi", tmp_path / "out", adapter=adapters["phi"])
 
 
 SETTINGS = [
@@ -225,7 +216,7 @@ def test_what_does_more_than_add_is_refused(
     setting: dict[str, Any],
     error: type[EnjoyLNError],
     text: str,
-    bases: dict[str, Path],
+    results: dict[str, Path],
     adapters: dict[str, Path],
     tmp_path: Path,
 ) -> None:
@@ -234,51 +225,32 @@ def test_what_does_more_than_add_is_refused(
     config = folder / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **setting}))
     with pytest.raises(error, match=text):
-        fold(bases["phi"], tmp_path / "out", adapter=folder, verify=False)
-    assert not (tmp_path / "out").exists()
+        edit_like(folder, results["folded"], tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow
 def test_adapters_that_do_not_fit_are_refused(
-    bases: dict[str, Path], adapters: dict[str, Path], tmp_path: Path
+    bases: dict[str, Path], adapters: dict[str, Path], results: dict[str, Path], tmp_path: Path
 ) -> None:
-    def refused(base: str, folder: Path, error: type[EnjoyLNError], text: str) -> None:
+    def refused(folder: Path, error: type[EnjoyLNError], text: str) -> None:
         with pytest.raises(error, match=text):
-            fold(bases[base], tmp_path / "out", adapter=folder, verify=False)
+            edit_like(folder, results["folded"], tmp_path / "new")
 
-    refused("gpt2", adapters["phi"], BadCheckpoint, "model.layers.0.*GPT2LMHeadModel has none")
-    refused("phi", tmp_path, ModelNotFound, "has no adapter_config.json")
+    refused(adapters["gpt2"], BadCheckpoint, "transformer.h.0.*PhiForCausalLM has none")
     folder = tmp_path / "adapter"
     shutil.copytree(adapters["phi"], folder)
     tensors = load_file(folder / "adapter_model.safetensors")
     name = next(key for key in tensors if "fc2.lora_B" in key)
     save_file({**tensors, name: tensors[name][1:].clone()}, folder / "adapter_model.safetensors")
-    refused("phi", folder, BadCheckpoint, r"fc2: the adapter has shapes .* do not fit a weight of")
+    refused(folder, BadCheckpoint, r"fc2: the adapter has shapes .* do not fit a weight of")
     (folder / "adapter_model.safetensors").write_bytes(b"12345678{")
-    refused("phi", folder, BadCheckpoint, "cannot be read")
+    refused(folder, BadCheckpoint, "cannot be read")
     (folder / "adapter_model.safetensors").unlink()
-    refused("phi", folder, ModelNotFound, "save the adapter as safetensors")
+    refused(folder, ModelNotFound, "save the adapter as safetensors")
     whole = adapted(load(bases["phi"]), target_modules=["embed_tokens"])
     whole.save_pretrained(tmp_path / "whole")
-    refused("phi", tmp_path / "whole", UnsupportedModel, "embed_tokens: the fold edits this layer")
-
-
-@pytest.mark.slow
-def test_the_command(bases: dict[str, Path], adapters: dict[str, Path], tmp_path: Path) -> None:
-    words = ["fold", str(bases["phi"]), "--adapter", str(adapters["phi"])]
-    found = enjoyln(*words, "--dry-run")
-    assert found.exit_code == 0, found.output
-    found = enjoyln(*words, "-o", str(tmp_path / "out"), "--samples", "2")
-    assert found.exit_code == 0, found.output
-    assert f"writing {tmp_path / 'out'} and {tmp_path / 'out' / 'adapter'}" in found.output
-    report = json.loads((tmp_path / "out" / "enjoyln_verify.json").read_text())
-    assert "adapter/adapter_model.safetensors" in report["sha256"]
-    told = published_paths(open_source(str(tmp_path / "out")), "phi")
-    assert told[str(tmp_path / "out")] == ["adapter/adapter_config.json"]
-    for name in ("--stream", "--keep-means"):
-        found = enjoyln(*words, "-o", str(tmp_path / "two"), name)
-        assert found.exit_code == 2
-        assert f"--adapter cannot be combined with {name}" in found.output
+    refused(tmp_path / "whole", UnsupportedModel, "embed_tokens: the fold edits this layer")
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +276,8 @@ def test_an_adapter_is_edited_like_its_base(
     tmp_path: Path,
 ) -> None:
     exact = first_output(peft.PeftModel.from_pretrained(load(bases["phi"]), adapters["phi"]).eval())
-    good("rotate", adapters["phi"], "--like", results[way], "-o", tmp_path / "new")
+    command = "rotate" if way == "rotated" else "fold"
+    good(command, adapters["phi"], "--like", results[way], "-o", tmp_path / "new")
     tuned = peft.PeftModel.from_pretrained(load(results[way]), tmp_path / "new").eval()
     assert largest(first_output(tuned), exact) < 1e-12
     settings = json.loads((tmp_path / "new" / "adapter_config.json").read_text())
