@@ -93,7 +93,7 @@ def trace_calls(captures: Captures, calls: Iterable[Call]) -> TracedModel:
             continue
         labels.add(call.label)
         for args, kwargs in call.steps:
-            named = {**dict(zip(parameters, args, strict=False)), **kwargs}
+            named = {**dict(zip(parameters, args, strict=False)), **kwargs, **call.flags}
             inputs |= {in_plans(name) for name, value in named.items() if value is not None}
         if len(call.steps) > 1 and (call.cache is not None or call.flags.get("use_cache")):
             inputs.add(CACHE)

@@ -18,9 +18,10 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from enjoyln_cli import analyze, fold
-from enjoyln_cli.analysis.analyze import analyze_calls
+from enjoyln_cli.analysis.analyze import analyze_calls, analyze_config
 from enjoyln_cli.calls.calls import Call, ways_to_call
 from enjoyln_cli.checkpoint.marker import read_marker
+from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.runtime.install import install
 
@@ -158,6 +159,25 @@ def test_an_input_that_no_call_gave_makes_the_norms_compute_layer_norm() -> None
     given = {**calls(original)[0], "encoder_hidden_states": torch.randn(2, 5, 21).double()}
     assert error(converted(original, plan), original, given) <= 1e-12
     assert error(converted(original, plan, guarded=False), original, given) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_switch_of_forward_is_proven_on_and_off() -> None:
+    sizes = {"patch_size": 4, "crop_size": 8, "frames_per_clip": 4, "mlp_ratio": 2}
+    encoder = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+    predictor = {f"pred_{name}": value for name, value in {**encoder, "hidden_size": 26}.items()}
+    config = CONFIG_MAPPING["vjepa2"](**sizes, **encoder, **predictor)
+    original = live("VJEPA2Model", config)
+    # merged norms cannot compute LayerNorm, so a call that is not proven would be refused
+    plan = analyze_config(config, options=Options(fold=False, rotate=True)).plan
+    assert plan.merged
+    video = torch.randn(2, 4, 3, 8, 8, dtype=torch.float64)
+    off = {"pixel_values_videos": video, "skip_predictor": True}
+    result = converted(original, plan)
+    assert error(result, original, off) <= 1e-12
+    on = off | {"skip_predictor": False}
+    target = result(**on).predictor_output.target_hidden_state
+    torch.testing.assert_close(target, original(**on).predictor_output.target_hidden_state)
 
 
 @pytest.mark.slow
