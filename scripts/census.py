@@ -149,7 +149,8 @@ def proof_runs(model: Any, dtype: Any, turned: Container[str] | None = None) -> 
     """Every call that a proof covers, with random real inputs.
 
     These are prefill and decoding with the cache, and the optional inputs. For a rotated model,
-    ``turned`` has the inputs to leave out: those that are given in the new basis, as caches are.
+    ``turned`` has the inputs to leave out: those that are given in the new basis, as caches are,
+    and those for which the result refuses calls.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -168,7 +169,8 @@ def proof_runs(model: Any, dtype: Any, turned: Container[str] | None = None) -> 
 
     for call in accepted_calls(Captures(without_weights(model))) or []:
         cached = len(call.steps) > 1 or call.flags.get("use_cache")
-        if turned is not None and (cached or any(name in turned for name in call.steps[0][1])):
+        names = {*call.steps[0][1], *call.flags}
+        if turned is not None and (cached or any(name in turned for name in names)):
             continue
         steps = pytree.tree_map_only(torch.Tensor, filled, call.steps)
 
@@ -306,7 +308,7 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
             dtype, model = torch.float32, model.float()
             expected = seeded_runs(model, dtype)
         first, *_ = seeds = list(expected)
-        turned = {name for basis in plan.turned for name in basis.inputs}
+        turned = {name for basis in plan.turned for name in basis.inputs} | {*plan.unproven}
         for run in proof_runs(model, dtype, turned if mode == "rotate" else None):
             with suppress(Exception):  # not every model takes every optional input
                 expected[run] = outputs_of(run, model, dtype)

@@ -77,10 +77,12 @@ def accepted_calls(captures: Captures) -> list[Call] | None:
 def trace_calls(captures: Captures, calls: Iterable[Call]) -> TracedModel:
     """Trace the calls; optional ones only if the model accepts them and they can be traced.
 
-    Of several optional calls with the same label, the first that works is traced. Raises
+    Of several optional calls with the same label, the first that works is traced. A switch counts
+    as traced only if the calls with it have all other inputs and switches, too. Raises
     ``TraceFailed`` if a required call cannot be traced.
     """
-    traces, inputs, labels = [], set(), set()
+    traces, labels = [], set()
+    named: list[set[str]] = []  # the inputs and switches of each trace
     parameters = inspect.signature(captures.model.forward).parameters
     for call in calls:
         if not call.required and (call.label in labels or not captures.accepts(call)):
@@ -92,12 +94,17 @@ def trace_calls(captures: Captures, calls: Iterable[Call]) -> TracedModel:
                 raise
             continue
         labels.add(call.label)
+        names = set(call.flags)
         for args, kwargs in call.steps:
-            named = {**dict(zip(parameters, args, strict=False)), **kwargs, **call.flags}
-            inputs |= {in_plans(name) for name, value in named.items() if value is not None}
+            passed = {**dict(zip(parameters, args, strict=False)), **kwargs}
+            names |= {in_plans(name) for name, value in passed.items() if value is not None}
         if len(call.steps) > 1 and (call.cache is not None or call.flags.get("use_cache")):
-            inputs.add(CACHE)
-    return TracedModel(captures=captures, traces=tuple(traces), inputs=frozenset(inputs))
+            names.add(CACHE)
+        named.append(names)
+    inputs = set().union(*named)
+    switches = {switch for trace in traces for switch in trace.call.flags}
+    partly = {s for s in switches if not inputs <= set().union(*(n for n in named if s in n))}
+    return TracedModel(captures=captures, traces=tuple(traces), inputs=frozenset(inputs - partly))
 
 
 def with_forms(traced: TracedModel) -> TracedModel:

@@ -134,7 +134,7 @@ def test_each_switch_is_also_called_the_other_way() -> None:
     calls = {call.label: call.flags for call in accepted_calls(Captures(model)) or []}
     assert calls["skip_predictor=True"] == {"skip_predictor": True}
     unproven = analyze_config(model.config, model_class="VJEPA2Model").plan.unproven
-    assert "skip_predictor" in unproven  # with other inputs than those of that call
+    assert "skip_predictor" not in unproven  # that call has all inputs that are proven
     assert not [name for name in calls if name.startswith(("output_", "return_", "use_cache"))]
 
 
