@@ -28,6 +28,11 @@ def in_plans(name: str) -> str:
     return CACHE if name in NAMES else name
 
 
+def spellings(name: str) -> tuple[str, ...]:
+    """The names of the argument ``name`` in the releases of transformers."""
+    return NAMES if name in NAMES else (name,)
+
+
 def is_same_argument(accepted: Container[str]) -> bool:
     """Whether both names mean the same argument, for a ``forward`` with these arguments.
 

@@ -24,14 +24,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import skip_code
 from torch.compiler import is_dynamo_compiling
 
 from enjoyln_cli.models.norm_modules import become
-from enjoyln_cli.plan.cache_argument import in_plans
+from enjoyln_cli.plan.cache_argument import spellings
 from enjoyln_cli.plan.covered_calls import CoveredCalls
 from enjoyln_cli.runtime.modules import Folded, make_class
-from enjoyln_cli.runtime.scope import Check, Entry, Fold, InputRules, thread
+from enjoyln_cli.runtime.scope import Check, Entry, Fold, InputRules, in_python, thread
 
 
 def add_entry(model: nn.Module, fold: Fold, check: Check) -> Entry:
@@ -59,6 +58,7 @@ def entries(model: nn.Module) -> list[tuple[nn.Module, Entry]]:
 def entry_class(base: Any) -> type:
     """A subclass of ``base`` with the same name, whose calls are calls of a folded model."""
 
+    @in_python  # and what runs inside is compiled
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         entry, running = self._enjoyln_entry, thread.running
         around, proven = running.entry, running.proven
@@ -68,14 +68,14 @@ def entry_class(base: Any) -> type:
             running.entry = entry
             proves = not is_dynamo_compiling() and entry.proves(self)
             running.proven = entry.fold if proves else None
-            if entry.inputs is not None:
-                entry.inputs.guard(self, args, kwargs)
-                args, kwargs = entry.inputs.centre(args, kwargs)
+            rules = entry.inputs
+            if rules is not None and rules.concern(args, kwargs):
+                rules.guard(self, args, kwargs)
+                args, kwargs = rules.centre(args, kwargs)
             return base.__call__(self, *args, **kwargs)
         finally:
             running.entry, running.proven = around, proven
 
-    skip_code(call.__code__)  # Dynamo leaves ``call`` to Python, and compiles what runs inside
     body = {"__call__": call, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return make_class(base.__name__, (base,), entry_class, base, _enjoyln_entry=None, **body)
 
@@ -114,14 +114,14 @@ def add_entries(
     called = {id(module): module for module in (*models, *inner)}.values()
     present = [entry for module in called if (entry := entry_of(module)) is not None]
     fold = present[0].fold if present else Fold()
-    names = tuple(sorted({*map(in_plans, unproven)}))
+    names = frozenset(spelling for name in unproven for spelling in spellings(name))
     for module in called:
         entry = entry_of(module) or add_entry(module, fold, check(module))
         entry.trouble, entry.check = "", check(module)
         if entry.inputs is None:
             order = tuple(inspect.signature(module.forward).parameters)
             proven = None if covered is None else covered.calls_of(module)
-            entry.inputs = InputRules(order, names, entry_inputs, merged, proven)
+            entry.inputs = InputRules(order, names, frozenset(entry_inputs), merged, proven)
     fold.checked = fold.trained
     return fold
 

@@ -15,18 +15,27 @@ not do so for attributes of the ``threading.local`` itself, which it reads once 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import skip_code
 from torch.compiler import is_exporting
 
 from enjoyln_cli.errors import UnprovenCall
 from enjoyln_cli.plan.axis import centre_value, feature_axis
-from enjoyln_cli.plan.cache_argument import in_plans
 from enjoyln_cli.plan.covered_calls import ProvenCalls
 from enjoyln_cli.plan.plan import Plan
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def in_python(function: Function) -> Function:
+    """``function``, left to Python beside a compiled call; Dynamo still compiles what it calls."""
+    skip_code(function.__code__)
+    return function
 
 
 class Check(Protocol):
@@ -49,17 +58,23 @@ class InputRules:
 
     order: tuple[str, ...]
     """Names of the positional inputs of ``forward``."""
-    unproven: tuple[str, ...] = ()
-    """Names in plans of inputs that make a call compute LayerNorm everywhere."""
-    centred: tuple[str, ...] = ()
+    unproven: frozenset[str] = frozenset()
+    """Names of inputs that make a call compute LayerNorm everywhere."""
+    centred: frozenset[str] = frozenset()
     """Names of inputs that are centred over their last dimension."""
     merged: bool = False
     """Whether the affine of norms was merged into the layers after them, or a norm into a table."""
     proven: ProvenCalls | None = None
     """The calls that the proof covers. If set, they decide instead of ``unproven``."""
 
+    def concern(self, args: Any, kwargs: Any) -> bool:
+        """Whether a call with these arguments may need ``guard`` or ``centre``."""
+        names = {*self.order[: len(args)], *kwargs}
+        known = self.unproven.isdisjoint(names) and self.centred.isdisjoint(names)
+        return self.proven is not None or not known
+
     def guard(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Compute LayerNorm in this call if it passes an unproven input. Fits as a pre-hook, too.
+        """Compute LayerNorm in this call if it passes an unproven input.
 
         Raises ``UnprovenCall`` where LayerNorm cannot restore the original function:
 
@@ -76,10 +91,8 @@ class InputRules:
                     "call in example_calls to analyze() or fold(), or use the original model for it"
                 )
             return
-        if not self.unproven:
-            return
         passed = {**dict(zip(self.order, args, strict=False)), **kwargs}
-        unproven = [n for n, x in passed.items() if x is not None and in_plans(n) in self.unproven]
+        unproven = [n for n, x in passed.items() if x is not None and n in self.unproven]
         if unproven and self.merged:
             raise UnprovenCall(
                 f"{name}: not proven for calls with {', '.join(unproven)}; LayerNorm cannot be "
@@ -116,7 +129,7 @@ class Entry:
         self.trouble = ""
         """The reason why the norms have to compute LayerNorm; empty if there is none."""
 
-    @torch.compiler.disable  # runs in Python beside a compiled call
+    @in_python
     def proves(self, model: nn.Module) -> bool:
         """Whether the norms compute RMSNorm in a call of ``model`` that begins now.
 

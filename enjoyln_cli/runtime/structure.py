@@ -18,6 +18,7 @@ from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
@@ -27,7 +28,7 @@ from enjoyln_cli.models.norm_modules import has_replaced_forward
 from enjoyln_cli.plan.trusted_code import foreign_hooks
 from enjoyln_cli.runtime.adapters import replaced_message
 from enjoyln_cli.runtime.modules import Folded, stock_class
-from enjoyln_cli.runtime.scope import Entry
+from enjoyln_cli.runtime.scope import Entry, in_python
 from enjoyln_cli.text import first_line
 
 SAME_IN_TRAINING = {nn.Linear, nn.Embedding, nn.LayerNorm, nn.Identity, nn.ModuleList}
@@ -236,6 +237,7 @@ class Snapshot:
         self.hooked = [by_key for by_key in hooks if by_key]
         self.keys = [*chain.from_iterable(self.hooked)]
 
+    @in_python
     def unchanged(self) -> bool:
         """Whether the modules are built as then, and the tensors are the same, in the same memory
         and without a change that torch has counted."""
@@ -262,26 +264,33 @@ class KeepStructure:
     ) -> None:
         self.built = Structure(model, loose, reference, adapted)
         self.snapshot: Snapshot | None = None
+        self.trained = -1
+        """``Fold.trained`` at the last check: after training, the model is checked again."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "snapshot": None}
 
+    @in_python
     def holds(self, entry: Entry, model: nn.Module) -> bool:
         """Whether ``model`` is as the proof assumes. Sets ``entry.trouble`` to the reason if not.
 
         Compares the model if it has changed since the last check. Warns if the trouble is new.
         Raises ``UnsupportedModel`` if LayerNorm would be wrong too.
         """
-        if not self.unchanged(entry):
-            with _check_lock:
-                if not self.unchanged(entry) and not self._look(entry, model):
-                    return False
-        return not entry.trouble
+        return (self.unchanged(entry) or self._look_again(entry, model)) and not entry.trouble
 
+    @torch.compiler.disable
+    def _look_again(self, entry: Entry, model: nn.Module) -> bool:
+        """Set ``entry.trouble``; false if the model cannot be checked in this call."""
+        with _check_lock:
+            return self.unchanged(entry) or self._look(entry, model)
+
+    @in_python
     def unchanged(self, entry: Entry) -> bool:
-        """Whether nothing has changed since the last check."""
+        """Whether modules, tensors and their values are those of the last check."""
         snapshot = self.snapshot  # another thread may set it
-        return snapshot is not None and snapshot.unchanged()
+        trained = self.trained == entry.fold.trained
+        return trained and snapshot is not None and snapshot.unchanged()
 
     def facts(self, model: nn.Module) -> Iterable[Fact]:
         """What else must stay the same as at the last check."""
@@ -293,9 +302,10 @@ class KeepStructure:
 
     def _look(self, entry: Entry, model: nn.Module) -> bool:
         """Set ``entry.trouble``; false if the model cannot be checked in this call."""
+        trained = entry.fold.trained
         snapshot = Snapshot(self.built.modules(model), self.facts(model))
         set_trouble(entry, trouble_with(self.compare, model))
-        self.snapshot = snapshot
+        self.trained, self.snapshot = trained, snapshot
         return True
 
 

@@ -65,7 +65,6 @@ class KeepCentred(KeepStructure):
         super().__init__(model, loose, reference, self._adapted(model))
         self.tensors = tensors_at(model, self._paths(model))
         """The tensors of the last check; copies of the model have their own ones here."""
-        self.trained = -1
         self.recentres = False
         """Whether weights that have left zero mean are centred again, instead of being refused."""
 
@@ -77,10 +76,6 @@ class KeepCentred(KeepStructure):
         self.built.compare(model, self._adapted(model), in_any_mode=True)
         with in_shards(model):
             centre_watched(model, self.watch)
-
-    def unchanged(self, entry: Entry) -> bool:
-        """Whether modules, tensors and their values are those of the last check."""
-        return self.trained == entry.fold.trained and super().unchanged(entry)
 
     def _look(self, entry: Entry, model: nn.Module) -> bool:
         if any(isinstance(tensor, FakeTensor) for _, _, tensor in self._present()):
