@@ -38,6 +38,8 @@ class _Known:
 class GraphBuilder:
     """The growing graph, and the node that each tensor comes from."""
 
+    keeps_shapes: bool = True
+    """Whether ``meta["val"]`` of each node has the shapes and dtypes of its result."""
     graph: Graph = field(default_factory=Graph)
     tensor_tracker: Any = field(default_factory=WeakTensorKeyDictionary)
     constants: dict[Node, torch.Tensor] = field(default_factory=dict)
@@ -58,7 +60,7 @@ class GraphBuilder:
         if isinstance(value, torch.Tensor):
             self.give(value, node)
             self._given.add(value.untyped_storage()._cdata)
-            value = _shape_alone(value)
+            value = _shape_alone(value) if self.keeps_shapes else None
         node.meta["val"] = value
         return node
 
@@ -112,6 +114,8 @@ class GraphBuilder:
         node = self.graph.create_node("call_function", target, args, kwargs, _name_of(target))
         self._first = self._first or node
         node.meta["nn_module_stack"] = self.around
+        if not self.keeps_shapes:
+            return node
         if isinstance(value, torch.Tensor):
             node.meta["val"] = _shape_alone(value)
         else:

@@ -121,6 +121,8 @@ class Symbols(ShapeEnv):
 def record_symbolic(runner: Steps, steps: Any, sizes: Symbols, free: bool = True) -> Graph:
     """The graph of ``runner`` for ``steps`` without values, in which sizes may be symbols.
 
+    Its nodes have no ``meta["val"]``: a shape with symbols takes torch longer than the operation.
+
     If ``free``, every size of an input but 1 is a symbol of ``sizes``, and whenever Python reads
     one, ``sizes`` gets a condition under which the path stays the same. Sizes and numbers that
     depend on values are always symbols. A condition on these alone raises an exception, unless it
@@ -141,7 +143,7 @@ def record_symbolic(runner: Steps, steps: Any, sizes: Symbols, free: bool = True
         return fake.from_tensor(tensor, symbolic_context=context)
 
     leaves, layout = pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, with_symbols, steps))
-    recorder = _Recorder(GraphBuilder(), lenient=True, symbols=sizes)
+    recorder = _Recorder(GraphBuilder(keeps_shapes=False), lenient=True, symbols=sizes)
     with fake, torch.backends.nnpack.flags(enabled=False):  # which is chosen by the number of rows
         recording, _ = _record(runner, recorder, leaves, layout)
     if not recorder.sure or sizes.undecided:
