@@ -49,7 +49,7 @@ class TracedClasses:
     outputs: tuple[str, ...] = ()
     """Fields of the reference's output that must stay unchanged; empty for all fields."""
     training: bool = False
-    """Whether the plan is for training: scales are not merged then, and GroupNorm is a norm."""
+    """Whether the plan is for training: scales are not merged then."""
 
     @property
     def traces(self) -> tuple[Trace, ...]:
@@ -94,7 +94,7 @@ def state_problem(family: TracedClasses, options: Options) -> Statement:
         products=scales.products | baked.products,
         refused=scales.refused,
     )
-    forms, other_forms = layer_norms(reference.model, grouped=family.training)
+    forms, other_forms = layer_norms(reference.model)
     norms, refused = norm_calls(flow, forms, other_forms)
     if not options.fold:
         norms, refused = {}, dict.fromkeys(norms, NOT_ASKED) | refused

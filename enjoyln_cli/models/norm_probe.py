@@ -77,8 +77,6 @@ class LayerNormForm:
     """Name of the tensor that the gain is computed from; it may have dimensions of size 1."""
     bias: str = "bias"
     """Name of the bias; it may have dimensions of size 1."""
-    groups: int = 1
-    """How many groups of features are normalised one by one."""
     takes_other_dtypes: bool = False
     """Whether it also normalises inputs of another dtype than that of its parameters, and returns
     their dtype."""
@@ -177,18 +175,6 @@ def layer_norm_form(module: nn.Module) -> LayerNormForm | None:
     """How ``module`` computes LayerNorm; ``None`` if it does not, or not for all inputs."""
     found = examine(module, {})
     return found if isinstance(found, LayerNormForm) else None
-
-
-def group_norm_form(module: nn.Module) -> LayerNormForm | None:
-    """How torch's GroupNorm normalises vectors of several groups; ``None`` for any other module.
-
-    Inputs with more dimensions are normalised over positions, too, which is no LayerNorm.
-    """
-    if not isinstance(module, nn.GroupNorm) or type(module).forward is not nn.GroupNorm.forward:
-        return None
-    gain: Gain = "1" if module.weight is None else "weight"
-    biased = module.bias is not None
-    return LayerNormForm(-1, gain, biased, module.eps, (2,), groups=module.num_groups)
 
 
 Known = dict[Any, LayerNormForm | str | None]

@@ -12,7 +12,6 @@ convolution and also normalises over positions, so none of them counts.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -26,19 +25,13 @@ from enjoyln_cli.models.norm_probe import (
     LayerNormForm,
     computes_rms_norm,
     examine,
-    group_norm_form,
 )
 from enjoyln_cli.plan.axis import feature_axis
 from enjoyln_cli.proof.flow import Flow, Value
 
 
-def layer_norms(
-    model: nn.Module, grouped: bool = False
-) -> tuple[dict[str, LayerNormForm], dict[str, str]]:
-    """Each LayerNorm's form by module path, and the reason for each that cannot be swapped.
-
-    With ``grouped``, a GroupNorm of several groups counts, too.
-    """
+def layer_norms(model: nn.Module) -> tuple[dict[str, LayerNormForm], dict[str, str]]:
+    """Each LayerNorm's form by module path, and the reason for each that cannot be swapped."""
     found: dict[str, LayerNormForm] = {}
     refused: dict[str, str] = {}
     known: Known = {}
@@ -51,7 +44,7 @@ def layer_norms(
             gain: Gain = "1" if norm.weight is None else "weight"
             form = LayerNormForm(-1, gain, norm.bias is not None, norm.eps)
         else:
-            form = (group_norm_form(module) if grouped else None) or examine(module, known)
+            form = examine(module, known)
         if form is None and isinstance(module, nn.LayerNorm):
             form = f"{type(module).__name__} does not compute a LayerNorm"
         if isinstance(form, LayerNormForm):
@@ -81,14 +74,10 @@ def norm_calls(
             elif not shape:
                 refused[path] = "it takes more than one tensor"
             elif not norms[path].holds_for(len(shape)):
-                elsewhere[path] = (
-                    "it normalises over positions, too"
-                    if norms[path].groups > 1
-                    else f"for inputs of {len(shape)} dimensions it computes something else"
-                )
+                rank = len(shape)
+                elsewhere[path] = f"for inputs of {rank} dimensions it computes something else"
             else:
-                axis, groups = feature_axis(shape, norms[path].dim), norms[path].groups
-                axis = replace(axis, outer=groups, size=axis.size // groups)
+                axis = feature_axis(shape, norms[path].dim)
                 calls[path].append(Value(position, entering[0], axis))
         refused |= {path: why for path, why in trace.unseen.items() if path in norms}
         inside = [(trace.module_of(node), why) for node in trace.graph.nodes if (why := _op(node))]
@@ -100,8 +89,7 @@ def norm_calls(
     for path, values in calls.items():
         if not values and path not in elsewhere:
             refused.setdefault(path, "no traced call runs it")
-    grouped = {path for path in elsewhere if norms[path].groups > 1}
-    refused |= {path: why for path, why in elsewhere.items() if calls[path] or path in grouped}
+    refused |= {path: why for path, why in elsewhere.items() if calls[path]}
     swapped = {path: tuple(v) for path, v in calls.items() if v and path not in refused}
     return swapped, refused
 

@@ -28,7 +28,7 @@ from enjoyln_cli.models.norm_modules import (
     interference,
     runs_torchs_layer_norm,
 )
-from enjoyln_cli.models.norm_probe import Known, LayerNormForm, examine, group_norm_form
+from enjoyln_cli.models.norm_probe import Known, LayerNormForm, examine
 from enjoyln_cli.plan.covered_calls import OTHER_CALLS, CoveredCalls
 from enjoyln_cli.plan.plan import Centring, Plan
 from enjoyln_cli.plan.trusted_code import foreign_hooks
@@ -180,7 +180,7 @@ def _folded_class(module: nn.Module, path: str, examined: Known) -> type:
     base: Any = type(module)
     if runs_torchs_layer_norm(module):
         return rms_subclass(base)
-    form = group_norm_form(module) or examine(module, examined)
+    form = examine(module, examined)
     if not isinstance(form, LayerNormForm):
         why = "" if form is None else f" ({form})"
         raise UnsupportedModel(

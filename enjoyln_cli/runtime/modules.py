@@ -31,23 +31,6 @@ from enjoyln_cli.plan.axis import centre_value
 from enjoyln_cli.runtime.scope import NOT_INSTALLED, computes_layer_norm, runs_proven
 
 
-def group_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    groups: int,
-) -> torch.Tensor:
-    """RMSNorm of each of ``groups`` groups of features, then weight and bias of all features.
-
-    ``x`` has shape ``(rows, features)``. Computed in float32 or wider, and rounded once.
-    """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (groups, -1))
-    y = rms_norm(wide, None, None, eps, literal=True).flatten(-2)
-    y = y if weight is None else y * weight
-    return (y if bias is None else y + bias).to(x.dtype)
-
-
 class Folded:
     """Base class of every module that computes RMSNorm instead of LayerNorm."""
 
@@ -144,8 +127,6 @@ def rms_spelled_out(base: type, form: LayerNormForm) -> type:
             return plain(self, *args, **kwargs)
         gain = None if self.weightless else gain
         bias = None if self.biasless else bias
-        if form.groups > 1:
-            return group_rms_norm(input, gain, bias, form.eps, form.groups)
         y = rms_norm(input.movedim(form.dim, -1), gain, bias, form.eps, literal=literal)
         return y.movedim(-1, form.dim)
 

@@ -1,4 +1,4 @@
-"""Recurrent layers (Enjoy-LN, appendix C.2.1) and GroupNorm of vectors (C.3) while training.
+"""Recurrent layers (Enjoy-LN, appendix C.2.1) while training.
 
 A norm of the pre-activations ``W_v x + W_h h`` of a recurrent cell is trained as RMSNorm. A norm of
 what ``nn.RNN``, ``nn.LSTM`` or ``nn.GRU`` returns is not: that has passed an activation function.
@@ -6,12 +6,10 @@ what ``nn.RNN``, ``nn.LSTM`` or ``nn.GRU`` returns is not: that has passed an ac
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from live_models import moved
 from torch import nn
 from training import differences, square_loss
@@ -147,59 +145,3 @@ def test_centring_inside_a_recurrent_layer_changes_what_a_norm_behind_it_gets(
             weight = getattr(model.recurrent, name)
             weight.copy_(centre(weight, Axis(0, 0, 1, weight.shape[0], 1)))
         assert float((model(sequences[0]) - before).abs().max()) > 1e-2
-
-
-@pytest.fixture(scope="module")
-def grouped() -> nn.Module:
-    plain = nn.GroupNorm(4, 12, affine=False)
-    layers = nn.Linear(5, 12), nn.GroupNorm(3, 12), nn.SiLU(), nn.Linear(12, 12), plain
-    return moved(nn.Sequential(*layers, nn.Linear(12, 3)))
-
-
-@pytest.mark.parametrize("optimizer", ["momentum", "AdamW"])
-def test_group_norms_of_vectors_train_as_rms_norms_of_groups(
-    grouped: nn.Module, optimizer: str
-) -> None:
-    torch.manual_seed(7)
-    batches = [torch.randn(6, 5, dtype=torch.float64) + 0.3 for _ in range(3)]
-    losses, weights, plan = differences(
-        grouped, square_loss, batches, optimizer, example=batches[0]
-    )
-    assert [verdict.status for verdict in plan.norms] == ["static", "static"]
-    axes = {writer.parameter: writer.axis for writer in plan.writers}
-    assert axes["0.weight"] == Axis(0, 0, 3, 4, 1) and axes["3.bias"] == Axis(0, 0, 4, 3, 1)
-    assert losses < EXACT and weights < EXACT
-
-
-def test_group_norms_in_a_parametrised_model_take_no_mean(
-    grouped: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, x = copy.deepcopy(grouped), torch.randn(6, 5, dtype=torch.float64)
-    before = model(x)
-    reparametrize(model, example=x)
-    monkeypatch.setattr(F, "group_norm", None)
-    assert float((model.train()(x) - before).detach().abs().max()) < 1e-12
-
-
-@pytest.mark.parametrize(
-    ("layers", "shape", "reason"),
-    [
-        ((nn.Conv1d(5, 12, 1), nn.GroupNorm(3, 12)), (2, 5, 4), "1: it normalises over positions"),
-        ((nn.Linear(5, 12), nn.GroupNorm(12, 12)), (2, 5), "1: the mean is over a single element"),
-    ],
-    ids=["positions", "groups of one"],
-)
-def test_other_group_norms_are_refused(
-    layers: tuple[nn.Module, ...], shape: tuple[int, ...], reason: str
-) -> None:
-    with pytest.raises(NothingToFold, match=reason):
-        reparametrize(nn.Sequential(*layers), example=torch.randn(shape))
-
-
-def test_centring_channels_at_each_position_is_not_a_group_norm() -> None:
-    """One mean for all positions of a group is something else than a mean at each position."""
-    torch.manual_seed(8)
-    x = torch.randn(2, 12, 4, dtype=torch.float64)
-    at_each = centre(x, Axis(1, 0, 3, 4, 1))
-    before, after = (F.group_norm(one, 3) for one in (x, at_each))
-    assert float((before - after).abs().max()) > 1e-2
