@@ -196,7 +196,8 @@ Fact = tuple[dict[str, Any], str, Any]
 class Snapshot:
     """Modules of a model and some of its values at one time, to be compared with the present.
 
-    The comparison runs at every call of the model. It takes about ten microseconds for 160 modules.
+    The comparison runs at every call of the model. For 160 modules it takes about ten microseconds
+    in a loop, and several times that in real calls, whose work replaces all of this in the caches.
     """
 
     def __init__(
