@@ -103,7 +103,7 @@ def test_the_choice_is_carried_by_the_marker_the_recipe_and_the_check(out: Path)
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize(("named", "stay"), [((), ()), (("1",), (1,)), (("*",), (0, 1))])
+@pytest.mark.parametrize(("named", "stay"), [((), ()), (("*",), (0, 1))])
 def test_hidden_states_stay_where_they_are_named(
     named: tuple[str, ...], stay: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -25,11 +25,9 @@ def same(model: nn.Module, plan: Plan, x: torch.Tensor) -> bool:
 class Encoder(nn.Module):
     """PyTorch's own encoder between a projection and a head."""
 
-    def __init__(self, norm_first: bool, batch_first: bool) -> None:
+    def __init__(self, norm_first: bool) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(
-            20, 4, 33, norm_first=norm_first, batch_first=batch_first
-        )
+        layer = nn.TransformerEncoderLayer(20, 4, 33, norm_first=norm_first)
         norm = nn.LayerNorm(20) if norm_first else None
         self.project, self.head = nn.Linear(5, 20), nn.Linear(20, 3)
         self.encoder = nn.TransformerEncoder(layer, 2, norm=norm, enable_nested_tensor=False)
@@ -38,19 +36,16 @@ class Encoder(nn.Module):
         return self.head(self.encoder(self.project(x)))
 
 
-@pytest.mark.one_case
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_a_pre_ln_encoder_of_torch_folds_whole(batch_first: bool) -> None:
-    model, x = moved(Encoder(True, batch_first)), torch.randn(2, 7, 5, dtype=torch.float64)
+def test_a_pre_ln_encoder_of_torch_folds_whole() -> None:
+    model, x = moved(Encoder(norm_first=True)), torch.randn(2, 7, 5, dtype=torch.float64)
     plan = analyze(model, x).plan
     assert [v.status for v in plan.norms] == ["static"] * 5
     assert "encoder.layers.0.self_attn.out_proj.weight" in {w.parameter for w in plan.writers}
     assert same(model, plan, x)
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_a_post_ln_encoder_of_torch_stays(batch_first: bool) -> None:
-    model, x = moved(Encoder(False, batch_first)), torch.randn(2, 7, 5, dtype=torch.float64)
+def test_a_post_ln_encoder_of_torch_stays() -> None:
+    model, x = moved(Encoder(norm_first=False)), torch.randn(2, 7, 5, dtype=torch.float64)
     plan = analyze(model, x).plan
     first, *others = plan.kept
     assert plan.folded == () and "read by encoder.layers.0.self_attn" in first.culprit
@@ -75,8 +70,7 @@ class Heads(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("gradients", [False, True])
-def test_a_fused_layer_of_torch_does_not_pass_over_a_centring(gradients: bool) -> None:
+def test_a_fused_layer_of_torch_does_not_pass_over_a_centring() -> None:
     """One operation on the encoder's last norm folds the four norms of the heads.
 
     Without gradients, torch also packs the rows that are not padding into a nested tensor.
@@ -86,9 +80,10 @@ def test_a_fused_layer_of_torch_does_not_pass_over_a_centring(gradients: bool) -
     plan = analyze(model, x, padding).plan
     assert [(op.module, op.place) for op in plan.ops] == [("encoder.layers.1.norm2", "output")]
     assert {v.norm for v in plan.folded} == {f"heads.{i}.0" for i in range(4)}
-    with torch.set_grad_enabled(gradients):
-        expected, got = model(x, padding), converted(model, plan, guarded=False)(x, padding)
-    assert torch.allclose(got, expected, rtol=1e-11, atol=1e-11)
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            expected, got = model(x, padding), converted(model, plan, guarded=False)(x, padding)
+        assert torch.allclose(got, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.slow

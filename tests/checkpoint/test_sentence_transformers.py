@@ -82,14 +82,7 @@ def pipeline(root: Path, kind: str, inside: str) -> Path:
     return root
 
 
-KINDS = pytest.mark.parametrize(
-    ("kind", "inside", "norm"),
-    [
-        ("bert", "", "embeddings.LayerNorm"),
-        ("bert", "0_Transformer", "embeddings.LayerNorm"),
-        ("distilbert", "0_Transformer", "embeddings.LayerNorm"),
-    ],
-)
+KINDS = pytest.mark.parametrize(("kind", "inside"), [("bert", ""), ("distilbert", "0_Transformer")])
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -100,11 +93,11 @@ def files(root: Path) -> dict[str, bytes]:
 @pytest.mark.one_case
 @KINDS
 def test_the_transformer_is_folded_and_the_rest_comes_along(
-    kind: str, inside: str, norm: str, tmp_path: Path
+    kind: str, inside: str, tmp_path: Path
 ) -> None:
     source, out = pipeline(tmp_path / "source", kind, inside), tmp_path / "out"
     result = fold(source, out)
-    assert [verdict.norm for verdict in result.plan.folded] == [norm]
+    assert [verdict.norm for verdict in result.plan.folded] == ["embeddings.LayerNorm"]
     assert result.verification is not None and result.verification.passed
     before, after = files(source), files(out)
     changed = {str(Path(inside, name)) for name in CHANGED} | {"README.md"}
@@ -115,30 +108,29 @@ def test_the_transformer_is_folded_and_the_rest_comes_along(
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("2_Dense/model.safetensors", "2_Dense/model.safetensors has changed since"),
-        ("modules.py", "modules.py was added after"),
-        ("README.md", ""),
-    ],
-)
 @pytest.mark.parametrize("inside", ["", "0_Transformer"])
-def test_a_verification_holds_for_the_whole_pipeline(
-    inside: str, name: str, words: str, tmp_path: Path
-) -> None:
+def test_a_verification_holds_for_the_whole_pipeline(inside: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     fold(pipeline(tmp_path / "source", "bert", inside), out)
-    with (out / name).open("ab") as file:
-        file.write(b" ")
-    complaint = publishing_objection(open_source(str(out)))
-    assert words in complaint and bool(words) == bool(complaint)
+
+    def complaint(name: str) -> str:
+        """What is said after a space was written to the end of the file."""
+        before = (out / name).read_bytes() if (out / name).exists() else None
+        (out / name).write_bytes((before or b"") + b" ")
+        said = publishing_objection(open_source(str(out)))
+        (out / name).unlink() if before is None else (out / name).write_bytes(before)
+        return said
+
+    dense = "2_Dense/model.safetensors"
+    assert complaint("README.md") == ""
+    assert f"{dense} has changed since" in complaint(dense)
+    assert "modules.py was added after" in complaint("modules.py")
 
 
 @pytest.mark.slow
 @KINDS
 def test_every_command_takes_the_whole_pipeline(
-    kind: str, inside: str, norm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline(tmp_path / "source", kind, inside)
     monkeypatch.chdir(tmp_path)
@@ -157,7 +149,7 @@ def test_every_command_takes_the_whole_pipeline(
 
 
 @KINDS
-def test_the_embeddings_are_the_same(kind: str, inside: str, norm: str, tmp_path: Path) -> None:
+def test_the_embeddings_are_the_same(kind: str, inside: str, tmp_path: Path) -> None:
     loaded = pytest.importorskip("sentence_transformers").SentenceTransformer
     source, out = pipeline(tmp_path / "source", kind, inside), tmp_path / "out"
     fold(source, out)

@@ -38,6 +38,8 @@ from enjoyln_cli.plan import edits, orthogonal_matrices
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.orthogonal_matrices import Rotation
 from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.recipe.follow import follow
+from enjoyln_cli.recipe.read import parse_recipe
 from enjoyln_cli.rewrite import edit_pieces, tensor_parts
 from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
 from enjoyln_cli.rotation.given_matrices import give_matrices
@@ -111,22 +113,20 @@ def test_rotating_into_16_bits_says_what_to_quantise_from(tmp_path: Path) -> Non
     assert "rounded every weight to bfloat16 once more; rotate with --dtype float32" in said
 
 
-@pytest.mark.slow
-def test_a_recipe_chooses_what_turns(out: Path, tmp_path: Path) -> None:
+def test_a_recipe_chooses_what_turns(out: Path) -> None:
+    plan = plan_of("gpt2", replace(ROTATED, seed=3))
+    config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / "gpt2")
     text = (out / "enjoyln_recipe.yaml").read_text()
     last = text.index("untie:")
     first = text.rindex("  transformer.h.{i}.attn.c_attn.weight:", 0, last)
-    (tmp_path / "less.yaml").write_text(text[:first] + text[last:])
-    result = convert(
-        CHECKPOINTS / "gpt2", tmp_path / "out", recipe=tmp_path / "less.yaml", verify=False
-    )
-    assert [basis.kind for basis in result.plan.turned] == ["stream"]
-    (tmp_path / "wrong.yaml").write_text(text.replace("kind: stream", "kind: sideways"))
+    less = parse_recipe(text[:first] + text[last:], where="less.yaml")
+    assert [basis.kind for basis in follow(less, plan, config=config).turned] == ["stream"]
+    wrong = parse_recipe(text.replace("kind: stream", "kind: sideways"), where="wrong.yaml")
     with pytest.raises(
         RecipeError,
         match=r"rotate: transformer.wte.weight: the recipe has {kind: sideways, .* {kind: stream",
     ):
-        convert(CHECKPOINTS / "gpt2", tmp_path / "no", recipe=tmp_path / "wrong.yaml")
+        follow(wrong, plan, config=config)
 
 
 def test_a_file_is_the_same_in_small_pieces(
@@ -455,7 +455,7 @@ def with_small_weight(norm: str, dtype: torch.dtype, small: float, folder: Path)
     return type(model).from_pretrained(folder, dtype=torch.float64).eval()
 
 
-SMALL = [(torch.float16, 1e-5), (torch.bfloat16, 1e-6), (torch.float32, 1e-8), (torch.float32, 0.0)]
+SMALL = [(torch.float16, 1e-5), (torch.float32, 1e-8), (torch.float32, 0.0)]
 UNCHECKED = {"options": ROTATED, "verify": False}
 
 
@@ -477,7 +477,7 @@ def test_a_bias_beside_a_small_weight_goes_into_the_readers(
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize(("dtype", "small"), SMALL[:3])
+@pytest.mark.parametrize(("dtype", "small"), SMALL[:2])
 def test_a_small_weight_before_a_layer_without_bias_is_an_obstacle(
     dtype: torch.dtype, small: float, tmp_path: Path
 ) -> None:

@@ -94,16 +94,16 @@ def divided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize("kind", ["single", "sharded"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scale", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize(
+    ("dtype", "kind", "scale"), zip(DTYPES, ["single", "sharded"] * 2, [0, 0, 1, 1], strict=True)
+)
 def test_every_file_comes_back(
-    tmp_path: Path, back: Path, dtype: torch.dtype, kind: str, scale: bool
+    tmp_path: Path, back: Path, dtype: torch.dtype, kind: str, scale: int
 ) -> None:
     held = state(dtype)
     store(tmp_path / "model", held, kind)
     (tmp_path / "model" / "vocabulary.txt").write_bytes(b"a\r\n\xff")
-    out = folded(tmp_path / "model", tmp_path / "out", scale)
+    out = folded(tmp_path / "model", tmp_path / "out", bool(scale))
     assert not any(same(written(out)[name], held[name]) for name in EDITS)
     result = unfold(out, back)
     assert files(back) == files(tmp_path / "model")

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     MPNetConfig,
-    ViTForImageClassification,
 )
 
 from enjoyln_cli import export, fold, from_pretrained
@@ -49,10 +49,7 @@ Converted = Callable[[str], Path]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "bert widened": ("bert", {"widen_mlp": True}),
-    "bert merged": ("bert", {"widen_mlp": True, "merge": "bias"}),
-    "bloom": ("bloom", {"merge": "bias"}),
     "opt rotated": ("opt", {"rotate": True, "untie": True}),
-    "phi": ("phi", {"merge": "affine"}),
     "vit": ("vit", {"merge": "bias"}),
     "vit with biases": ("vit", {}),
 }
@@ -186,12 +183,14 @@ def test_it_computes_the_function_of_the_original(gpt2: Exported, converted: Con
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*CASES][1:-1])
-def test_every_checkpoint_in_both_programs(case: str, converted: Converted, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "biased"), [("bert widened", 2), ("opt rotated", 5)])
+def test_every_checkpoint_in_both_programs(
+    case: str, biased: int, converted: Converted, tmp_path: Path
+) -> None:
     out = converted(case)
     found = export(out, tmp_path / "model.onnx")
     require_right(found, out, tuple(RUNTIMES))
-    assert found.biased == {"bert widened": 2, "opt rotated": 5}.get(case, 0)
+    assert found.biased == biased
     assert os.listdir(tmp_path) == ["model.onnx"]
 
 
@@ -208,45 +207,21 @@ def test_float16(converted: Converted, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_base_model_returns_its_last_hidden_state(converted: Converted, tmp_path: Path) -> None:
-    out = converted("gpt2")
-    found = export(out, tmp_path / "base.onnx", model_class="GPT2Model", verify=False)
-    assert found.outputs == ("last_hidden_state",)
-    require_right(found, out)
-
-
-@pytest.mark.slow
 def test_large_weights_are_a_file_of_their_own(
     converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(onnx_program, "LARGEST", 100_000)
-    found = export(converted("vit"), tmp_path / "vit.onnx", verify=False)
-    assert sorted(os.listdir(tmp_path)) == ["vit.onnx", "vit.onnx.data"]
-    assert found.data_file == str(tmp_path / "vit.onnx.data")
+    out = converted("gpt2")
+    found = export(out, tmp_path / "a.onnx", model_class="GPT2Model", verify=False)
+    assert found.outputs == ("last_hidden_state",)
+    assert sorted(os.listdir(tmp_path)) == ["a.onnx", "a.onnx.data"]
+    assert found.data_file == str(tmp_path / "a.onnx.data")
     assert Path(found.file).stat().st_size < 100_000 < Path(found.data_file).stat().st_size
     moved = tmp_path / "elsewhere"
     moved.mkdir()
     for file in (found.file, found.data_file):
         shutil.move(file, moved)
-    error, own = errors(
-        Exported(**{**vars(found), "file": str(moved / "vit.onnx")}),
-        "onnxruntime",
-        source_of(converted("vit")),
-    )
-    assert 0 < error <= 2 * own
-
-
-@pytest.mark.slow
-def test_another_function_is_not_written(converted: Converted, tmp_path: Path) -> None:
-    """The original that it is compared with has one other weight."""
-    other = ViTForImageClassification.from_pretrained(source_of(converted("vit")))
-    with torch.no_grad():
-        other.classifier.bias[1] += 0.01
-    other.save_pretrained(tmp_path / "other")
-    (tmp_path / "onnx").mkdir()
-    with pytest.raises(VerificationFailed, match=r"in onnxruntime .* x the original's own"):
-        export(converted("vit"), tmp_path / "onnx" / "a.onnx", against=tmp_path / "other")
-    assert os.listdir(tmp_path / "onnx") == []
+    require_right(replace(found, file=str(moved / "a.onnx")), out)
 
 
 @pytest.mark.slow
@@ -256,17 +231,19 @@ def test_weights_that_were_rounded_further_than_the_file(
     fold(source_of(converted("vit")), tmp_path / "out", dtype="bfloat16", verify=False)
     with pytest.raises(VerificationFailed, match=r"is stored in bfloat16; fold with --dtype float"):
         export(tmp_path / "out", tmp_path / "a.onnx", dtype="float32")
+    assert os.listdir(tmp_path) == ["out"]
 
 
 @pytest.mark.slow
 def test_a_norm_that_computes_layer_norm_is_refused(converted: Converted) -> None:
-    model = from_pretrained(converted("gpt2"))
+    model = from_pretrained(converted("vit"))
+    norm = "vit.encoder.layer.0.layernorm_before"
     with torch.no_grad():
-        model.transformer.h[0].mlp.c_proj.weight += 1
+        model.get_parameter("vit.encoder.layer.0.output.dense.weight").add_(1)
     call = call_to_export(model, (), torch.float32)
     program = onnx_program.program_of(model, call)
-    with pytest.raises(UnsupportedModel, match=r"h\.0\.ln_1 of GPT2.* exported as LayerNorm: "):
-        onnx_program.require_rms_norms(program.model.graph, model, {"transformer.h.0.ln_1"})
+    with pytest.raises(UnsupportedModel, match=rf"{norm} of ViT.* exported as LayerNorm: "):
+        onnx_program.require_rms_norms(program.model.graph, model, {norm})
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from transformers import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
+from enjoyln_cli.analysis.analyze import analyze_calls, analyze_config, analyze_module
+from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.plan.cache_argument import cache_argument, returned_cache
 from enjoyln_cli.plan.plan import Options
@@ -462,20 +463,35 @@ def test_embeddings_from_the_model_itself_are_in_its_basis(untied: dict[str, Any
     assert far(turned, original, ("logits",)) <= 1e-12
 
 
-@pytest.mark.slow
+class Heard(nn.Module):
+    """Reads token ids, and features through a norm if it is given some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.last = nn.Embedding(6, D), nn.LayerNorm(9), nn.LayerNorm(D)
+        self.project, self.head = nn.Linear(9, D), nn.Linear(D, 5)
+        moved(self)
+
+    def forward(self, ids: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
+        h: torch.Tensor = self.table(ids)
+        if features is not None:
+            h = h + self.project(self.norm(features))
+        out: torch.Tensor = self.head(self.last(h))
+        return out
+
+
 def test_an_input_that_the_model_never_computes_stays() -> None:
-    """``inputs_embeds`` can come from the rotated model, ``input_features`` can not."""
-    small = {"hidden_size": 24, "speech_encoder_layers": 1, "speech_encoder_attention_heads": 4,
-             "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
-             "decoder_attention_heads": 4, "encoder_ffn_dim": 33, "decoder_ffn_dim": 33,
-             "speech_encoder_intermediate_size": 33, "feature_projection_input_dim": 10,
-             "vocab_size": 37, "t2u_encoder_attention_heads": 4,
-             "t2u_decoder_attention_heads": 4}  # fmt: skip
-    config = CONFIG_MAPPING["seamless_m4t"](**small)
-    plan = analyze_config(config, model_class="SeamlessM4TModel", options=ROTATED).plan
-    (kept,) = [one for one in plan.bases if one.culprit == "input_features"]
+    """``inputs_embeds`` can come from the rotated model, ``features`` can not."""
+    ids, features = torch.tensor([[1, 2, 4]]), torch.randn(1, 3, 9).double()
+    calls = [
+        Call("ids", (((ids,), {}),)),
+        Call("features", (((ids, features), {}),), required=False),
+    ]
+    plan = analyze_calls(Heard(), calls, options=ROTATED).plan
+    turned, kept = plan.bases
+    assert turned.name == "table.weight" and not turned.reason
     assert kept.reason == "it is an input that the model never computes"
-    assert kept.kind == "stream"
+    assert (kept.kind, kept.culprit) == ("stream", "features")
 
 
 def test_an_input_that_the_model_also_computes_turns_with_it() -> None:

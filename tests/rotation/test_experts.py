@@ -37,7 +37,6 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("mixtral", "MixtralForCausalLM", {**SMALL, "num_local_experts": 3}),
     ("gpt_oss", "GptOssForCausalLM", {**SMALL, "num_local_experts": 3}),
     ("qwen2_moe", "Qwen2MoeForCausalLM", {**ROUTED, "shared_expert_intermediate_size": 19}),
-    ("granitemoe", "GraniteMoeForCausalLM", {**SMALL, "num_local_experts": 3}),
     ("llama4_text", "Llama4ForCausalLM", {**SMALL, "num_local_experts": 3}),
     ("phimoe", "PhimoeForCausalLM", {**SMALL, "num_local_experts": 3, "attention_bias": True}),
 ]

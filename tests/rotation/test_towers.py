@@ -12,12 +12,13 @@ from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.plan.plan import Options
 
-POOLED = {"text_model_output.last_hidden_state", "vision_model_output.last_hidden_state"}
 TOWERS: list[tuple[str, str, int, set[str]]] = [
     ("dinov2", "Dinov2ForImageClassification", 1, set()),
     ("swin", "SwinForImageClassification", 3, set()),
-    ("siglip", "SiglipModel", 2, POOLED),
-    ("siglip2", "Siglip2Model", 2, POOLED),
+    (
+        "siglip", "SiglipModel", 2,
+        {"text_model_output.last_hidden_state", "vision_model_output.last_hidden_state"},
+    ),
     (
         "qwen2_vl", "Qwen2VLForConditionalGeneration", 2,
         {"image_outputs.last_hidden_state", "image_outputs.pooler_output"},

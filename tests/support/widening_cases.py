@@ -31,10 +31,8 @@ OPT = {**BERT, "ffn_dim": 33, "word_embed_proj_dim": 15, "do_layer_norm_before":
 
 FAMILY = [
     ("bert", BERT, "BertModel", 1, 3),
-    ("bert", BERT, "BertForMaskedLM", 0, 2),
     ("distilbert", DISTIL, "DistilBertModel", 1, 3),
     ("deberta", BERT, "DebertaModel", 1, 3),
-    ("mpnet", BERT, "MPNetModel", 1, 3),
     ("bart", BART, "BartModel", 2, 6),
     ("opt", OPT, "OPTModel", 0, 2),
     ("albert", {**BERT, "embedding_size": 9}, "AlbertModel", 1, 2),
