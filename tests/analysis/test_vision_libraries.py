@@ -15,7 +15,6 @@ from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.runtime.entries import input_means
 
 NOT_ZERO_MEAN = "the output of a LayerNorm with weights is not zero-mean"
-SCALED = "an elementwise product with a factor that is not the same for all features"
 GROUPED = "a grouped convolution, whose channels see different inputs"
 READ = "a weight it depends on is also used elsewhere, where centring it would be noticed"
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "num_heads": 3, "depth": 2}
@@ -69,40 +68,6 @@ def test_timm_vit_folds_whole(name: str, fused: bool) -> None:
     assert kept(plan) == {} and plan.ops == ()
 
 
-def test_timm_vit_with_a_norm_before_its_blocks() -> None:
-    """The stream begins with the affine output of CLIP's ``norm_pre``.
-
-    One operation on this output folds the five norms after it. ``norm_pre`` itself folds too, after
-    patches, positions and class token.
-    """
-    plan = planned(timm_model("vit_base_patch16_clip_224", **SMALL))
-    assert [(op.module, op.place) for op in plan.ops] == [("norm_pre", "output")]
-    assert static(plan) == {"norm_pre"} and kept(plan) == {}
-    assert {v.norm for v in plan.folded} == {"norm_pre", *blocks("blocks", 2), "norm"}
-
-
-def test_timm_eva_keeps_the_norm_inside_of_its_mlp() -> None:
-    """As ViT, with a last norm on the mean over tokens, which keeps zero means.
-
-    The norm inside the MLP reads ``silu(gate) * x`` and stays.
-    """
-    plan = planned(timm_model("eva02_base_patch14_224", **SMALL))
-    assert static(plan) == {*blocks("blocks", 2), "fc_norm"}
-    assert kept(plan) == dict.fromkeys(blocks("blocks", 2, "mlp.norm"), SCALED)
-
-
-def test_timm_cait_folds_whole() -> None:
-    """Every branch ends in a LayerScale, which is merged into the linear layer before it.
-
-    Patches, positions, class token and scaled branches are added to the stream; only norms read it.
-    """
-    plan = planned(timm_model("cait_xxs24_224", **SMALL))
-    every = {*blocks("blocks", 2), *blocks("blocks_token_only", 2), "norm"}
-    assert static(plan) == every and kept(plan) == {} and plan.ops == ()
-    scales = {writer.scale.parameter for writer in plan.writers if writer.scale}
-    assert {"blocks.0.gamma_1", "blocks.1.gamma_2"} <= scales
-
-
 def test_timm_convnext_folds_its_stem() -> None:
     """The stem's convolution reads all channels, so the stem's norm folds.
 
@@ -139,22 +104,6 @@ def test_timm_swin() -> None:
     plan = planned(timm_model("swin_tiny_patch4_window7_224", img_size=32, **settings))
     first, second = "layers.0.blocks", "layers.1.blocks"
     swin_stages(first, second, plan, "patch_embed.norm", "layers.1.downsample.norm", "norm")
-
-
-def swin_v2_stages(stages: list[str], plan: Plan, others: set[str], last: str) -> None:
-    """Norms at the ends of branches fold: they follow ``proj``, ``fc2`` and the merging's layer.
-
-    The last norm reads the sum of their affine outputs and stays.
-    """
-    assert static(plan) == {*others, *(name for stage in stages for name in blocks(stage, 2))}
-    assert kept(plan) == {last: NOT_ZERO_MEAN}
-
-
-def test_timm_swin_v2() -> None:
-    settings = {"embed_dim": 12, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4}
-    plan = planned(timm_model("swinv2_tiny_window8_256", img_size=32, **settings))
-    others = {"patch_embed.norm", "layers.1.downsample.norm"}
-    swin_v2_stages(["layers.0.blocks", "layers.1.blocks"], plan, others, "norm")
 
 
 def test_torchvision_vit_folds_whole() -> None:

@@ -57,7 +57,7 @@ KINDS = [
 def test_chance_explains_every_ratio_of_two_errors_of_the_same_size(kind: str, rows: int) -> None:
     exact = torch.ones(rows, 1 if kind == "one number" else 50, dtype=torch.float64)
     above = 0
-    for seed in range(300):
+    for seed in range(100):
         measured, own = draws(kind, rows, seed)
         found = one_ratio(errors(exact, measured), errors(exact, own))
         assert found.least <= 1, seed

@@ -180,31 +180,6 @@ def test_a_draft_proposes_the_same_tokens_for_the_rotated_target(
     assert changed == reads & tensors.keys() and edited.keys() == tensors.keys()
 
 
-def test_a_pickled_draft_in_16_bits_is_rounded_once(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    states, table, _ = run_target(folders["llama"])
-    turned_states, turned_table, _ = run_target(folders["llama-rotated"])
-    tensors = draft_of(table, "midlayer", "none", False)
-    narrow = {n: t.bfloat16() if t.is_floating_point() else t for n, t in tensors.items()}
-    draft = save(tmp_path / "draft", narrow)
-    (draft / "model.safetensors").unlink()
-    torch.save(narrow, draft / "pytorch_model.bin")
-    good("rotate", draft, "--like", folders["llama-rotated"], "-o", tmp_path / "new")
-    edited = load_file(tmp_path / "new" / "model.safetensors")
-    assert {n: t.dtype for n, t in edited.items()} == {n: t.dtype for n, t in narrow.items()}
-    assert not (tmp_path / "new" / "pytorch_model.bin").exists()
-
-    def wide(stored: Tensors) -> Tensors:
-        return {n: t.double() if t.is_floating_point() else t for n, t in stored.items()}
-
-    exact, _ = run_draft(wide(narrow), states, table)
-    logits, _ = run_draft(wide(edited), turned_states, turned_table)
-    unrounded, _ = run_draft(tensors, states, table)
-    own_rounding = (exact - unrounded).abs().mean()
-    assert 0 < (logits - exact).abs().mean() < 2 * own_rounding
-
-
 def test_drafts_that_cannot_turn_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     _, table, _ = run_target(folders["phi"])
     tensors = draft_of(table, "midlayer", "none", False)

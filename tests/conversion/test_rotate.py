@@ -18,7 +18,6 @@ from fold_cases import written
 from live_models import CHECKPOINTS
 from rounding import as_exact
 from safetensors.torch import load_file, save_file
-from stored_files import stored_plan
 from tiny_models import GPT2, TOKENS, live
 
 from enjoyln_cli import verify
@@ -41,7 +40,6 @@ from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.recipe.follow import follow
 from enjoyln_cli.recipe.read import parse_recipe
 from enjoyln_cli.rewrite import edit_pieces, tensor_parts
-from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
 from enjoyln_cli.rotation.given_matrices import give_matrices
 
 ROTATED = Options(fold=False, rotate=True, untie=True)
@@ -75,29 +73,6 @@ def test_it_is_verified_by_its_stored_plan(out: Path) -> None:
     card = (out / "README.md").read_text()
     assert "rotated by `enjoyln` for quantisation" in card
     assert "enjoyln rotate ./gpt2 -o gpt2 --untie --seed 3" in card
-
-
-@pytest.mark.slow
-def test_an_interrupted_rotation_goes_on_with_its_own_matrix_only(
-    out: Path, tmp_path: Path
-) -> None:
-    def stop(folded: Path) -> Any:
-        raise KeyboardInterrupt
-
-    def write(seed: int, resume: bool, check: Any = None) -> None:
-        plan = plan_of("gpt2", replace(ROTATED, seed=seed))
-        source = open_checkpoint(open_source(str(CHECKPOINTS / "gpt2"), weights=True))
-        options = WriteOptions(resume=resume)
-        fold_checkpoint(source, plan, tmp_path / "out", recipe_text=f"seed: {seed}",
-                        options=options, check=check)  # fmt: skip
-
-    with pytest.raises(KeyboardInterrupt, match="--resume"):
-        write(3, resume=False, check=stop)
-    with pytest.raises(OutputError):
-        write(4, resume=True)
-    write(3, resume=True)
-    one, same = (folder / "model.safetensors" for folder in (out, tmp_path / "out"))
-    assert one.read_bytes() == same.read_bytes()
 
 
 def test_a_rotated_result_is_not_rotated_again(out: Path, tmp_path: Path) -> None:
@@ -172,45 +147,6 @@ def test_a_wrong_matrix_does_not_pass(
     with pytest.raises(VerificationFailed, match="the edits change the function: identity error"):
         convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=ROTATED, samples=2)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_another_matrix_than_the_plans_does_not_pass(out: Path, tmp_path: Path) -> None:
-    """Each of the two results is right; together with the other's plan they are not."""
-    source = open_source(str(CHECKPOINTS / "gpt2"), weights=True)
-    plan = plan_of("gpt2", replace(ROTATED, seed=5))
-    fold_checkpoint(
-        open_checkpoint(source), plan, tmp_path / "out", recipe_text="",
-    )  # fmt: skip
-    assert verify(tmp_path / "out", samples=2, write=False).passed
-    (tmp_path / "out" / "enjoyln_plan.json").write_bytes((out / "enjoyln_plan.json").read_bytes())
-    found = verify(tmp_path / "out", samples=2)
-    assert not found.passed and "not what the plan makes" in found.failures[0]
-
-
-@pytest.mark.one_case
-@pytest.mark.parametrize("merge", [(), ("--merge", "affine")], ids=["divided", "moved"])
-def test_a_class_token_beside_the_mean_of_the_others(tmp_path: Path, merge: tuple[str]) -> None:
-    """DINOv2's classifier reads the last norm twice; ``--merge affine`` moves its bias as well."""
-    config = transformers.Dinov2Config(
-        hidden_size=24, num_hidden_layers=1, num_attention_heads=4, image_size=14, patch_size=7,
-        num_labels=3, mlp_ratio=2,
-    )  # fmt: skip
-    original = live("Dinov2ForImageClassification", config).float()
-    original.save_pretrained(tmp_path / "in")
-    folder = tmp_path / "out"
-    command = ("fold", "--rotate") if merge else ("rotate",)
-    good(*command, tmp_path / "in", "-o", folder, *merge)
-    (move,) = [one for one in stored_plan(folder).merged if one.norm == "dinov2.layernorm"]
-    assert [(one.weight.tensor, one.outer, one.inner) for one in move.readers] == [
-        ("classifier.weight", 2, 1)
-    ]
-    assert bool(move.bias) == bool(merge)
-    turned = type(original).from_pretrained(folder, dtype=torch.float64).eval()
-    pixels = torch.randn(2, 3, 14, 14, generator=torch.Generator().manual_seed(3)).double()
-    with torch.no_grad():
-        expected = original.double()(pixels).logits
-        assert as_exact(turned(pixels).logits, expected, expected, torch.float32)
 
 
 @pytest.mark.slow
@@ -413,23 +349,12 @@ def test_other_tensors_are_refused_by_name(
             give_matrices(plan_of("gpt2"), tmp_path / "R.bin")
 
 
-TIED: list[tuple[str, str, dict[str, Any]]] = [
-    ("olmo", "OlmoForCausalLM", {"num_key_value_heads": 2, "intermediate_size": 33}),
-    ("opt", "OPTForCausalLM", {"word_embed_proj_dim": 24, "ffn_dim": 33,
-                               "layer_norm_elementwise_affine": False}),
-]  # fmt: skip
-
-
-@pytest.mark.one_case
-@pytest.mark.parametrize(("kind", "name", "settings"), TIED, ids=[case[0] for case in TIED])
-def test_a_tied_model_whose_norms_have_no_weight_stays_tied(
-    kind: str, name: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    config = transformers.CONFIG_MAPPING[kind](
-        **TOKENS, hidden_size=24, num_attention_heads=4, num_hidden_layers=2,
-        tie_word_embeddings=True, **settings,
+def test_a_tied_model_whose_norms_have_no_weight_stays_tied(tmp_path: Path) -> None:
+    config = transformers.OlmoConfig(
+        **TOKENS, hidden_size=24, num_attention_heads=4, num_hidden_layers=2, intermediate_size=33,
+        num_key_value_heads=2, tie_word_embeddings=True,
     )  # fmt: skip
-    original = live(name, config)
+    original = live("OlmoForCausalLM", config)
     original.save_pretrained(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "out", options=ROTATED, verify=False)
     found = open_checkpoint(open_source(str(tmp_path / "out"), weights=True))

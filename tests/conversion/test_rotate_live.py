@@ -14,8 +14,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -47,7 +45,7 @@ def changed(before: Any, after: Any) -> set[str]:
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize("name", ["opt", "gpt2", "phi", "bloom", "bert", "vit"])
+@pytest.mark.parametrize("name", ["opt", "bloom", "bert", "vit"])
 def test_a_rotated_model_computes_the_same_and_can_be_saved(name: str, tmp_path: Path) -> None:
     model = trained(name).double()
     before = copy.deepcopy(model)
@@ -76,26 +74,6 @@ def test_seeds_and_options_choose_what_turns() -> None:
     value = "model.layers.0.self_attn.dense.weight"
     assert changed(first, second) >= {value, "model.embed_tokens.weight"}
     assert not changed(trained("phi"), first) & {"model.layers.0.self_attn.q_layernorm.weight"}
-
-
-def test_a_model_of_rms_norms_turns_as_well() -> None:
-    torch.manual_seed(2)
-    config = LlamaConfig(
-        vocab_size=53,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = shaken(LlamaForCausalLM(config)).double()
-    expected = outputs_of(model)
-    plan = rotate(model)
-    assert [basis.kind for basis in plan.turned] == ["stream", "values", "values"]
-    assert [one.parameter for one in plan.untied] == ["lm_head.weight"]
-    assert not model.config.tie_word_embeddings
-    assert float((outputs_of(model) - expected).norm() / expected.norm()) < 1e-12
 
 
 def test_a_head_that_the_config_cannot_untie_stays_tied() -> None:

@@ -1,29 +1,25 @@
 """Persimmon's projection holds query, key and value of each head side by side.
 
-The groups of queries, and those of keys, therefore have gaps between them. On disk and in memory
-the queries and keys of each head are centred, and the values are not. The recipe and the marker
-record such groups, and are read back.
+The groups of queries, and those of keys, therefore have gaps between them. On disk, the
+queries and keys of each head are centred, and the values are not. The marker records such
+groups, and is read back.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from live_models import moved
 from safetensors.torch import load_file, save_file
 from transformers import PersimmonConfig, PersimmonForCausalLM
 
 from enjoyln_cli import fold, from_pretrained
-from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.plan.axis import Axis, blocks, centre, group_means
-from enjoyln_cli.runtime.install import fold_in_memory
 from enjoyln_cli.runtime.modules import RMSNorm
 
 HEADS, D = 4, 8
@@ -60,28 +56,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def out(source: Path) -> Iterator[Path]:
+def out(source: Path) -> Path:
     path = source.parent / "out"
     fold(source, path, verify=False)
-    yield path
-
-
-def test_in_memory() -> None:
-    live = model()
-    plan = analyze_module(live, input_ids=ids(1)).plan
-    names = {v.norm for v in plan.folded}
-    parts = {f"{q}_layernorm" for q in "qk"}
-    assert {name for name in names if name.rpartition(".")[2] in parts} == {
-        f"model.layers.{i}.self_attn.{part}" for i in range(2) for part in parts
-    }
-    fused = {w.axis for w in plan.writers if FUSED in w.parameter}
-    assert fused == {QUERIES, KEYS}
-    with torch.no_grad():
-        before = [live(ids(i, 4 + i)).logits for i in (2, 3)]
-        fold_in_memory(live, plan)
-        after = [live(ids(i, 4 + i)).logits for i in (2, 3)]
-    for x, y in zip(after, before, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    return path
 
 
 def test_on_disk(source: Path, out: Path) -> None:
@@ -98,24 +76,6 @@ def test_on_disk(source: Path, out: Path) -> None:
     with torch.no_grad():
         expected = original(ids(5, 9)).logits
         torch.testing.assert_close(folded(ids(5, 9)).logits, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_the_recipe_says_where_the_groups_are(source: Path, out: Path) -> None:
-    text = (out / "enjoyln_recipe.yaml").read_text()
-    centred = yaml.safe_load(text)["centre"]
-    line = centred[f"model.layers.{{i}}.{FUSED}.weight"]
-    assert line == {"dim": 0, "groups": True, "part": True}
-    again = source.parent / "again"
-    fold(source, again, recipe=out / "enjoyln_recipe.yaml", verify=False)
-    assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
-
-
-def test_a_recipe_for_other_groups_is_refused(source: Path, out: Path, tmp_path: Path) -> None:
-    text = (out / "enjoyln_recipe.yaml").read_text()
-    changed = tmp_path / "changed.yaml"
-    changed.write_text(text.replace(", part: true", ""))
-    with pytest.raises(EnjoyLNError, match="has .*groups: true}.*the proof .*part: true}"):
-        fold(source, tmp_path / "out", recipe=changed, verify=False)
 
 
 def test_the_marker_is_read_back(out: Path) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from fold_cases import written
 from live_models import moved
-from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING
 
 from enjoyln_cli import analyze, fold, verify
 from enjoyln_cli.errors import RecipeError
+from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.recipe.follow import follow
+from enjoyln_cli.recipe.from_plan import recipe_of
+from enjoyln_cli.recipe.read import parse_recipe
+from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.report.notes import counts
 
 SMALL = {
@@ -80,40 +83,24 @@ def test_the_check_by_the_stored_plan_passes(tmp_path: Path) -> None:
     assert found.passed and found.identity_error is not None and found.identity_error <= 1e-12
 
 
-def test_a_scale_that_was_put_back_fails_the_check(tmp_path: Path) -> None:
-    save("dinov2", "Dinov2Model", tmp_path / "source", torch.float32)
-    fold(tmp_path / "source", tmp_path / "out", verify=False)
-    tensors = written(tmp_path / "out")
-    name = "encoder.layer.0.layer_scale1.lambda1"
-    tensors[name] = written(tmp_path / "source")[name]
-    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
-    found = verify(tmp_path / "out")
-    assert not found.passed and name in "".join(found.failures)
+def test_a_recipe_merges_a_scale_into_all_that_it_scales_or_not_at_all() -> None:
+    config = CONFIG_MAPPING["dinov2"](**SMALL)
+    plan = analyze(config).plan
+    text = dump_recipe(recipe_of(plan, config=config))
 
+    def followed(changed: str) -> Plan:
+        return follow(parse_recipe(changed, where="recipe.yaml"), plan, config=config)
 
-@pytest.mark.slow
-def test_a_recipe_merges_a_scale_into_all_that_it_scales_or_not_at_all(tmp_path: Path) -> None:
-    save("dinov2", "Dinov2Model", tmp_path / "source", torch.float32)
-    plan = fold(tmp_path / "source", tmp_path / "out", verify=False).plan
-    text = (tmp_path / "out" / "enjoyln_recipe.yaml").read_text()
-
-    def follow(changed: str) -> Any:
-        (tmp_path / "recipe.yaml").write_text(changed)
-        return fold(
-            tmp_path / "source", tmp_path / "again", recipe=tmp_path / "recipe.yaml",
-            verify=False, force=True,
-        ).plan  # fmt: skip
-
-    assert follow(text) == plan
+    assert followed(text) == plan
     line = "  encoder.layer.{i}.mlp.fc2.bias: {dim: 0, scale"
     left = text.replace(line, "  encoder.layer.{i}.mlp.fc2.bias: keep #")
     with pytest.raises(RecipeError, match="needs encoder.layer.*bias centred"):
-        follow(left)
+        followed(left)
     first = "norms:\n  encoder.layer.0.norm1: fold\n"
     with pytest.raises(RecipeError, match="but not into encoder.layer.0.mlp.fc2.bias"):
-        follow(left.replace(": fold\n", ": keep\n").replace("norms:\n", first))
+        followed(left.replace(": fold\n", ": keep\n").replace("norms:\n", first))
     scale = "scale: 'encoder.layer.{i}."
     assert f"{scale}layer_scale2" in text
     other = text.replace(f"{scale}layer_scale2", f"{scale}s")
     with pytest.raises(RecipeError, match="the recipe has .*, the proof .*scale: .*layer_scale2"):
-        follow(other)
+        followed(other)

@@ -20,10 +20,8 @@ from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.plan.cache_argument import cache_argument, returned_cache
 from enjoyln_cli.plan.plan import Options
-from enjoyln_cli.runtime.install import install
 
 ROTATED = Options(fold=False, rotate=True)
-BOTH = Options(rotate=True)
 
 LLAMA = {
     **TOKENS, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -115,20 +113,6 @@ def test_the_function_stays_the_same_in_the_stock_class(
     before, after = dict(original.named_parameters()), dict(turned.named_parameters())
     for parameter in changed & before.keys():
         assert not torch.allclose(before[parameter], after[parameter]), parameter
-
-
-@pytest.mark.one_case
-@pytest.mark.parametrize("kind", ["gpt2", "vit"])
-def test_a_rotated_model_folds(kind: str) -> None:
-    kind, settings, name, outputs, streams, _ = next(m for m in MODELS if m[0] == kind)
-    config = config_of(kind, settings)
-    plan = analyze_config(config, model_class=name, outputs=outputs, options=BOTH).plan
-    assert len(plan.folded) == len(plan.norms) and streams <= len(plan.turned)
-    original = live(name, config)
-    folded = rotated(original, plan)
-    norms = [verdict.norm for verdict in plan.folded]
-    install(folded, norms, plan.ops, plan.entry_inputs, plan.unproven, covered=plan.covered)
-    assert far(folded, original, outputs) <= 1e-12
 
 
 def test_a_decoding_step_uses_the_cache_of_the_rotated_model(
@@ -498,17 +482,6 @@ def test_an_input_that_the_model_also_computes_turns_with_it() -> None:
     config = config_of("gpt2", {**GPT2, **UNTIED})
     plan = analyze_config(config, model_class="GPT2LMHeadModel", options=ROTATED).plan
     assert [one.inputs for one in plan.turned if one.kind == "stream"] == [("inputs_embeds",)]
-
-
-def test_another_seed_gives_other_weights_and_the_same_function() -> None:
-    model = Stream(TURNS["nothing"])
-    found = analyze_module(model, rows())
-    made = [
-        rotated(model, found.under(Options(fold=False, rotate=True, seed=seed)).plan)
-        for seed in (0, 1)
-    ]
-    assert not torch.allclose(made[0].enter.weight, made[1].enter.weight)
-    torch.testing.assert_close(made[0](rows(4)), made[1](rows(4)), rtol=1e-11, atol=1e-11)
 
 
 def test_without_values_only_streams_turn() -> None:

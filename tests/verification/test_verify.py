@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,8 +150,9 @@ def test_no_infinity_in_json() -> None:
 # Wrong folds.
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["weight", "bias"])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("float32", "weight"), ("float16", "bias"), ("bfloat16", "weight")]
+)
 def test_a_writer_that_the_plan_leaves_out(
     sources: dict[str, Path], tmp_path: Path, dtype: str, kind: str
 ) -> None:
@@ -165,7 +167,7 @@ def test_a_writer_that_the_plan_leaves_out(
     assert worst == "transformer.ln_f" and mean > 1e-3
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_writer_that_the_weights_leave_out(
     sources: dict[str, Path], outs: dict[str, Path], tmp_path: Path, dtype: str
 ) -> None:
@@ -180,23 +182,25 @@ def test_a_writer_that_the_weights_leave_out(
     assert list(found.norm_input_mean)[0] == "transformer.ln_f"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tied_embedding_centred(sources: dict[str, Path], tmp_path: Path, dtype: str) -> None:
+def test_a_tied_embedding_centred(sources: dict[str, Path], tmp_path: Path) -> None:
     plan = right_plan()
     name, shape = "transformer.wte.weight", (VOCABULARY, D)
     wrong = replace(
         plan, writers=(*plan.writers, Writer(name, name, feature_axis(shape), shape)), ops=()
     )
-    found = verify(folded(sources[dtype], tmp_path / "out", wrong), write=False)
+    found = verify(folded(sources["float16"], tmp_path / "out", wrong), write=False)
     assert not found.passed
     assert found.identity_error > 1e-4
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("what", ["beta dropped", "gamma changed"])
-def test_a_changed_affine(outs: dict[str, Path], tmp_path: Path, dtype: str, what: str) -> None:
-    name = f"transformer.h.1.ln_2.{'bias' if what == 'beta dropped' else 'weight'}"
-    factor = 0.0 if what == "beta dropped" else 1.02
+@pytest.mark.parametrize(
+    ("dtype", "kind", "factor"),
+    [("float32", "bias", 0.0), ("float16", "weight", 1.02), ("bfloat16", "weight", 1.02)],
+)
+def test_a_changed_affine(
+    outs: dict[str, Path], tmp_path: Path, dtype: str, kind: str, factor: float
+) -> None:
+    name = f"transformer.h.1.ln_2.{kind}"
     out = changed(outs[dtype], tmp_path / "out", lambda t: t[name].mul_(factor))
     found = verify(out, write=False)
     assert not found.passed
@@ -204,14 +208,18 @@ def test_a_changed_affine(outs: dict[str, Path], tmp_path: Path, dtype: str, wha
     assert found.storage_error > torch.finfo(getattr(torch, dtype)).eps
 
 
-def test_a_marker_that_forgets_the_centring(outs: dict[str, Path], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(outs["float32"], out)
-    config = json.loads((out / "config.json").read_text())
-    config["enjoyln"]["centering"] = []
+def with_centring(out: Path, into: Path, change: Callable[[list[Any]], object]) -> Path:
+    """A copy with other centring operations in its marker, whose digest is right."""
+    shutil.copytree(out, into)
+    config = json.loads((into / "config.json").read_text())
+    change(config["enjoyln"]["centering"])
     config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
-    (out / "config.json").write_text(json.dumps(config))
-    found = verify(out, write=False)
+    (into / "config.json").write_text(json.dumps(config))
+    return into
+
+
+def test_a_marker_that_forgets_the_centring(outs: dict[str, Path], tmp_path: Path) -> None:
+    found = verify(with_centring(outs["float32"], tmp_path / "out", list.clear), write=False)
     assert not found.passed
     assert found.identity_error > 1e-4 and found.ratio > 100
     assert found.stock_ratio < 1.25
@@ -219,33 +227,23 @@ def test_a_marker_that_forgets_the_centring(outs: dict[str, Path], tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("place", "value"), [("dim", 5), ("dim", 0), ("outer", 10**12), ("size", 2 * D)], ids=str
+    "change",
+    [
+        lambda ops: ops[0]["axis"].update(dim=5),
+        lambda ops: ops[0]["axis"].update(dim=0),
+        lambda ops: ops[0]["axis"].update(outer=10**12),
+        lambda ops: ops[0]["axis"].update(size=2 * D),
+        lambda ops: ops.append({**ops[0], "module": "transformer"}),
+    ],
+    ids=["no such dimension", "rows", "endless", "too large", "no tensor"],
 )
 def test_a_marker_with_a_centring_that_does_not_fit(
-    outs: dict[str, Path], tmp_path: Path, place: str, value: int
+    outs: dict[str, Path], tmp_path: Path, change: Callable[[list[Any]], object]
 ) -> None:
-    """The marker's digest is updated, so that only its content is wrong."""
-    out = tmp_path / "out"
-    shutil.copytree(outs["float32"], out)
-    config = json.loads((out / "config.json").read_text())
-    config["enjoyln"]["centering"][0]["axis"][place] = value
-    config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
-    (out / "config.json").write_text(json.dumps(config))
+    out = with_centring(outs["float32"], tmp_path / "out", change)
     with pytest.raises(BadCheckpoint, match="does not run with .* convert the source") as caught:
         verify(out, write=False)
     assert "\n" not in str(caught.value)
-
-
-def test_a_marker_that_centres_what_is_no_tensor(outs: dict[str, Path], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(outs["float32"], out)
-    config = json.loads((out / "config.json").read_text())
-    op = config["enjoyln"]["centering"][0]
-    config["enjoyln"]["centering"].append({**op, "module": "transformer"})
-    config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
-    (out / "config.json").write_text(json.dumps(config))
-    with pytest.raises(BadCheckpoint, match="does not run with"):
-        verify(out, write=False)
 
 
 def test_another_model_is_not_the_original(outs: dict[str, Path], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from live_models import CHECKPOINTS
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from stored_files import changed
 from verify_cases import FAMILIES, POSITIONS, D, folded, gpt2, proven, right_plan
 
@@ -61,7 +61,6 @@ def with_weights(found: Path, into: Path, edit: Edit) -> Path:
     ("key", "value", "words"),
     [
         ("layer_norm_epsilon", 1e-3, r"layer_norm_epsilon \(0.001, in the original 1e-05\)"),
-        ("layer_norm_epsilon", 1.1e-5, r"layer_norm_epsilon \(1.1e-05, in"),
         ("activation_function", "gelu", r'\("gelu", in the original "gelu_new"\)'),
         ("scale_attn_by_inverse_layer_idx", True, "inverse_layer_idx .true, in the original false"),
         ("tie_word_embeddings", False, r"tie_word_embeddings \(false, in the original true\)"),
@@ -189,17 +188,12 @@ def test_nan_in_a_weight_that_is_centred(source: Path, tmp_path: Path) -> None:
     assert not found.passed and name in found.summary
 
 
-def test_nan_that_no_weight_explains(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("allowed", [False, True])
+def test_nan_that_no_weight_explains(source: Path, tmp_path: Path, allowed: bool) -> None:
+    """``allow_nonfinite`` does not excuse it either."""
     before = with_config(source, tmp_path / "in", layer_norm_epsilon=-100.0)
     with pytest.raises(VerificationFailed, match="its weights are finite, so check its config"):
-        enjoyln_cli.fold(before, tmp_path / "out")
-
-
-def test_allow_nonfinite_does_not_excuse_other_nan(source: Path, tmp_path: Path) -> None:
-    """``allow_nonfinite`` does not allow NaN that no weight explains."""
-    before = with_config(source, tmp_path / "in", layer_norm_epsilon=-100.0)
-    with pytest.raises(VerificationFailed, match="its weights are finite"):
-        enjoyln_cli.fold(before, tmp_path / "out", allow_nonfinite=True)
+        enjoyln_cli.fold(before, tmp_path / "out", allow_nonfinite=allowed)
 
 
 def test_a_padding_token_beyond_the_embedding(source: Path, tmp_path: Path) -> None:
@@ -305,10 +299,8 @@ def in_float64(family: str, into: Path) -> Path:
     return into
 
 
-SLOWLY = [pytest.param(f, marks=() if f == "gpt2" else pytest.mark.slow) for f in FAMILIES]
-
-
-@pytest.mark.parametrize("family", SLOWLY)
+@pytest.mark.one_case
+@pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
 def test_a_float64_checkpoint(tmp_path: Path, family: str) -> None:
     """A correct fold passes; a fold with a weight that is off by a billionth does not."""
     source = in_float64(family, tmp_path / "in")
@@ -324,26 +316,6 @@ def test_a_float64_checkpoint(tmp_path: Path, family: str) -> None:
     found = verify(wrong, write=False)
     assert not found.passed
     assert tensor in found.summary and found.ratio > 100 and found.stock_ratio > 100
-
-
-def test_the_float64_ratio_alone_finds_a_weight_left_out(tmp_path: Path) -> None:
-    """A fold that leaves out a weight fails by the ratio alone, not only by the stored tensors."""
-    source = in_float64("gpt2", tmp_path / "in")
-    plan = proven(source, "GPT2LMHeadModel")
-    (first, *_) = (w for w in plan.writers if len(w.shape) > 1)
-    left = replace(plan, writers=tuple(w for w in plan.writers if w is not first))
-    tensors = load_file(source / WEIGHTS)
-    tensors[first.tensor] += 1e-9 - tensors[first.tensor].mean(first.axis.dim, keepdim=True)
-    save_file(tensors, source / WEIGHTS, metadata={"format": "pt"})
-    found = verify(folded(source, tmp_path / "out", left), write=False)
-    assert not found.passed and found.ratio > 100
-
-
-def test_float64_of_narrower_weights_shows_what_storing_costs(out: Path) -> None:
-    found = verify(out, dtype="float64", write=False)
-    assert not found.passed
-    assert "storing the weights in float32 adds an error" in found.summary
-    assert found.ratio > 1e6
 
 
 def test_a_dtype_that_a_model_does_not_run_in(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
