@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from commands import good, refused
+from stored_files import with_marker
 from tiny_models import GPT2, calls, converted, error, live
 from torch import nn
 from transformers import CLIPConfig, GPT2Config
 
 from enjoyln_cli import EnjoyLNError, RecipeError, analyze, fold, load_recipe, verify
-from enjoyln_cli.checkpoint.marker import proof_of, read_marker
+from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.comparison.run import choose_outputs, tensors
 from enjoyln_cli.conversion.fold import prepare, write
 from enjoyln_cli.conversion.inspect import Opening
@@ -130,15 +131,7 @@ def test_hidden_states_stay_where_they_are_named(
 @pytest.mark.slow
 @pytest.mark.parametrize("left", [[], ["vision_model_output"]], ids=str)
 def test_verify_compares_what_the_marker_says(out: Path, tmp_path: Path, left: Any) -> None:
-    folder = tmp_path / "edited"
-    folder.mkdir()
-    for path in out.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    config["enjoyln"]["outputs"] = left
-    config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
-    (folder / "config.json").write_text(json.dumps(config))
-    found = verify(folder)
+    found = verify(with_marker(out, tmp_path / "edited", lambda m: m.update(outputs=left)))
     assert not found.passed and "the edits change the function" in found.summary
 
 

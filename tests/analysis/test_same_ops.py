@@ -41,6 +41,15 @@ def test_an_untied_model_has_to_scale_as_the_tied_one(as_tensor: bool) -> None:
         require_same(tied, Tied(3.0, as_tensor, tied=False), TOKENS)
 
 
+def test_a_model_that_is_tied_instead_or_does_not_run_is_refused() -> None:
+    apart = Tied(2.0, False, tied=False)
+    with pytest.raises(UnsupportedModel, match="would give other results"):
+        require_same(apart, Tied(2.0, False, tied=True), TOKENS)
+    apart.head.weight = nn.Parameter(torch.zeros(3, 2))
+    with pytest.raises(UnsupportedModel, match="does not run without its weights"):
+        require_same(Tied(2.0, False, tied=True), apart, TOKENS)
+
+
 def test_operands_may_not_be_exchanged() -> None:
     with pytest.raises(UnsupportedModel, match="would give other results"):
         require_same(Tied(2.0, False, tied=True), Tied(2.0, False, False, swapped=True), TOKENS)

@@ -22,10 +22,8 @@ from torch import nn
 
 from enjoyln_cli import analyze, optimize, unfold
 from enjoyln_cli.analysis.analyze import analyze_config
-from enjoyln_cli.analysis.same_ops import require_same
 from enjoyln_cli.analysis.stored_names import Candidate
 from enjoyln_cli.analysis.untying import apart
-from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.conversion.fold import convert, prepare
 from enjoyln_cli.conversion.inspect import Opening
@@ -320,38 +318,6 @@ def test_a_tie_that_the_config_does_not_decide() -> None:
     shapes = {"inside.weight": (61, 24)}
     with pytest.raises(UnsupportedModel, match=r"ties outside\.weight to inside\.weight even if"):
         apart(GPT2, [found], shapes, None)
-
-
-class Scaled(nn.Module):
-    """Scales the input of its head only if that is tied, as some classes do."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 5)
-        self.head = nn.Linear(5, 7, bias=False)
-        self.factor = factor
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(input_ids) * self.factor)
-
-
-def test_a_class_that_computes_something_else_is_refused() -> None:
-    ids = Call("ids", (((torch.zeros(2, 3, dtype=torch.long),), {}),))
-    tied = Scaled(0.5)
-    tied.head.weight = tied.embed.weight
-    require_same(tied, Scaled(0.5), ids)
-    with pytest.raises(UnsupportedModel, match="Scaled would give other results"):
-        require_same(tied, Scaled(1.0), ids)
-    swapped = Scaled(0.5)
-    swapped.head, swapped.embed = nn.Linear(5, 7, bias=False), nn.Embedding(7, 5)
-    require_same(tied, swapped, ids)
-    apart_before, other = Scaled(0.5), Scaled(0.5)
-    other.embed.weight = other.head.weight
-    with pytest.raises(UnsupportedModel, match="Scaled would give other results"):
-        require_same(apart_before, other, ids)
-    other.head.weight = nn.Parameter(torch.zeros(3, 2))
-    with pytest.raises(UnsupportedModel, match="does not run without its weights"):
-        require_same(tied, other, ids)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import pytest
 import torch
 from live_models import CHECKPOINTS, moved
 from rounding import relative
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from stored_files import changed
 from tiny_models import TOKENS, converted, live, outputs, rotated
 from torch import nn
 from torch.nn import functional
@@ -28,6 +28,7 @@ from enjoyln_cli.plan.plan import Options, Plan
 
 FOLDED = Options(untie=True)
 ROTATED = Options(fold=False, rotate=True, untie=True)
+BOTH = Options(rotate=True)
 BLOOM = BloomConfig(**TOKENS, hidden_size=24, n_layer=2, n_head=3, layer_norm_epsilon=1e-4)
 TABLE, NORM = "transformer.word_embeddings.weight", "transformer.word_embeddings_layernorm"
 
@@ -163,28 +164,28 @@ class Net(nn.Module):
 IDS = torch.randint(0, 29, (2, 7), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("options", [Options(fold=False, rotate=True), Options(rotate=True)])
 @pytest.mark.parametrize(
     "how",
     ["alone", "sum", "called twice", "read beside", "a second lookup", "its weight is read",
      "its result is read", "tied"],
 )  # fmt: skip
-def test_only_what_nothing_else_reads_is_baked(how: str, options: Options) -> None:
+def test_only_what_nothing_else_reads_is_baked(how: str) -> None:
     """Whatever is baked or not, the outputs are the same."""
     torch.manual_seed(0)
     model = moved(Net(how)).double().eval()
-    plan = analyze_module(model, IDS, options=options).plan
-    assert bool(plan.baked) == (how == "alone")
-    result = converted(model, plan) if options.fold else rotated(model, plan)
-    with torch.no_grad():
-        assert relative(result(IDS.flip(0)), model(IDS.flip(0))) <= 1e-12
+    found = analyze_module(model, IDS)
+    for options, convert in ((Options(fold=False, rotate=True), rotated), (BOTH, converted)):
+        plan = found.under(options).plan
+        assert bool(plan.baked) == (how == "alone")
+        with torch.no_grad():
+            assert relative(convert(model, plan)(IDS.flip(0)), model(IDS.flip(0))) <= 1e-12
 
 
 def test_a_norm_without_eps_cannot_scale_rows() -> None:
     torch.manual_seed(0)
     model = moved(Net("alone")).double().eval()
     model.norm.eps = 0.0
-    assert not analyze_module(model, IDS, options=Options(rotate=True)).plan.baked
+    assert not analyze_module(model, IDS, options=BOTH).plan.baked
 
 
 @pytest.fixture(scope="module")
@@ -211,13 +212,11 @@ def test_a_changed_element_is_noticed(
     folders: tuple[Path, Path], tmp_path: Path, name: str
 ) -> None:
     """One element of the table by one step of bfloat16, or one of the norm."""
-    _, out = folders
-    shutil.copytree(out, tmp_path, dirs_exist_ok=True)
-    tensors = load_file(out / "model.safetensors")
-    element = tensors[name].view(torch.int16).flatten()
-    element[-1] += 1
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    found = verify(tmp_path)
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(torch.int16).view(-1)[-1] += 1
+
+    found = verify(changed(folders[1], tmp_path / "wrong", edit))
     assert not found.passed and any(name in line for line in found.failures), found.failures
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from live_models import moved
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from stored_files import changed
 from transformers import PersimmonConfig, PersimmonForCausalLM
 
 from enjoyln_cli import fold, from_pretrained
@@ -91,21 +92,11 @@ def test_the_marker_is_read_back(out: Path) -> None:
 
 def test_a_weight_that_is_no_longer_centred_is_noticed(out: Path, tmp_path: Path) -> None:
     """If the mean of one head's keys changes, no norm runs as RMSNorm; values may change freely."""
-    spoilt = tmp_path / "spoilt"
-    spoilt.mkdir()
-    for file in out.iterdir():
-        if file.is_file():
-            (spoilt / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(spoilt / "model.safetensors")
     name = f"model.layers.0.{FUSED}.weight"
-    tensors[name][2 * 3 * D + D + 1] += 0.5
-    save_file(tensors, spoilt / "model.safetensors", metadata={"format": "pt"})
+    spoilt = changed(out, tmp_path / "key", lambda t: t[name][2 * 3 * D + D + 1].add_(0.5))
     with pytest.raises(EnjoyLNError, match="since it was centred"):
         from_pretrained(spoilt)
-    tensors[name][2 * 3 * D + D + 1] -= 0.5
-    tensors[name][2 * D + 1] += 0.5  # a value, whose mean does not matter
-    save_file(tensors, spoilt / "model.safetensors", metadata={"format": "pt"})
-    from_pretrained(spoilt)
+    from_pretrained(changed(out, tmp_path / "value", lambda t: t[name][2 * D + 1].add_(0.5)))
 
 
 def test_blocks_cover_what_the_axis_does() -> None:

@@ -345,9 +345,10 @@ NOT_APART: dict[str, tuple[Callable[[Packed, torch.Tensor, torch.Tensor], Any], 
 def test_outputs_that_are_not_apart_keep_the_norm(case: str) -> None:
     read, reason = NOT_APART[case]
     model = moved(Packed(read))
-    plan = analyze_module(model, rows(), options=BIAS).plan
+    found = analyze_module(model, rows())
+    plan = found.under(BIAS).plan
     assert {one.norm: one.reason for one in plan.unmerged}["norm"] == reason
-    plan = analyze_module(model, rows(), options=AFFINE).plan
+    plan = found.under(AFFINE).plan
     torch.testing.assert_close(converted(model, plan)(rows(4)), model(rows(4)), rtol=0, atol=1e-11)
 
 

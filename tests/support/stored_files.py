@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import transformers
 from live_models import CHECKPOINTS
 from safetensors.torch import load_file, save_file
 
+from enjoyln_cli.checkpoint.marker import proof_of
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import BadCheckpoint
@@ -47,6 +49,16 @@ def changed(out: Path, into: Path, edit: Callable[[dict[str, torch.Tensor]], Non
     tensors = load_file(into / "model.safetensors")
     edit(tensors)
     save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
+    return into
+
+
+def with_marker(out: Path, into: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy of a result with an edited marker, whose digest is right."""
+    shutil.copytree(out, into)
+    config = json.loads((into / "config.json").read_text())
+    change(config["enjoyln"])
+    config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
+    (into / "config.json").write_text(json.dumps(config))
     return into
 
 

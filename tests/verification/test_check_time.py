@@ -15,8 +15,8 @@ import torch
 import transformers
 from click.testing import CliRunner
 from live_models import CHECKPOINTS
-from safetensors.torch import load_file, save_file
 from sentence_encoder import sentence_encoder
+from stored_files import changed
 
 from enjoyln_cli import VerificationFailed, fold, verify
 from enjoyln_cli.cli.main import main
@@ -38,15 +38,6 @@ class Hands:
 
     def __call__(self) -> float:
         return self.time
-
-
-def changed(out: Path, into: Path, name: str, factor: float) -> Path:
-    """A copy of ``out`` with one stored tensor multiplied by ``factor``."""
-    shutil.copytree(out, into)
-    weights = load_file(into / "model.safetensors")
-    weights[name] = weights[name] * factor
-    save_file(weights, into / "model.safetensors", {"format": "pt"})
-    return into
 
 
 # The time.
@@ -163,7 +154,7 @@ def test_a_short_check_runs_the_identity_and_says_how_much_it_ran(outs: dict[str
 
 def test_a_short_check_compares_every_stored_tensor(outs: dict[str, Path], tmp_path: Path) -> None:
     name = "transformer.h.2.mlp.c_proj.bias"
-    wrong = changed(outs["gpt2"], tmp_path / "wrong", name, 1.001)
+    wrong = changed(outs["gpt2"], tmp_path / "wrong", lambda t: t[name].mul_(1.001))
     found = verify(wrong, write=False, seconds=SOON)
     assert not found.passed and f"{name}: not what the plan" in found.summary
 
@@ -200,7 +191,8 @@ def test_too_few_inputs_for_a_ratio_are_said_and_not_judged(outs: dict[str, Path
 def test_an_error_beyond_chance_fails_with_few_inputs(
     outs: dict[str, Path], tmp_path: Path
 ) -> None:
-    wrong = changed(outs["vit"], tmp_path / "wrong", "classifier.weight", 1.01)
+    name = "classifier.weight"
+    wrong = changed(outs["vit"], tmp_path / "wrong", lambda t: t[name].mul_(1.01))
     for samples in (1, 4):
         found = verify(wrong, write=False, samples=samples)
         assert len(found.failures) == 2 and "limit 1.25 x, by chance " in found.failures[1]

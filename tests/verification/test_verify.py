@@ -19,7 +19,7 @@ from live_models import CHECKPOINTS
 from packaging.version import Version
 from rounding import TIMES
 from safetensors.torch import load_file
-from stored_files import changed
+from stored_files import changed, with_marker
 from torch.nn.functional import cross_entropy
 from transformers import (
     BertConfig,
@@ -43,7 +43,6 @@ from verify_cases import (
 )
 
 import enjoyln_cli
-from enjoyln_cli.checkpoint.marker import proof_of
 from enjoyln_cli.checkpoint.reader import open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.comparison import batches as inputs
@@ -208,18 +207,9 @@ def test_a_changed_affine(
     assert found.storage_error > torch.finfo(getattr(torch, dtype)).eps
 
 
-def with_centring(out: Path, into: Path, change: Callable[[list[Any]], object]) -> Path:
-    """A copy with other centring operations in its marker, whose digest is right."""
-    shutil.copytree(out, into)
-    config = json.loads((into / "config.json").read_text())
-    change(config["enjoyln"]["centering"])
-    config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
-    (into / "config.json").write_text(json.dumps(config))
-    return into
-
-
 def test_a_marker_that_forgets_the_centring(outs: dict[str, Path], tmp_path: Path) -> None:
-    found = verify(with_centring(outs["float32"], tmp_path / "out", list.clear), write=False)
+    out = with_marker(outs["float32"], tmp_path / "out", lambda m: m["centering"].clear())
+    found = verify(out, write=False)
     assert not found.passed
     assert found.identity_error > 1e-4 and found.ratio > 100
     assert found.stock_ratio < 1.25
@@ -240,7 +230,7 @@ def test_a_marker_that_forgets_the_centring(outs: dict[str, Path], tmp_path: Pat
 def test_a_marker_with_a_centring_that_does_not_fit(
     outs: dict[str, Path], tmp_path: Path, change: Callable[[list[Any]], object]
 ) -> None:
-    out = with_centring(outs["float32"], tmp_path / "out", change)
+    out = with_marker(outs["float32"], tmp_path / "out", lambda m: change(m["centering"]))
     with pytest.raises(BadCheckpoint, match="does not run with .* convert the source") as caught:
         verify(out, write=False)
     assert "\n" not in str(caught.value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel, VerificationFail
 from enjoyln_cli.verification.verify import verify
 
 WEIGHTS = "model.safetensors"
-Edit = Callable[[dict[str, torch.Tensor]], Any]
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +45,6 @@ def with_config(found: Path, into: Path, **entries: Any) -> Path:
     config = {key: value for key, value in config.items() if value is not None}
     (into / "config.json").write_text(json.dumps(config))
     return into
-
-
-def with_weights(found: Path, into: Path, edit: Edit) -> Path:
-    return changed(found, into, edit)
 
 
 # config.json.
@@ -118,8 +112,8 @@ def test_a_weight_missing_in_both_checkpoints(
         for name in names:
             del tensors[name]
 
-    before = with_weights(source, tmp_path / "source", edit)
-    after = with_weights(out, tmp_path / "out", edit)
+    before = changed(source, tmp_path / "source", edit)
+    after = changed(out, tmp_path / "out", edit)
     with pytest.raises(BadCheckpoint, match=f"source does not store .*{words}.*fetch") as caught:
         verify(after, against=before, write=False)
     assert "\n" not in str(caught.value)
@@ -129,7 +123,7 @@ def test_a_fold_with_a_missing_weight_leaves_nothing(tmp_path: Path) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         del tensors["transformer.h.2.mlp.c_fc.weight"]
 
-    with_weights(CHECKPOINTS / "gpt2", tmp_path / "in", edit)
+    changed(CHECKPOINTS / "gpt2", tmp_path / "in", edit)
     with pytest.raises(BadCheckpoint, match="does not store transformer.h.2.mlp.c_fc.weight"):
         enjoyln_cli.fold(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -141,7 +135,7 @@ def test_a_new_head_and_a_pooler_that_nobody_trained(tmp_path: Path) -> None:
     head = "GPT2ForSequenceClassification"
     result = enjoyln_cli.fold(CHECKPOINTS / "gpt2", tmp_path / "a", model_class=head)
     assert result.verification.passed
-    with_weights(
+    changed(
         CHECKPOINTS / "vit",
         tmp_path / "in",
         lambda t: [t.pop(name) for name in ("classifier.weight", "classifier.bias")],
@@ -169,7 +163,7 @@ def test_a_model_that_returns_nan_does_not_pass(
     source: Path, tmp_path: Path, name: str, value: float
 ) -> None:
     """It passes only with ``allow_nonfinite``."""
-    before = with_weights(source, tmp_path / "in", lambda t: t[name].fill_(value))
+    before = changed(source, tmp_path / "in", lambda t: t[name].fill_(value))
     with pytest.raises(VerificationFailed, match=f"cannot compare .*{name}.*nonfinite"):
         enjoyln_cli.fold(before, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -180,10 +174,10 @@ def test_a_model_that_returns_nan_does_not_pass(
 
 def test_nan_in_a_weight_that_is_centred(source: Path, tmp_path: Path) -> None:
     name = "transformer.h.0.attn.c_proj.weight"
-    before = with_weights(source, tmp_path / "in", lambda t: t[name][3, 5].fill_(float("nan")))
+    before = changed(source, tmp_path / "in", lambda t: t[name][3, 5].fill_(float("nan")))
     result = enjoyln_cli.fold(before, tmp_path / "out", allow_nonfinite=True)
     assert result.verification.passed, result.verification.summary
-    other = with_weights(tmp_path / "out", tmp_path / "b", lambda t: t[name][7].fill_(float("nan")))
+    other = changed(tmp_path / "out", tmp_path / "b", lambda t: t[name][7].fill_(float("nan")))
     found = verify(other, write=False)
     assert not found.passed and name in found.summary
 
@@ -229,7 +223,7 @@ def test_an_error_at_one_late_position(tmp_path: Path) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors["transformer.wpe.weight"][-1] += 0.06 * (noise - noise.mean())
 
-    wrong = with_weights(out, tmp_path / "wrong", edit)
+    wrong = changed(out, tmp_path / "wrong", edit)
     for samples in (None, 4, 1):
         found = verify(wrong, write=False, samples=samples)
         assert found.ratio < 1.25 and found.stock_ratio < 1.25
