@@ -38,7 +38,11 @@ from enjoyln_cli.verification.verify import verify
 @pytest.mark.one_case
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("gpt2", Options()), ("bert", Options(widen_mlp=True)), ("opt", Options(merge="affine"))],
+    [
+        ("gpt2", Options(untie=True)),
+        ("bert", Options(widen_mlp=True)),
+        ("opt", Options(merge="affine")),
+    ],
 )
 def test_the_same_result_from_the_disk(name: str, options: Options, tmp_path: Path) -> None:
     out = tmp_path / "out"
