@@ -236,14 +236,13 @@ def test_weights_that_were_rounded_further_than_the_file(
 
 @pytest.mark.slow
 def test_a_norm_that_computes_layer_norm_is_refused(converted: Converted) -> None:
-    model = from_pretrained(converted("vit"))
-    norm = "vit.encoder.layer.0.layernorm_before"
+    model = from_pretrained(converted("gpt2"))
     with torch.no_grad():
-        model.get_parameter("vit.encoder.layer.0.output.dense.weight").add_(1)
+        model.transformer.h[0].mlp.c_proj.weight += 1
     call = call_to_export(model, (), torch.float32)
     program = onnx_program.program_of(model, call)
-    with pytest.raises(UnsupportedModel, match=rf"{norm} of ViT.* exported as LayerNorm: "):
-        onnx_program.require_rms_norms(program.model.graph, model, {norm})
+    with pytest.raises(UnsupportedModel, match=r"h\.0\.ln_1 of GPT2.* exported as LayerNorm: "):
+        onnx_program.require_rms_norms(program.model.graph, model, {"transformer.h.0.ln_1"})
 
 
 @pytest.mark.slow
