@@ -41,11 +41,16 @@ def require_new_folder(out: Path, model: str | Path, *, force: bool, resume: boo
         check_place(out, source=local_folder(str(model)), force=force, resume=resume)
 
 
+def data_sources(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with data of the user that were passed, with their values."""
+    sources = {"--text": data["text"], "--image": data["images"], "--audio": data["audio"]}
+    sources["--tokens"] = data["tokens"]
+    return {option: value for option, value in sources.items() if value}
+
+
 def require_one_source(data: Mapping[str, Any], samples: Any = None) -> None:
     """Refuse inputs from two sources."""
-    sources = {"--text": data["text"], "--image": data["images"], "--audio": data["audio"]}
-    sources |= {"--tokens": data["tokens"], "--samples with a file": isinstance(samples, Path)}
-    passed = [name for name, value in sources.items() if value]
+    passed = [*data_sources(data), *["--samples with a file"] * isinstance(samples, Path)]
     if len(passed) > 1:
         raise click.UsageError(f"{passed[0]} and {passed[1]} cannot be combined.")
 

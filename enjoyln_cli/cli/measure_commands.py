@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from enjoyln_cli.checkpoint.access import access_keywords
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
+    data_sources,
     require_folded,
     require_models,
     require_new_folder,
@@ -236,7 +238,7 @@ def quantize(
     require_new_folder(out, model, force=options["force"])
     require_scheme(scheme, form)
     with watch_job(quiet or as_json, f"opening {model}") as watch:
-        from enjoyln_cli.cli.console import write_json, write_quantised
+        from enjoyln_cli.cli.console import say, write_json, write_quantised
         from enjoyln_cli.comparison.user_data import read_user_data, require_data
         from enjoyln_cli.conversion.inspect import Opening
         from enjoyln_cli.quantisation.quantize import quantize as run  # takes seconds
@@ -258,3 +260,5 @@ def quantize(
         write_json(result.to_json())
     elif not quiet:
         write_quantised(result)
+        ((option, path),) = data_sources(data).items()
+        say(f"next: {shlex.join(['enjoyln', 'verify', str(out), option, str(path)])}")
