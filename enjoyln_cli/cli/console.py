@@ -272,7 +272,8 @@ def write_quantised(result: Quantised) -> None:
         counts = (f"{w.in_float:,} of {w.total:,}" for w in (chosen.weights, original.weights))
         table.add_row("weights that are not quantised", *counts)
     if result.milliseconds and result.float_milliseconds:
-        call, before = (f"{ms:.3g} ms" for ms in (result.milliseconds, result.float_milliseconds))
+        times = result.milliseconds, result.float_milliseconds
+        call, before = (f"{number(ms)} ms" for ms in times)
         table.add_row(f"a call, {counted(result.threads, 'thread')}", call, "", before)
     _show(table)
     say(f"error {number(result.held_out.error)} (limit {result.max_error:g})", "green")
