@@ -119,9 +119,12 @@ def add_entries(
         entry = entry_of(module) or add_entry(module, fold, check(module))
         entry.trouble, entry.check = "", check(module)
         if entry.inputs is None:
-            order = tuple(inspect.signature(module.forward).parameters)
+            parameters = inspect.signature(module.forward).parameters
+            defaults = {name: parameter.default for name, parameter in parameters.items()}
             proven = None if covered is None else covered.calls_of(module)
-            entry.inputs = InputRules(order, names, frozenset(entry_inputs), merged, proven)
+            entry.inputs = InputRules(
+                tuple(parameters), names, frozenset(entry_inputs), merged, proven, defaults
+            )
     fold.checked = fold.trained
     return fold
 

@@ -15,8 +15,8 @@ not do so for attributes of the ``threading.local`` itself, which it reads once 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -66,6 +66,8 @@ class InputRules:
     """Whether the affine of norms was merged into the layers after them, or a norm into a table."""
     proven: ProvenCalls | None = None
     """The calls that the proof covers. If set, they decide instead of ``unproven``."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of inputs that are as good as none, by name."""
 
     def concern(self, args: Any, kwargs: Any) -> bool:
         """Whether a call with these arguments may need ``guard`` or ``centre``."""
@@ -92,7 +94,11 @@ class InputRules:
                 )
             return
         passed = {**dict(zip(self.order, args, strict=False)), **kwargs}
-        unproven = [n for n, x in passed.items() if x is not None and n in self.unproven]
+        unproven = [
+            name
+            for name, value in passed.items()
+            if name in self.unproven and value is not self.defaults.get(name) and value is not None
+        ]
         if unproven and self.merged:
             raise UnprovenCall(
                 f"{name}: not proven for calls with {', '.join(unproven)}; LayerNorm cannot be "

@@ -161,6 +161,15 @@ def test_an_unproven_input_is_refused_where_norms_were_merged() -> None:
     assert model(ids()).logits.isfinite().all()
 
 
+def test_an_unproven_input_at_its_default_is_as_good_as_none() -> None:
+    model = centre_writers(gpt2())
+    install(model, NORMS, [WTE], unproven=["logits_to_keep"], merged=True)
+    expected = model(ids()).logits
+    assert torch.equal(model(ids(), logits_to_keep=0).logits, expected)
+    with pytest.raises(UnsupportedModel, match="not proven for calls with logits_to_keep"):
+        model(ids(), logits_to_keep=2)
+
+
 # Names.
 
 
