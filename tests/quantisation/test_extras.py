@@ -1,0 +1,50 @@
+"""Each extra that quantises, in an environment of its own, with the tests that need it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TESTS = {
+    "openvino": {"test_quantize.py": "openvino"},
+    "compressed-tensors": {
+        "test_quantised_checkpoints.py": "compressed",
+        "test_llm_compressor.py": "test",
+    },
+}
+"""For each extra the tests that are skipped without it: files, and names in them."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", TESTS)
+def test_an_extra_alone(extra: str, tmp_path: Path) -> None:
+    """The environment sees torch and the packages for tests of the present one."""
+    venv.create(tmp_path / "env")
+    python = str(tmp_path / "env" / "bin" / "python")
+    paths = {"base": str(tmp_path / "env"), "platbase": str(tmp_path / "env")}
+    own = Path(sysconfig.get_path("purelib", "venv", paths))
+    present = [path for path in sys.path if path.endswith("site-packages")]
+    (own / "present.pth").write_text("\n".join(present))
+    needed = [
+        f"{requirement.name}{requirement.specifier}"
+        for requirement in map(Requirement, requires("enjoyln") or [])
+        if requirement.marker and requirement.marker.evaluate({"extra": extra})
+    ]
+    subprocess.run([python, "-m", "pip", "install", "-q", *needed], check=True)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "cache")}
+    for file, names in TESTS[extra].items():
+        command = [python, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", str(HERE / file)]
+        command += ["-k", names, "-m", "slow or not slow", "-rs"]
+        run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert "SKIPPED" not in run.stdout, run.stdout
