@@ -76,7 +76,7 @@ def refuses(source: Path, out: Path, words: str, **options: Any) -> None:
 
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path) -> None:
-    """``ENJOYLN_KILLS`` sets the number of rounds; in each, a run is killed at least once."""
+    """``ENJOYLN_KILLS`` sets the least number of rounds; in each, a run is killed at least once."""
     runs = os.environ.get("ENJOYLN_KILLS", "10")
     done = subprocess.run(
         [sys.executable, SUPPORT / "kill_runs.py", tmp_path, runs, "7"],

@@ -4,7 +4,8 @@
 
 Every run is a child of this process, which has imported torch and has no threads. Fails where the
 source is touched, where there is anything else at OUT than the whole result, and where going on
-does not end in the same bytes as a fold that nobody disturbed.
+does not end in the same bytes as a fold that nobody disturbed. After RUNS rounds it goes on until
+there was a kill before and after the first finished file, and a run that went on from one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from stored_files import opened
 
 from enjoyln_cli.fs.staging import FINISHED, count_finished, work_of
 from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
+
+OUTCOMES = ("0 finished", "1 finished", "gone on")
 
 
 def child(source: Path, out: Path, resume: bool) -> int:
@@ -72,7 +75,8 @@ def main(folder: Path, runs: int, seed: int) -> None:
     untouched, whole = contents(source), contents(out)
     shutil.rmtree(out)
     made, seen = random.Random(seed), Counter[str]()
-    for _ in range(runs):
+    while runs > 0 or not all(seen[outcome] for outcome in OUTCOMES):
+        runs -= 1
         resume = False
         while not out.exists():  # now and then what goes on is killed as well
             pid = child(source, out, resume)
