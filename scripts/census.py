@@ -145,11 +145,11 @@ def leave_out(model: Any, chosen: Callable[[str, Any], bool]) -> None:
     model.register_forward_hook(hook)
 
 
-def proof_runs(model: Any, dtype: Any, turned: Container[str] | None = None) -> list[Run]:
+def proof_runs(model: Any, dtype: Any, omitted: Container[str] | None = None) -> list[Run]:
     """Every call that a proof covers, with random real inputs.
 
     These are prefill and decoding with the cache, and the optional inputs. For a rotated model,
-    ``turned`` has the inputs to leave out: those that are given in the new basis, as caches are,
+    ``omitted`` has the inputs to leave out: those that are given in the new basis, as caches are,
     and those for which the result refuses calls.
     """
     import torch
@@ -170,7 +170,7 @@ def proof_runs(model: Any, dtype: Any, turned: Container[str] | None = None) -> 
     for call in accepted_calls(Captures(without_weights(model))) or []:
         cached = len(call.steps) > 1 or call.flags.get("use_cache")
         names = {*call.steps[0][1], *call.flags}
-        if turned is not None and (cached or any(name in turned for name in names)):
+        if omitted is not None and (cached or any(name in omitted for name in names)):
             continue
         steps = pytree.tree_map_only(torch.Tensor, filled, call.steps)
 
@@ -308,8 +308,8 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
             dtype, model = torch.float32, model.float()
             expected = seeded_runs(model, dtype)
         first, *_ = seeds = list(expected)
-        turned = {name for basis in plan.turned for name in basis.inputs} | {*plan.unproven}
-        for run in proof_runs(model, dtype, turned if mode == "rotate" else None):
+        omitted = {name for basis in plan.turned for name in basis.inputs} | {*plan.unproven}
+        for run in proof_runs(model, dtype, omitted if mode == "rotate" else None):
             with suppress(Exception):  # not every model takes every optional input
                 expected[run] = outputs_of(run, model, dtype)
         if is_lost(expected.values()):
