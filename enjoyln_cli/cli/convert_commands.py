@@ -43,7 +43,6 @@ from enjoyln_cli.cli.options import (
 from enjoyln_cli.cli.push_command import push_after
 from enjoyln_cli.fs.staging import learning_state
 from enjoyln_cli.quantisation.schemes import SIMULATED
-from enjoyln_cli.rewrite import processes
 
 if TYPE_CHECKING:
     from enjoyln_cli.cli.progress import Watch
@@ -229,8 +228,7 @@ def _convert(
             raise click.UsageError("--stream cannot be combined with --max-shard-size.")
         options["verify"] = False
     out = None if dry_run else out
-    helps = processes.present().rank > 0
-    chatty = not (quiet or as_json or helps)
+    chatty = not (quiet or as_json)
     if chatty:
         show_transfers()
     data = {name: value for name, value in options.pop("data", {}).items() if value}
@@ -245,11 +243,10 @@ def _convert(
     require_models(model)
     if out:
         require_new_folder(out, model, force=options["force"], resume=options["resume"])
-    push_it = push_after(options, dry_run, helps, chatty)
+    push_it = push_after(options, dry_run, chatty)
     from enjoyln_cli.cli.progress import watch_job
 
-    watching = watch_job(not chatty, f"opening {model}")
-    with watching as watch, processes.join_group(watch.event) as us:
+    with watch_job(not chatty, f"opening {model}") as watch:
         from enjoyln_cli.conversion.fold import as_dtype, prepare, write
         from enjoyln_cli.conversion.results import fold_json
         from enjoyln_cli.report.model_report import ModelReport
@@ -266,12 +263,10 @@ def _convert(
             chosen = _choose(ready, data, out, watch, options["samples"], writing.resume, **choice)
             ready = ready.with_plan(chosen.plan)
         listeners: Options = {"on_event": watch.event, "on_progress": watch.progress}
-        listeners |= {"on_check": watch.seconds, "team": us}
+        listeners["on_check"] = watch.seconds
         result = write(ready, out, writing, data=data, **listeners, **options) if out else None
         if choice and choice["learn"] and out:
             learning_state(out).unlink(missing_ok=True)
-    if helps:
-        return
     from enjoyln_cli.cli.console import write_fold, write_json
 
     report = ModelReport(model, ready.plan)

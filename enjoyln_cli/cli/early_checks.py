@@ -16,7 +16,6 @@ from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.fs.staging import check_place, learning_state
-from enjoyln_cli.rewrite import processes
 
 
 def require_models(*names: str | Path | None) -> None:
@@ -33,12 +32,8 @@ def require_folded(out: str | Path) -> None:
 
 
 def require_new_folder(out: Path, model: str | Path, *, force: bool, resume: bool = False) -> None:
-    """Refuse ``out`` if it cannot be made, or if it is not apart from the directory ``model``.
-
-    Of several processes, the first one does so later, before any of them writes.
-    """
-    if processes.present().size == 1:
-        check_place(out, source=local_folder(str(model)), force=force, resume=resume)
+    """Refuse ``out`` if it cannot be made, or if it is not apart from the directory ``model``."""
+    check_place(out, source=local_folder(str(model)), force=force, resume=resume)
 
 
 def data_sources(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,8 +86,6 @@ def require_choice(
         raise click.UsageError(f"{name} needs --scheme, such as --scheme w4a8.")
     if not any(data.values()):
         raise click.UsageError(f"{name} needs one of --text, --image, --audio, --tokens.")
-    if processes.present().size > 1:
-        raise click.UsageError(f"{name} runs in a single process.")
     if learn and out and not (force or resume) and learning_state(out).exists():
         raise OutputError(
             f"{learning_state(out)} is of an interrupted run; continue it with --resume, or begin "

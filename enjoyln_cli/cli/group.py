@@ -18,7 +18,6 @@ import click
 
 from enjoyln_cli.cli import help
 from enjoyln_cli.errors import EnjoyLNError
-from enjoyln_cli.rewrite import processes
 
 QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
@@ -42,11 +41,8 @@ def debugging() -> bool:
 
 def complain(message: str) -> None:
     """Print one line on standard error, red if colours are allowed."""
-    line = " ".join(message.split())
-    if rank := processes.present().rank:
-        line = f"process {rank}: {line}"
     colour = False if os.environ.get("NO_COLOR") else None
-    click.secho(f"error: {line}", fg="red", err=True, color=colour)
+    click.secho(f"error: {' '.join(message.split())}", fg="red", err=True, color=colour)
 
 
 def open_streams() -> None:
@@ -92,8 +88,7 @@ class Commands(click.Group):
         try:
             return self._run(ctx)
         except KeyboardInterrupt as error:
-            if not processes.present().rank:
-                complain(f"interrupted; {str(error) or 'nothing half-written was left behind'}")
+            complain(f"interrupted; {str(error) or 'nothing half-written was left behind'}")
             ctx.exit(130)
         except (click.exceptions.Exit, click.Abort, click.ClickException):
             raise

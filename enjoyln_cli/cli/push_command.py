@@ -33,9 +33,7 @@ def ask(upload: str, yes: bool) -> None:
         raise
 
 
-def push_after(
-    options: Options, dry_run: bool, helps: bool, chatty: bool
-) -> Callable[[Path | None], Options]:
+def push_after(options: Options, dry_run: bool, chatty: bool) -> Callable[[Path | None], Options]:
     """A function that pushes a finished fold. Asks the user and the Hub before the fold begins.
 
     For a dry run, it only names the repository that would be pushed to, and asks nobody.
@@ -48,8 +46,6 @@ def push_after(
         raise click.UsageError(
             "--push-to-hub pushes verified results only; drop --no-verify and --stream."
         )
-    if helps:
-        return lambda out: {}
     from enjoyln_cli.publish.repository import full_name, require_repo_id
 
     require_repo_id(repo_id)

@@ -30,7 +30,6 @@ from enjoyln_cli.plan.plan import PLAIN, Options
 from enjoyln_cli.report.notes import suggestion
 from enjoyln_cli.rewrite.directory import WRITE_DEFAULTS, FoldResult, WriteOptions, fold_checkpoint
 from enjoyln_cli.rewrite.preconditions import why_nothing_changes
-from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup
 from enjoyln_cli.rewrite.shard_layout import bytes_to_write
 from enjoyln_cli.rewrite.writer import total_progress
 from enjoyln_cli.rotation.given_matrices import give_matrices
@@ -204,9 +203,8 @@ def write(
     on_event: Event | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     on_check: Progress = lambda done, total: None,
-    team: ProcessGroup = ALONE,
 ) -> FoldResult:
-    """Carry out the plan of ``prepare`` (see ``convert``). All processes of ``team`` call this.
+    """Carry out the plan of ``prepare`` (see ``convert``).
 
     ``data`` are inputs to check it on: ``text``, ``images``, ``audio`` or ``tokens`` of ``verify``.
     """
@@ -255,7 +253,6 @@ def write(
         progress=total_progress(ready.bytes_to_write(options.dtype), on_progress),
         check=check if verify else None,
         finish=finish,
-        team=team,
     )
 
 

@@ -44,14 +44,13 @@ from enjoyln_cli.checkpoint.result_files import (
 from enjoyln_cli.checkpoint.source import Source, State, require_unchanged, states_of
 from enjoyln_cli.errors import OutputError, VerificationFailed
 from enjoyln_cli.fs.digests import digest_of_data, digest_of_file
-from enjoyln_cli.fs.staging import RESULT, clear, staged_output, work_of
+from enjoyln_cli.fs.staging import clear, staged_output
 from enjoyln_cli.plan.edits import Edit
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import plan_text
 from enjoyln_cli.rewrite.archive import Recorder, save_archive
 from enjoyln_cli.rewrite.journal import Journal
 from enjoyln_cli.rewrite.preconditions import check_edits
-from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup
 from enjoyln_cli.rewrite.shard_layout import plain_layout
 from enjoyln_cli.rewrite.writer import write_shards
 from enjoyln_cli.version import __version__
@@ -110,7 +109,6 @@ def fold_checkpoint(
     progress: Callable[[int], None] | None = None,
     check: Callable[[Path], Any] | None = None,
     finish: Callable[[Path], None] | None = None,
-    team: ProcessGroup = ALONE,
 ) -> FoldResult:
     """Write ``checkpoint`` with the edits of ``plan`` to the new directory ``out``.
 
@@ -118,42 +116,33 @@ def fold_checkpoint(
     of an interrupted run are taken over only if that run had the same source, plan and options
     (``journal.py``), and no ``keep_means``. ``check`` gets the finished directory before it is
     renamed to ``out``; if the ``passed`` of its result is false, ``VerificationFailed`` is raised
-    with its ``summary``. ``finish`` then adds the reports (``REPORTS``). All processes of a
-    ``team`` call this function; each writes a share of the weight files, and the first process
-    writes everything else.
+    with its ``summary``. ``finish`` then adds the reports (``REPORTS``).
 
     Raises ``AlreadyFolded``, ``NothingToFold``, ``BadCheckpoint`` (a tensor of the plan is missing,
     has another shape, or holds NaN or Inf; or a file changes while it is read) and ``OutputError``
-    (also for ``keep_means`` with a dtype or in several processes). ``out`` is unchanged then.
+    (also for ``keep_means`` with a dtype). ``out`` is unchanged then.
     """
     begin = perf_counter()
     source = checkpoint.source
     require_unfolded(checkpoint.raw_config, source.model)
     edits = check_edits(plan, checkpoint)
-    _require_restorable(options, plan, team)
+    _require_restorable(options, plan)
     names = [name for name in other_files(checkpoint) if not is_own(name)]
     around = pipeline_files(checkpoint)
     others = states_of(source.path, names), states_of(source.root, around)
     with ExitStack() as stack:
-        if team.rank:
-            staged = work_of(out) / RESULT
-        else:
-            place = staged_output(
-                out, source=source.root, force=options.force, resume=options.resume
-            )
-            staged = stack.enter_context(place)
-            if options.keep_means:
-                clear(staged.parent)
+        place = staged_output(out, source=source.root, force=options.force, resume=options.resume)
+        staged = stack.enter_context(place)
         inner = staged / source.folder
-        if not team.rank:
-            inner.mkdir(parents=True, exist_ok=True)
         recorder = journal = None
         if options.keep_means:
+            clear(staged.parent)
+            inner.mkdir(parents=True, exist_ok=True)
             (inner / FOLDER).mkdir()
             spool = stack.enter_context(TemporaryFile(dir=inner / FOLDER))
             recorder = Recorder(checkpoint, edits, spool)
         else:
-            journal = _journal(checkpoint, edits, others, staged, recipe_text, options, team)
+            journal = _journal(checkpoint, edits, others, staged, recipe_text, options)
         write_shards(
             checkpoint,
             edits,
@@ -166,8 +155,6 @@ def fold_checkpoint(
             journal=journal,
             allow_nonfinite=options.allow_nonfinite,
         )
-        if team.rank:
-            return FoldResult(out, plan, 0, perf_counter() - begin, None)
         copy_files(names, source.path, inner)
         copy_files(around, source.root, staged)
         require_unchanged(source.path, {**checkpoint.states, **others[0]})
@@ -196,8 +183,8 @@ def fold_checkpoint(
     return FoldResult(out, plan, size, seconds, verification, kept, taken_over, check_seconds)
 
 
-def _require_restorable(options: WriteOptions, plan: Plan, team: ProcessGroup) -> None:
-    """Raise ``OutputError`` for ``keep_means`` with a dtype, a rotation or several processes."""
+def _require_restorable(options: WriteOptions, plan: Plan) -> None:
+    """Raise ``OutputError`` for ``keep_means`` with a dtype or a rotation."""
     if options.keep_means and plan.turned:
         raise OutputError(
             "--keep-means cannot be combined with --rotate: what restores a rotated model is as "
@@ -209,8 +196,6 @@ def _require_restorable(options: WriteOptions, plan: Plan, team: ProcessGroup) -
             "away would take another whole checkpoint; fold without --dtype, then convert the "
             "result"
         )
-    if options.keep_means and team.size > 1:
-        raise OutputError("--keep-means works in a single process only; start it without torchrun")
 
 
 def _journal(
@@ -220,14 +205,13 @@ def _journal(
     staged: Path,
     recipe_text: str,
     options: WriteOptions,
-    team: ProcessGroup,
 ) -> Journal:
     """The journal of finished files, with those of an earlier run that had the same inputs."""
     chosen = {"dtype": str(options.dtype), "--max-shard-size": str(options.max_shard_size)}
     chosen["recipe"] = digest_of_data(recipe_text)
     chosen["--allow-nonfinite"] = str(options.allow_nonfinite)
     made_from = _made_from(checkpoint, edits, others, chosen)
-    return Journal(staged.parent, made_from, team, options.force)
+    return Journal(staged.parent, made_from, options.force)
 
 
 def _save_archive(recorder: Recorder, inner: Path, config: dict[str, Any]) -> None:

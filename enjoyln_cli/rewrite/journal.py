@@ -20,7 +20,6 @@ from typing import Any
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.fs.staging import FINISHED, clear, count_finished
 from enjoyln_cli.fs.whole_file import write_whole
-from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup, gather
 from enjoyln_cli.rewrite.shard_layout import Shard
 
 MADE_FROM = "made-from.json"
@@ -33,54 +32,10 @@ class Journal:
     work: Path
     made_from: Mapping[str, str]
     """Everything that the result depends on, by name: digests, sizes, options."""
-    team: ProcessGroup = ALONE
     force: bool = False
     """Whether to discard the work of a run with other inputs, instead of refusing to start."""
     taken_over: list[str] = field(default_factory=list)
     """The names of the files that an earlier run had finished."""
-
-
-def assign_shards(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[Shard]:
-    """Prepare the directory ``into`` and return the shards that this process has to write.
-
-    The first process finds out which files an earlier run has finished. The others are distributed,
-    the largest first. Raises as ``resume_shards`` does, and ``OutputError`` if the processes differ
-    in their inputs or options, or do not see the same directory.
-    """
-    team = journal.team
-    done = [] if team.rank else resume_shards(journal, into, shards)
-    answers = gather(team, (dict(journal.made_from), done))
-    first, done = answers[0]
-    for rank, (made_from, _) in enumerate(answers):
-        for name in (*first, *made_from):
-            if made_from.get(name) != first.get(name):
-                if team.rank:
-                    raise SystemExit(1)  # the first process reports the reason
-                there, here = (str(found.get(name))[:40] for found in (made_from, first))
-                raise OutputError(
-                    f"process {rank} differs from process 0: {name} is {there} there and {here} "
-                    "here; start all processes with the same source, options and versions"
-                )
-    if _read_json(journal.work / MADE_FROM) != journal.made_from:
-        raise OutputError(
-            f"process {team.rank} does not see the files that process 0 wrote to {journal.work}; "
-            "choose a directory that all machines share"
-        )
-    left = [shard for shard in shards if shard.name not in done]
-    return sorted(left, key=lambda shard: -shard.size)[team.rank :: team.size]
-
-
-def wait_for_all(journal: Journal, into: Path, shards: Sequence[Shard]) -> None:
-    """Return once every process has written its share.
-
-    Raises ``OutputError`` if a process fails, or if one of the files is missing or incomplete. Only
-    the first process checks the files, since it may rename their directory before others look.
-    """
-    gather(journal.team, True)
-    for shard in () if journal.team.rank else shards:
-        path = into / shard.name
-        if not path.is_file() or path.stat().st_size != shard.size:
-            raise OutputError(f"{path} is missing or incomplete, although it was written")
 
 
 def resume_shards(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[str]:

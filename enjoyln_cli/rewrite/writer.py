@@ -1,8 +1,7 @@
 """Write a checkpoint's shards with some tensors edited, in bounded memory.
 
-This module distributes the work. Each process writes whole files. The threads of a process take
-parts of tensors from one queue (torch and the system calls release the interpreter lock). Which
-tensors change, and why, is decided elsewhere.
+Threads take parts of tensors from one queue (torch and the system calls release the interpreter
+lock). Which tensors change, and why, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from enjoyln_cli.models.memory import give_back
 from enjoyln_cli.plan.edits import Edit, EditInputs, read_edit_inputs
 from enjoyln_cli.plan.needed_tensors import require_fit
 from enjoyln_cli.rewrite.archive import Recorder, keep, record
-from enjoyln_cli.rewrite.journal import Journal, assign_shards, note, wait_for_all
+from enjoyln_cli.rewrite.journal import Journal, note, resume_shards
 from enjoyln_cli.rewrite.shard_layout import Shard, index, layout
 from enjoyln_cli.rewrite.tensor_parts import (
     TensorFiles,
@@ -63,11 +62,9 @@ def write_shards(
     ``dtype`` so does every header. ``jobs`` is the number of cores to use, all by default.
     ``progress`` is called in the calling thread with the number of bytes written since the last
     call. ``recorder`` collects the data that restores the tensors. ``journal`` notes each finished
-    file; a noted file that is still intact is not written again. Each of several processes writes
-    its share, and all return when the last one is done.
+    file; a noted file that is still intact is not written again.
 
-    Returns the names of the files written, including the index, all synced to the disk. In other
-    processes than the first, the result is empty.
+    Returns the names of the files written, including the index, all synced to the disk.
 
     Raises ``BadCheckpoint`` for an edit of a tensor that is not stored, is not floating-point or
     does not contain the axis, for a vector of another length, for NaN or Inf in an edited tensor
@@ -82,11 +79,10 @@ def write_shards(
             "--max-shard-size; remove one of them"
         )
     shards = layout(checkpoint, edits, dtype, max_shard_size)
-    mine = assign_shards(journal, into, shards) if journal else shards
-    jobs = jobs or max(1, _cores() // (journal.team.local if journal else 1))
-    if progress and len(mine) < len(shards):
-        names = {shard.name for shard in mine}
-        progress(sum(slot.nbytes for s in shards if s.name not in names for slot in s.slots))
+    finished = resume_shards(journal, into, shards) if journal else []
+    left = [shard for shard in shards if shard.name not in finished]
+    if progress and finished:
+        progress(sum(slot.nbytes for s in shards if s.name in finished for slot in s.slots))
 
     def edited(files: TensorFiles) -> Iterator[TensorPart]:
         edit = edits.get(files.slot.name, Edit())
@@ -97,8 +93,8 @@ def write_shards(
         if journal:
             note(journal, path)
 
-    _check_space(mine, into)
-    for some, at_hand in _batches(checkpoint, mine):
+    _check_space(left, into)
+    for some, at_hand in _batches(checkpoint, left):
         with at_hand:
             write_tensors(
                 checkpoint,
@@ -112,9 +108,6 @@ def write_shards(
             )
     if journal:
         require_unchanged(checkpoint.source.path, checkpoint.states)
-        wait_for_all(journal, into, shards)
-        if journal.team.rank:
-            return ()
     texts = index(checkpoint, shards)
     for name, text in texts.items():
         _write_file(into / name, text)
