@@ -20,10 +20,6 @@ from enjoyln_cli.report.layer_names import compact
 from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import counts, notes
 from enjoyln_cli.report.verification_table import (
-    Texts,
-    quantisation_notes,
-    quantisation_rows,
-    reader_rows,
     verification_heads,
     verification_rows,
 )
@@ -180,9 +176,8 @@ def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
             "not verified (--stream): that needs the whole original; do it with the next command"
         )
     say(f"verified: {checked['summary']}" if checked else unchecked)
-    errors = quantisation_rows(checked) if checked and "matrices" not in result else []
-    if checked and (rows := [*errors, *reader_rows(checked)]):
-        _show_checks(checked, rows)
+    if plan.turned:
+        _say_before_quantising(checked["compute_dtype"] if checked else "", "matrices" in result)
     if plan.folded and (lost := lost_without_kernels()):
         say(lost)
     if "pushed" in result:
@@ -191,6 +186,15 @@ def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
         is_partial = checked and checked["rows"] < checked["full_rows"]
         which = f" (runs all {checked['full_rows']} {checked['inputs_are']})" if is_partial else ""
         say(f"next: enjoyln verify {result['out']}{which}")
+
+
+def _say_before_quantising(dtype: str, is_measured: bool) -> None:
+    """What to know before a rotated model is quantised; ``dtype`` is that of its weights."""
+    if dtype in ("float16", "bfloat16"):
+        again = f"the rotation rounded every weight to {dtype} once more"
+        say(f"{again}; rotate with --dtype float32 if you quantise the result")
+    if not is_measured:
+        say("whether it helps: `enjoyln rotate` with --search 1 --scheme w8a8 measures your data")
 
 
 def write_unfold(result: Mapping[str, Any]) -> None:
@@ -292,21 +296,14 @@ def write_quantised_check(check: QuantisedCheck) -> None:
     say(check.summary, "green" if check.passed else "red")
 
 
-def _show_checks(verification: Mapping[str, Any], rows: Sequence[Texts]) -> None:
-    table = Table(*verification_heads(verification))
-    for column in table.columns[1:3]:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(*row)
-    _show(table)
-    for note in quantisation_notes(verification):
-        say(note)
-
-
 def write_verification(verification: Verification) -> None:
     """Print each error next to the original's own rounding error, then the largest input means."""
-    checked = vars(verification)
-    _show_checks(checked, [*verification_rows(checked), *reader_rows(checked)])
+    table = Table(*verification_heads(vars(verification)))
+    for column in table.columns[1:3]:
+        column.justify = "right"
+    for row in verification_rows(vars(verification)):
+        table.add_row(*row)
+    _show(table)
     by_user = f", {verification.own_rows} of them your own" if verification.own_rows else ""
     say(f"{verification.count}{by_user}; errors are relative to the original in float64", "dim")
     means = [f"{number(mean)} ({name})" for name, mean in verification.norm_input_mean.items()]

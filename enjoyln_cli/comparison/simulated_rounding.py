@@ -1,4 +1,4 @@
-"""Simulate round-to-nearest quantisation of linear layers, and measure what makes it inaccurate.
+"""Simulate round-to-nearest quantisation of linear layers.
 
 Integers of ``b`` bits are symmetric: ``q = round(x / s)`` with ``s = max |x| / (2^(b-1) - 1)``. The
 weight of a layer has one scale ``s`` for each output, and its inputs have one for each token. A
@@ -10,7 +10,7 @@ Gradients pass straight through the rounding to the nearest integer, and through
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,42 +27,6 @@ class Scheme:
     input_bits: int | None
     per_token: bool = True
     """Whether each token has a scale of its own; otherwise all tokens of a call share one."""
-
-
-SCHEMES: Mapping[str, Scheme] = {
-    "W8A8": Scheme(8, 8),
-    "W4": Scheme(4, None),
-    "W4A8": Scheme(4, 8),
-    "W4A4": Scheme(4, 4),
-}
-
-
-@dataclass
-class InputSpread:
-    """How unevenly the features of some inputs are spread, averaged over tokens."""
-
-    tokens: int = 0
-    _largest: float = 0.0
-    _kurtosis: float = 0.0
-
-    def add(self, x: torch.Tensor) -> None:
-        """Add tokens: all but the last dimension of ``x``. Those of zeros are left out."""
-        x = x.detach().double().flatten(0, -2)
-        squares = x.square().mean(-1)
-        x, squares = x[squares > 0], squares[squares > 0]
-        self.tokens += len(x)
-        self._largest += float((x.abs().amax(-1) / squares.sqrt()).sum())
-        self._kurtosis += float((x.pow(4).mean(-1) / squares.square()).sum())
-
-    @property
-    def largest(self) -> float:
-        """The largest feature of a token over the root mean square of its features; at least 1."""
-        return self._largest / max(self.tokens, 1)
-
-    @property
-    def kurtosis(self) -> float:
-        """``E[x^4] / E[x^2]^2`` over the features of a token: 3 for a normal distribution."""
-        return self._kurtosis / max(self.tokens, 1)
 
 
 def input_dimension(module: nn.Module) -> int | None:
@@ -130,23 +94,3 @@ def simulated(model: Any, scheme: Scheme, only: str | None = None) -> Iterator[N
         finally:
             for module, weight in originals.items():
                 module._parameters["weight"] = weight
-
-
-@contextmanager
-def input_spreads(model: Any, groups: Mapping[str, Iterable[str]]) -> Iterator[dict[str, Any]]:
-    """Within the block, measure the inputs of linear layers: one ``InputSpread`` for each group.
-
-    ``groups`` maps a name to the paths of layers. Layers that are not called add nothing.
-    """
-    found = {name: InputSpread() for name in groups}
-    with ExitStack() as stack:
-        for name, paths in groups.items():
-
-            def add(module: nn.Module, args: tuple[Any, ...], into: str = name) -> None:
-                if args:
-                    found[into].add(args[0])
-
-            for path in paths:
-                hook = model.get_submodule(path).register_forward_pre_hook(add)
-                stack.callback(hook.remove)
-        yield found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from enjoyln_cli.text import number
@@ -16,13 +16,9 @@ FEW_TOKENS = 256
 """A perplexity over fewer tokens (less than one window of text) is marked as unreliable."""
 
 
-HELPS = 0.95
-"""A rotation helps a quantisation whose error is less than this times that of the original."""
-
-
 def verification_heads(found: Mapping[str, Any]) -> Texts:
-    """The heads of the columns."""
-    return ("", "rotated" if found.get("quantised") else "folded", "original", "")
+    """The heads of the columns; a result without RMSNorm was only rotated."""
+    return ("", "folded" if found.get("norm_input_mean") else "rotated", "original", "")
 
 
 def verification_rows(found: Mapping[str, Any]) -> list[Texts]:
@@ -44,7 +40,7 @@ def verification_rows(found: Mapping[str, Any]) -> list[Texts]:
         count = scores["tokens"]
         doubt = ": too few to be reliable" if count < FEW_TOKENS else ""
         rows.append(("perplexity", after, before, f"over {count:.0f} tokens{doubt}"))
-    return rows + quantisation_rows(found)
+    return rows
 
 
 def _run_rows(found: Mapping[str, Any]) -> list[Texts]:
@@ -57,66 +53,6 @@ def _run_rows(found: Mapping[str, Any]) -> list[Texts]:
         ("runtime error", number(found["runtime_error"]), before, f"RMSNorm, in {dtype}"),
         stock,
     ]
-
-
-def quantisation_rows(found: Mapping[str, Any]) -> list[Texts]:
-    """The error of each quantisation that was simulated; empty for a model that was not rotated.
-
-    Only inputs of the user's own can show that a rotation does not help.
-    """
-    rows: list[Texts] = []
-    has_user_inputs = bool(found["own_rows"])
-    for name, errors in found["quantised"].items():
-        before, after = errors["original"], errors["converted"]
-        note = "simulated" if has_user_inputs else "simulated, made-up inputs"
-        if has_user_inputs and after >= HELPS * before:
-            note += "; rotating does not help"
-        rows.append((f"{name} error"[:20], number(after), number(before), note))
-    return rows
-
-
-def quantisation_notes(found: Mapping[str, Any]) -> list[str]:
-    """What the errors of simulated quantisation rest on; empty if none was simulated."""
-    notes: list[str] = []
-    if not found.get("quantised"):
-        return notes
-    if not found["own_rows"]:
-        notes.append(
-            "made-up inputs say little about quantising; pass texts of your own: --samples FILE"
-        )
-    dtype = found.get("compute_dtype")
-    if dtype in ("float16", "bfloat16"):
-        again = f"the rotation rounded every weight to {dtype} once more"
-        notes.append(f"{again}; rotate with --dtype float32 if you quantise the result")
-    return notes
-
-
-def reader_rows(found: Mapping[str, Any]) -> list[Texts]:
-    """What the linear layers that read each basis get as inputs; ``found`` is a verification."""
-    rows: list[Texts] = []
-    for what, bases in _by_label(found["readers"]).items():
-        for key, note in (("largest", "feature over rms"), ("kurtosis", "3 if normal")):
-            before, after = (_mean([one[key][side] for one in bases]) for side in (0, 1))
-            rows.append((f"{key} in {what}", number(after), number(before), note))
-    return rows
-
-
-def _by_label(readers: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The bases by a short name; the values of all attentions have one."""
-    labelled: dict[str, list[Mapping[str, Any]]] = {}
-    streams = [one for one in readers if one["kind"] == "stream"]
-    for one in readers:
-        label = "stream"
-        if one["kind"] != "stream":
-            label = str(one["kind"])
-        elif len(streams) > 1:
-            label = f"stream {streams.index(one) + 1}"
-        labelled.setdefault(label, []).append(one)
-    return labelled
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _ratio_row(found: Mapping[str, Any]) -> Texts:

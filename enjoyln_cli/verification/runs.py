@@ -49,13 +49,6 @@ from enjoyln_cli.runtime.install import install_marked
 from enjoyln_cli.text import first_line
 from enjoyln_cli.verification.checkpoint_pair import CheckpointPair
 from enjoyln_cli.verification.nonfinite import nonfinite_outputs
-from enjoyln_cli.verification.quantised_runs import (
-    RUNS_OF_EACH,
-    Quantisability,
-    measure_quantisability,
-    readers_compared,
-    schemes_compared,
-)
 
 FLOAT64_OVER_FLOAT32 = (
     math.sqrt(2) * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
@@ -122,12 +115,6 @@ class Measurement:
     """Number of the inputs run that the user gave."""
     inputs_are: str = "inputs"
     """``images`` or ``inputs``."""
-    quantised: dict[str, dict[str, float]] = field(default_factory=dict)
-    """For a rotated model: for each quantisation that was simulated (``W8A8``, ``W4``, ``W4A8``,
-    ``W4A4``), the errors of the ``original`` and of the ``converted`` model."""
-    readers: list[dict[str, Any]] = field(default_factory=list)
-    """For each turned basis: what the linear layers that read it get as inputs, before and after:
-    ``largest`` feature over the root mean square, and ``kurtosis``, averaged over tokens."""
 
 
 @dataclass
@@ -142,7 +129,6 @@ class Results:
     text: list[Batch] = field(default_factory=list)
     scores: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Their perplexities, with the number of tokens."""
-    quantisability: dict[str, Quantisability] = field(default_factory=dict)
     input_means: dict[str, float] = field(default_factory=dict)
 
 
@@ -160,8 +146,6 @@ def measure(
     runs = planned_runs(pair.dtype)
     models = [list(group) for _, group in groupby(runs, lambda run: (run.weights, run.dtype))]
     pace.loads, pace.runs = len(models), len(runs)
-    if pair.plan.turned:
-        pace.runs += 2 * RUNS_OF_EACH
     results, examples = Results(), None
     for group in models:
         examples = _run_model(pair, group, results, examples, data, seed, pace)
@@ -216,19 +200,15 @@ def _run(
         return
 
     def distances(at: int) -> Mapping[str, Distance]:
-        return distances_of(pair.run(model, batches[at]), results.exact[at])
-
-    def kept_distances(at: int) -> Mapping[str, Distance]:
-        outputs.append(pair.run(model, batches[at]))
-        return distances_of(outputs[-1], results.exact[at])
+        returned = pair.run(model, batches[at])
+        if run.name in _scored(pair.dtype):
+            outputs.append(returned)
+        return distances_of(returned, results.exact[at])
 
     with ExitStack() as stack:
         means = stack.enter_context(input_means(model)) if run.name == "runtime" else {}
-        is_kept = run.name in _scored(pair.dtype)
-        results.distances[run.name] = pace.run(kept_distances if is_kept else distances)
+        results.distances[run.name] = pace.run(distances)
     results.input_means |= means
-    if pair.plan.turned and run.name in ("original", "stock"):
-        results.quantisability[run.name] = measure_quantisability(model, pair.plan, distances, pace)
 
 
 def _score(
@@ -290,8 +270,6 @@ def _measurement(pair: CheckpointPair, results: Results, examples: Examples) -> 
     if results.scores:
         (original, _), (folded, tokens) = (results.scores[name] for name in (before, after))
         scores = {"original": original, "folded": folded, "tokens": tokens}
-    unturned, turned = (results.quantisability.get(n) for n in ("original", "stock"))
-    unturned, turned = unturned or Quantisability(), turned or Quantisability()
     return Measurement(
         identity_error=largest(relative(pool_distances(results.distances["identity"]))),
         storage_error=errors["storage"],
@@ -315,8 +293,6 @@ def _measurement(pair: CheckpointPair, results: Results, examples: Examples) -> 
         full_rows=max(examples.full, rows),
         own_rows=sum(map(length, examples.batches[: min(count, examples.own)])),
         inputs_are=examples.kind,
-        quantised=schemes_compared(unturned, turned),
-        readers=readers_compared(pair.plan, unturned, turned),
     )
 
 

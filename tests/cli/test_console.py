@@ -295,8 +295,7 @@ def every_table() -> None:
     names = ("tests/checkpoints/gpt2", "sentence-transformers/all-mpnet-base-v2")
     for paper in (None, ("h.0.ln",)):
         console.write_reports([ModelReport(name, PLAN, paper) for name in names])
-    rotated = {f"W{bits}A8": {"original": 0.125, "converted": 0.0625} for bits in (4, 8)}
-    console.write_verification(replace(CHECKED, quantised=rotated))
+    console.write_verification(CHECKED)
     files = tuple(File(name, 10**9) for name in ("config.json", "model.safetensors"))
     upload = Upload(Path("out"), "me/model", None, None, False, files, None, "", ())
     console.write_push(upload)

@@ -11,10 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from enjoyln_cli.comparison.simulated_rounding import (
-    SCHEMES,
-    InputSpread,
     Scheme,
-    input_spreads,
     linear_layers,
     round_to,
     simulated,
@@ -81,9 +78,9 @@ def test_the_weights_are_back_after_the_block_and_after_an_error(gpt2: GPT2LMHea
     before = copy.deepcopy(gpt2.state_dict())
     exact = gpt2(ids).logits
     held = {name: id(parameter) for name, parameter in gpt2.named_parameters()}
-    with simulated(gpt2, SCHEMES["W4A4"]):
+    with simulated(gpt2, Scheme(4, 4)):
         assert not torch.equal(gpt2(ids).logits, exact)
-    with pytest.raises(RuntimeError), simulated(gpt2, SCHEMES["W8A8"]):
+    with pytest.raises(RuntimeError), simulated(gpt2, Scheme(8, 8)):
         gpt2.transformer.h[0].mlp.c_fc(torch.zeros(2, 3))
     assert {name: id(parameter) for name, parameter in gpt2.named_parameters()} == held
     assert all(torch.equal(gpt2.state_dict()[name], value) for name, value in before.items())
@@ -102,27 +99,8 @@ def test_a_rounded_weight_has_a_gradient() -> None:
 
 def test_fewer_bits_cost_more(gpt2: GPT2LMHeadModel) -> None:
     ids = torch.randint(31, (4, 8), generator=torch.Generator().manual_seed(1))
-    exact, errors = gpt2(ids).logits, {}
-    for name, scheme in SCHEMES.items():
-        with simulated(gpt2, scheme):
-            errors[name] = float((gpt2(ids).logits - exact).detach().norm())
-    assert 0 < errors["W8A8"] < errors["W4"] < errors["W4A4"]
-
-
-def test_the_spread_of_known_inputs() -> None:
-    spread = InputSpread()
-    spread.add(torch.tensor([[[2.0, -2.0, 2.0, -2.0], [0.0, 0.0, 0.0, 0.0]]]))  # zeros: padding
-    assert (spread.tokens, spread.largest, spread.kurtosis) == (1, 1.0, 1.0)
-    one = InputSpread()
-    one.add(torch.tensor([[0.0, 0.0, 0.0, 8.0]]))
-    assert (one.largest, one.kurtosis) == (2.0, 4.0)
-
-
-def test_inputs_are_measured_for_each_group_of_layers(gpt2: GPT2LMHeadModel) -> None:
-    groups = {"read": ["transformer.h.0.attn.c_attn"], "idle": []}
-    with input_spreads(gpt2, groups) as found:
-        gpt2(torch.tensor([[1, 2, 3]]))
-    gpt2(torch.tensor([[1, 2, 3]]))  # not measured
-    assert found["read"].tokens == 3
-    assert found["read"].largest > 1
-    assert found["idle"].tokens == 0
+    exact, errors = gpt2(ids).logits, []
+    for bits in ((8, 8), (4, None), (4, 4)):
+        with simulated(gpt2, Scheme(*bits)):
+            errors.append(float((gpt2(ids).logits - exact).detach().norm()))
+    assert 0 < errors[0] < errors[1] < errors[2]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from commands import good, refused
+from commands import enjoyln, good, refused
 from fold_cases import written
 from live_models import CHECKPOINTS
 from rounding import as_exact
@@ -81,11 +81,12 @@ def test_a_rotated_result_is_not_rotated_again(out: Path, tmp_path: Path) -> Non
 
 
 def test_rotating_into_16_bits_says_what_to_quantise_from(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="changes nothing here: nothing that turns depends on a"):
-        convert(CHECKPOINTS / "phi", tmp_path / "out", options=ROTATED, dtype="bfloat16",
-                verify=False)  # fmt: skip
-    said = good("verify", tmp_path / "out", "--samples", 1)
+    words = ("rotate", CHECKPOINTS / "phi", "-o", tmp_path / "out", "--samples", 1)
+    result = enjoyln(*words, "--untie", "--dtype", "bfloat16")
+    said, warned = result.stdout, result.stderr
+    assert "--untie changes nothing here: nothing that turns depends on a tied weight" in warned
     assert "rounded every weight to bfloat16 once more; rotate with --dtype float32" in said
+    assert "whether it helps: `enjoyln rotate` with --search 1" in said
 
 
 def test_a_recipe_chooses_what_turns(out: Path) -> None:
@@ -175,39 +176,6 @@ def test_a_dry_run_and_a_report_say_what_turns_and_what_stays() -> None:
     text = good("report", CHECKPOINTS / "phi", "--rotate")
     assert "turn 1 stream of 64 features (model.embed_tokens.weight)" in text
     assert "not turned: the heads of" in text
-
-
-@pytest.mark.slow
-def test_the_check_measures_quantisation_before_and_after(tmp_path: Path) -> None:
-    """Three features of each norm are 30 times as large: what a rotation is for."""
-    model = transformers.GPT2LMHeadModel.from_pretrained(CHECKPOINTS / "gpt2")
-    with torch.no_grad():
-        for block in model.transformer.h:
-            for norm, reader in ((block.ln_1, block.attn.c_attn), (block.ln_2, block.mlp.c_fc)):
-                norm.weight[5:8] *= 30
-                norm.bias[5:8] *= 30
-                reader.weight[5:8] /= 30
-    model.save_pretrained(tmp_path / "in")
-    convert(tmp_path / "in", tmp_path / "out", options=ROTATED)
-    found = json.loads((tmp_path / "out" / "enjoyln_verify.json").read_text())
-    for name in ("W8A8", "W4A4"):
-        assert found["quantised"][name]["converted"] < 0.7 * found["quantised"][name]["original"]
-    stream, *others = found["readers"]
-    assert (stream["kind"], stream["size"]) == ("stream", 96)
-    assert [one["kind"] for one in others] == ["values"] * 3
-    for key in ("largest", "kurtosis"):
-        before, after = stream[key]
-        assert after < 0.6 * before
-    printed = good("verify", tmp_path / "out")
-    assert "W4A4 error" in printed and "RMSNorm" not in printed
-    assert "largest in stream" in printed
-
-
-def test_a_fold_measures_no_quantisation(tmp_path: Path) -> None:
-    result = convert(CHECKPOINTS / "opt", tmp_path / "out", seconds=1)
-    assert result.verification is not None
-    assert result.verification.quantised == {}
-    assert result.verification.readers == []
 
 
 def test_a_recipe_has_the_seed(out: Path, tmp_path: Path) -> None:

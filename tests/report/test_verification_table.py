@@ -14,8 +14,6 @@ from enjoyln_cli.checkpoint.result_files import VERIFY_FILE
 from enjoyln_cli.cli import console
 from enjoyln_cli.publish import card
 from enjoyln_cli.report.verification_table import (
-    quantisation_notes,
-    quantisation_rows,
     verification_heads,
     verification_rows,
 )
@@ -34,28 +32,8 @@ def test_a_model_without_rmsnorm_has_one_error_of_its_runs() -> None:
     assert ("runtime error", "3.2e-07", "3.0e-07", "plain class, in float32") in rows
     assert "stock error" not in [row[0] for row in rows]
     assert not any("RMSNorm" in text for row in rows for text in row)
-
-
-def test_quantisation_that_a_rotation_does_not_help_is_said_so() -> None:
-    errors = {"original": 0.1, "converted": 0.05}
-    quantised = {"W4A4": errors, "W4": {"original": 0.1, "converted": 0.099}}
-    found = {"quantised": quantised, "own_rows": 3}
-    assert quantisation_rows(found) == [
-        ("W4A4 error", "0.05", "0.1", "simulated"),
-        ("W4 error", "0.099", "0.1", "simulated; rotating does not help"),
-    ]
-    assert verification_heads(found)[1] == "rotated"
-    (note,) = quantisation_notes({**found, "compute_dtype": "float16"})
-    assert "--dtype float32" in note
-    assert not quantisation_notes({**found, "compute_dtype": "float32"})
-    assert not quantisation_notes({"quantised": {}, "compute_dtype": "float16"})
-
-
-def test_made_up_inputs_never_show_that_a_rotation_does_not_help() -> None:
-    found = {"quantised": {"W4": {"original": 0.1, "converted": 0.2}}, "own_rows": 0}
-    assert quantisation_rows(found) == [("W4 error", "0.2", "0.1", "simulated, made-up inputs")]
-    (note,) = quantisation_notes({**found, "compute_dtype": "float32"})
-    assert "--samples FILE" in note
+    assert verification_heads({"norm_input_mean": {}})[1] == "rotated"
+    assert verification_heads(vars(CHECKED))[1] == "folded"
 
 
 def test_the_terminal_and_the_card_show_the_same_rows(
@@ -89,11 +67,11 @@ def test_a_perplexity_of_few_tokens_is_marked() -> None:
 
 
 @pytest.mark.parametrize("value", ["1.0", [], {}, {"tokens": None}])
-@pytest.mark.parametrize("key", ["identity_error", "ratio", "quantised", "perplexity"])
+@pytest.mark.parametrize("key", ["identity_error", "ratio", "perplexity"])
 def test_an_edited_file_has_no_table_in_the_card(tmp_path: Path, key: str, value: Any) -> None:
     (tmp_path / VERIFY_FILE).write_text(json.dumps({**CHECKED.to_json(), key: value}))
     shown = card.state(tmp_path, "", "me/x", ())["checks"]
-    assert shown == [] or (not value and key in ("quantised", "perplexity"))
+    assert shown == [] or (not value and key == "perplexity")
     (tmp_path / VERIFY_FILE).write_text("{}")
     assert card.state(tmp_path, "", "me/x", ())["checks"] == []
 
