@@ -57,9 +57,6 @@ from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
 )
 @checking_options(None)
 @placing_options
-@click.option(
-    "--layers", type=click.IntRange(min=1), metavar="N", help="Run only the first N blocks."
-)
 @quiet_option
 @json_option
 @hub_options

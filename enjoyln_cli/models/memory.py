@@ -4,18 +4,14 @@ The decision depends on the bytes of the parameters: ``all`` of them, and the ``
 ``HEADROOM * all`` bytes are free, the whole model is in memory. Otherwise weights are read from
 disk when they are needed: ``COPIES * largest`` bytes are reserved for the weight that is being
 read, and the rest of the memory keeps other weights.
-
-``first_blocks`` cuts a model to its first blocks, which needs the weights of those layers only.
 """
 
 from __future__ import annotations
 
-import copy
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,16 +27,6 @@ M_MMAP_THRESHOLD, LARGE = -3, 1 << 20
 """The option of ``mallopt`` for the smallest block with its own mapping, and its new value."""
 DEVICE_MAPS = ("auto", "cpu", "disk")
 """``auto``: in memory as far as weights fit; ``cpu``: all in memory; ``disk``: all on disk."""
-
-DEPTHS = (
-    "num_hidden_layers",
-    "num_layers",
-    "num_encoder_layers",
-    "num_decoder_layers",
-    "encoder_layers",
-    "decoder_layers",
-)
-"""Names of config attributes for the number of blocks."""
 
 
 def available_memory() -> int | None:
@@ -122,37 +108,3 @@ def room_for_weights(
             f"{size(max(room, 0))} may be used; pass --max-memory {least + 0.1:.1f}GB"
         )
     return 0 if device_map == "disk" or room is None else int((room - largest) / HEADROOM)
-
-
-def first_blocks(config: Any, blocks: int) -> Any:
-    """A copy of ``config`` with at most ``blocks`` layers in every part of the model.
-
-    Lists with an entry for each layer are cut too. Raises ``UnsupportedModel`` if no part has more
-    layers than that.
-    """
-    cut = copy.deepcopy(config)
-    fewer = False
-    for part in _parts(cut):
-        names = [name for name in DEPTHS if type(getattr(part, name, None)) is int]
-        depths = {name: getattr(part, name) for name in names}
-        for name, depth in depths.items():
-            if depth > blocks:
-                setattr(part, name, blocks)
-                fewer = True
-        for name, value in list(vars(part).items()):
-            if isinstance(value, list) and len(value) in depths.values() and len(value) > blocks:
-                setattr(part, name, value[:blocks])
-    if not fewer:
-        raise UnsupportedModel(
-            f"this {config.model_type} has at most {blocks} blocks, so --layers {blocks} has no "
-            "effect; drop it"
-        )
-    return cut
-
-
-def _parts(config: Any) -> Iterator[Any]:
-    """A config, and all configs nested in it."""
-    yield config
-    for value in vars(config).values():
-        if hasattr(value, "model_type") and value is not config:
-            yield from _parts(value)

@@ -16,8 +16,8 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.models.classes import build
-from enjoyln_cli.models.load import class_in, load, values_of
-from enjoyln_cli.models.memory import first_blocks, fits, room_for_weights
+from enjoyln_cli.models.load import class_in, load
+from enjoyln_cli.models.memory import fits, room_for_weights
 from enjoyln_cli.models.offload import Offload, reader_of
 from enjoyln_cli.models.outputs import config_returning
 from enjoyln_cli.plan.plan import Plan
@@ -87,30 +87,3 @@ class CheckpointPair:
 def returning(subject: Subject, outputs: tuple[str, ...]) -> Subject:
     """``subject`` with a config for which its model returns ``outputs``."""
     return replace(subject, config=config_returning(subject.config, outputs))
-
-
-def first_blocks_of(pair: CheckpointPair, layers: int) -> CheckpointPair:
-    """The pair with the first ``layers`` blocks of both models, and what concerns these.
-
-    Raises ``UnsupportedModel`` if the config has no more blocks.
-    """
-    original, folded = (
-        replace(subject, config=first_blocks(subject.config, layers))
-        for subject in (pair.original, pair.folded)
-    )
-    cut = build(pair.model_class(original), original.config)
-    names, modules = values_of(cut).keys(), dict(cut.named_modules())
-    plan, marker = pair.plan, pair.marker
-    plan = replace(
-        plan,
-        writers=tuple(w for w in plan.writers if w.parameter in names),
-        untied=tuple(untied for untied in plan.untied if untied.parameter in names),
-        widened=tuple(mlp for mlp in plan.widened if mlp.second.parameter in names),
-        merged=tuple(norm for norm in plan.merged if {n.parameter for n in norm.names} <= names),
-    )
-    marker = replace(
-        marker,
-        rmsnorm=tuple(name for name in marker.rmsnorm if name in modules),
-        centering=tuple(op for op in marker.centering if op.module in modules),
-    )
-    return replace(pair, original=original, folded=folded, plan=plan, marker=marker)

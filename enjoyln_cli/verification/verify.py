@@ -61,7 +61,6 @@ from enjoyln_cli.recipe.stored_plan import read_plan
 from enjoyln_cli.rotation.given_matrices import give_matrices
 from enjoyln_cli.verification.checkpoint_pair import (
     CheckpointPair,
-    first_blocks_of,
     returning,
 )
 from enjoyln_cli.verification.config_differences import differing_settings
@@ -92,8 +91,6 @@ class Verification(Measurement):
     source: str
     compute_dtype: str
     seed: int
-    blocks_checked: int | None
-    """Number of first blocks that were run, if ``layers`` was set."""
     outputs: tuple[str, ...] = ()
     """The outputs that were compared, if the fold kept only some outputs unchanged; else empty."""
 
@@ -112,8 +109,6 @@ class Verification(Measurement):
     def summary(self) -> str:
         """The verdict and its main numbers, in one line."""
         scope = f", in the outputs {', '.join(self.outputs)}" if self.outputs else ""
-        if (many := self.blocks_checked) is not None:
-            scope += ", first block only" if many == 1 else f", first {many} blocks only"
         scope += f", on {self.count}" if self.is_partial else ""
         if not self.passed:
             return f"not verified{scope}: {'; '.join(self.failures)}"
@@ -152,7 +147,6 @@ def verify(
     trust_remote_code: bool = False,
     device_map: str = "auto",
     max_memory: int | None = None,
-    layers: int | None = None,
     on_event: Event | None = None,
     on_progress: Progress = lambda done, total: None,
     write: bool = True,
@@ -178,8 +172,6 @@ def verify(
       model, in which every weight was rounded again.
     * ``device_map``: ``auto`` reads those weights from disk, when their layer runs, that do not fit
       in ``max_memory``; ``cpu`` keeps all weights in memory, ``disk`` none.
-    * ``layers``: run only this many first blocks of both models; the result says so. All stored
-      tensors are compared anyway.
     * ``on_event`` receives stages and warnings. ``on_progress`` receives the seconds that have
       passed and the expected total (0 if not known yet).
     * ``write``: write the result and the SHA-256 digests of all files but reports (``REPORTS``) to
@@ -234,7 +226,6 @@ def verify(
             event=event,
             embed=None if marker.outputs else embedder(folded.source, event),
         )
-        pair = pair if layers is None else first_blocks_of(pair, layers)
         try:
             measured, nonfinite = measure(pair, data, seed, pace)
         except EnjoyLNError as error:
@@ -254,7 +245,6 @@ def verify(
         source=original.source.model,
         compute_dtype=dtype_name(compute),
         seed=seed,
-        blocks_checked=layers,
         outputs=marker.outputs,
         **vars(measured),
     )

@@ -176,13 +176,6 @@ def test_a_failed_verification_says_what_failed(capsys: pytest.CaptureFixture[st
     assert "wte is not centred" in capsys.readouterr().out
 
 
-def test_a_verification_of_the_first_blocks_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    console.write_verification(replace(CHECKED, blocks_checked=2, kl=None, top1_agreement=None))
-    shown = capsys.readouterr().out
-    assert "first 2 blocks only" in shown
-    assert replace(CHECKED, blocks_checked=2).to_json()["blocks_checked"] == 2
-
-
 def test_progress_is_silent_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
     with progress.watch_job(True, "opening") as watch:
         watch.event("warning", "the recipe differs")

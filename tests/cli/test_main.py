@@ -294,14 +294,6 @@ def test_verify_shows_a_table(folded: Path) -> None:
     assert "identity error" in out and "in bfloat16" in out
 
 
-def test_verify_of_the_first_blocks_says_so(folded: Path) -> None:
-    out = good("verify", folded, "--layers", "2")
-    assert "first 2 blocks only" in " ".join(out.split())
-    stored = json.loads((folded / "enjoyln_verify.json").read_text())
-    assert stored["blocks_checked"] == 2 and "first 2 blocks only" in stored["summary"]
-    assert "at most 90 blocks" in refused("verify", folded, "--layers", "90")
-
-
 @pytest.mark.slow
 def test_verify_with_the_weights_on_the_disk(folded: Path) -> None:
     found, other = (

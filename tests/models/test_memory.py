@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,19 @@ import transformers
 from live_models import CHECKPOINTS
 from transformers import (
     AutoConfig,
-    BartConfig,
     BertConfig,
     BertModel,
-    CLIPConfig,
     GPT2Config,
     MixtralConfig,
-    ViTConfig,
 )
 
 from enjoyln_cli.comparison import batches as inputs
 from enjoyln_cli.comparison.run import run
-from enjoyln_cli.conversion.fold import convert, prepare
-from enjoyln_cli.conversion.inspect import Opening
+from enjoyln_cli.conversion.fold import convert
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models import load as compare
 from enjoyln_cli.models.load import load
-from enjoyln_cli.models.memory import first_blocks, give_back, room_for_weights, used_memory
+from enjoyln_cli.models.memory import give_back, room_for_weights, used_memory
 from enjoyln_cli.models.offload import Offload, WeightsOnDemand, on_disk, reader_of
 from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.verification.verify import verify
@@ -187,63 +182,6 @@ def test_the_memory_named_in_the_message_is_enough() -> None:
     asked = re.search(r"--max-memory ([\d.]+)GB", str(caught.value))
     assert asked
     room_for_weights(sizes, torch.float64, "auto", int(float(asked[1]) * 1e9))
-
-
-# The first blocks.
-
-
-@pytest.mark.slow
-def test_the_first_blocks_alone(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    convert(CHECKPOINTS / "phi", out, verify=False)
-    found = verify(out, layers=1, write=False)
-    assert found.passed, found.summary
-    assert found.blocks_checked == 1 and "first block only" in found.summary
-    whole = verify(out, write=False)
-    assert whole.blocks_checked is None and "blocks" not in whole.summary
-    assert len(found.norm_input_mean) < len(whole.norm_input_mean)
-    assert len(found.writer_drift) == len(whole.writer_drift)
-    assert found == verify(out, layers=1, device_map="disk", write=False)
-
-
-def test_a_wrong_fold_of_the_first_blocks_fails(tmp_path: Path) -> None:
-    convert(CHECKPOINTS / "phi", tmp_path / "out", verify=False)
-    ready = prepare(CHECKPOINTS / "phi", None, Opening())
-    first = [w for w in ready.plan.writers if ".0.mlp.fc2.bias" not in w.parameter]
-    assert len(first) < len(ready.plan.writers)
-    wrong = replace(ready.plan, writers=tuple(first))
-    found = verify(tmp_path / "out", plan=wrong, layers=1, write=False)
-    assert not found.passed and found.identity_error > 1e-6
-
-
-@pytest.mark.parametrize(
-    ("config", "depths"),
-    [
-        (GPT2Config(n_layer=5), {"n_layer": 2}),
-        (
-            BartConfig(encoder_layers=5, decoder_layers=4),
-            {"encoder_layers": 2, "decoder_layers": 2},
-        ),
-        (ViTConfig(num_hidden_layers=3), {"num_hidden_layers": 2}),
-    ],
-)
-def test_every_count_of_layers_is_cut(config: Any, depths: dict[str, int]) -> None:
-    config.layer_types = list("abcde")
-    cut = first_blocks(config, 2)
-    assert {name: getattr(cut, name) for name in depths} == depths
-    if isinstance(config, GPT2Config):
-        assert cut.layer_types == ["a", "b"] and config.layer_types == list("abcde")
-    assert getattr(config, next(iter(depths))) > 2
-
-
-def test_configs_inside_of_a_config_are_cut() -> None:
-    cut = first_blocks(CLIPConfig(), 3)
-    assert cut.text_config.num_hidden_layers == cut.vision_config.num_hidden_layers == 3
-
-
-def test_nothing_to_cut() -> None:
-    with pytest.raises(UnsupportedModel, match="at most 12 blocks"):
-        first_blocks(GPT2Config(n_layer=12), 12)
 
 
 def test_a_fold_says_that_its_check_reads_from_the_disk(

@@ -57,5 +57,4 @@ CHECKED = Verification(
     compute_dtype="float32",
     rows=4,
     seed=0,
-    blocks_checked=None,
 )
