@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import glob
 import os
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,10 +27,7 @@ from enjoyln_cli.checkpoint.file_roles import (
 from enjoyln_cli.checkpoint.headers import header_bytes
 from enjoyln_cli.checkpoint.model_name import similar
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
-from enjoyln_cli.fs.digests import digest_of_file
 from enjoyln_cli.text import first_line
-
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class Remote:
     def at_hand(self, file: str) -> Iterator[None]:
         """Download ``file`` into the cache; it is there for the length of the block.
 
-        Raises ``BadCheckpoint`` if it is damaged or its header differs from the one read before,
+        Raises ``BadCheckpoint`` if its header or size differs from the one read before,
         ``ModelNotFound`` if it cannot be downloaded.
         """
         from huggingface_hub import hf_hub_download
@@ -77,7 +73,6 @@ class Remote:
         path = self.path / file
         real = path.resolve()
         try:
-            require_digests(self.path, {file}, cached, self.model)
             with path.open("rb") as opened:
                 header = opened.read(len(self.headers[file]))
             if (header, path.stat().st_size) != (self.headers[file], self.sizes[file]):
@@ -187,10 +182,8 @@ def snapshot(
         along = {first, *(name for name in names if comes_along(name))}
         later = set(shards or (first,)) if stream else set()
         patterns = [glob.escape(name) for name in sorted({*along, *shards} - later)]
-        cached = blobs(path)
         if patterns:
             snapshot_download(model, revision=path.name, allow_patterns=patterns, **fetch)
-        require_digests(path, {first, *shards} - later, cached, model)
         return path, remote(model, path, sorted(later), access, is_offline) if stream else None
     except EnjoyLNError:
         raise
@@ -224,27 +217,6 @@ def blobs(path: Path) -> set[str]:
     """Names of the cached files that the files of a snapshot may link to."""
     blobs = path.parent.parent / "blobs"
     return {entry.name for entry in os.scandir(blobs)} if blobs.is_dir() else set()
-
-
-def require_digests(path: Path, names: Iterable[str], cached: set[str], model: str) -> None:
-    """Raise ``BadCheckpoint`` if weights were damaged while they were downloaded.
-
-    The cache names a large file after its SHA-256, but ``huggingface_hub`` checks only the size.
-    Files that were in the cache before are not checked, nor are files stored by Xet, which checks
-    them itself.
-    """
-    for name in sorted(names):
-        blob = path / os.readlink(path / name) if (path / name).is_symlink() else path / name
-        if blob.name in cached or blob.is_symlink() or not _SHA256.fullmatch(blob.name):
-            continue
-        digest = digest_of_file(blob)
-        if digest != blob.name:
-            (path / name).unlink()
-            blob.unlink()
-            raise BadCheckpoint(
-                f"{name} of {model} was damaged during the download: its SHA-256 is {digest[:12]}, "
-                f"not {blob.name[:12]}; it was removed from the cache, fetch it again"
-            )
 
 
 def _not_cached(model: str, problem: str, error: Exception) -> ModelNotFound:

@@ -28,7 +28,7 @@ from enjoyln_cli.checkpoint.reader import (
     read_tensor,
 )
 from enjoyln_cli.checkpoint.result_files import CARD_FILE, FOLDER, is_own
-from enjoyln_cli.checkpoint.source import open_source, require_unchanged, states_of
+from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.fs.digests import fast_digest
 from enjoyln_cli.fs.staging import staged_output
@@ -88,10 +88,8 @@ def unfold(
         inner = staged / source.folder
         inner.mkdir(parents=True, exist_ok=True)
         names = [name for name in other_files(folded) if not is_own(name)]
-        around = pipeline_files(folded)
-        others = states_of(source.path, names), states_of(source.root, around)
         copy_files(names, source.path, inner)
-        copy_files(around, source.root, staged)
+        copy_files(pipeline_files(folded), source.root, staged)
         if is_card(staged / CARD_FILE):
             (staged / CARD_FILE).unlink()
         if archive:
@@ -107,8 +105,6 @@ def unfold(
             text = json.dumps({k: v for k, v in config.items() if k != MARKER}, indent=2) + "\n"
             (inner / CONFIG).write_text(text, encoding="utf-8")
             tensors = len(folded.tensors)
-        require_unchanged(source.path, {**folded.states, **others[0]})
-        require_unchanged(source.root, others[1])
         size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
     return UnfoldResult(Path(back), archive is not None, tensors, size, perf_counter() - begin)
 

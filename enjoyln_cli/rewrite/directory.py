@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
@@ -41,7 +41,7 @@ from enjoyln_cli.checkpoint.result_files import (
     RECIPE_FILE,
     is_own,
 )
-from enjoyln_cli.checkpoint.source import Source, State, require_unchanged, states_of
+from enjoyln_cli.checkpoint.source import Source, require_unchanged
 from enjoyln_cli.errors import OutputError, VerificationFailed
 from enjoyln_cli.fs.digests import digest_of_data, digest_of_file
 from enjoyln_cli.fs.staging import clear, staged_output
@@ -129,7 +129,7 @@ def fold_checkpoint(
     _require_restorable(options, plan)
     names = [name for name in other_files(checkpoint) if not is_own(name)]
     around = pipeline_files(checkpoint)
-    others = states_of(source.path, names), states_of(source.root, around)
+    copied = [*(source.path / name for name in names), *(source.root / name for name in around)]
     with ExitStack() as stack:
         place = staged_output(out, source=source.root, force=options.force, resume=options.resume)
         staged = stack.enter_context(place)
@@ -142,7 +142,7 @@ def fold_checkpoint(
             spool = stack.enter_context(TemporaryFile(dir=inner / FOLDER))
             recorder = Recorder(checkpoint, edits, spool)
         else:
-            journal = _journal(checkpoint, edits, others, staged, recipe_text, options)
+            journal = _journal(checkpoint, edits, copied, staged, recipe_text, options)
         write_shards(
             checkpoint,
             edits,
@@ -157,8 +157,7 @@ def fold_checkpoint(
         )
         copy_files(names, source.path, inner)
         copy_files(around, source.root, staged)
-        require_unchanged(source.path, {**checkpoint.states, **others[0]})
-        require_unchanged(source.root, others[1])
+        require_unchanged(source.path, checkpoint.states)
         config = _result_config(checkpoint.raw_config, plan, source, options)
         (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (inner / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
@@ -201,7 +200,7 @@ def _require_restorable(options: WriteOptions, plan: Plan) -> None:
 def _journal(
     checkpoint: Checkpoint,
     edits: Mapping[str, Edit],
-    others: tuple[Mapping[str, State], Mapping[str, State]],
+    copied: Sequence[Path],
     staged: Path,
     recipe_text: str,
     options: WriteOptions,
@@ -210,7 +209,7 @@ def _journal(
     chosen = {"dtype": str(options.dtype), "--max-shard-size": str(options.max_shard_size)}
     chosen["recipe"] = digest_of_data(recipe_text)
     chosen["--allow-nonfinite"] = str(options.allow_nonfinite)
-    made_from = _made_from(checkpoint, edits, others, chosen)
+    made_from = _made_from(checkpoint, edits, copied, chosen)
     return Journal(staged.parent, made_from, options.force)
 
 
@@ -227,7 +226,7 @@ def _save_archive(recorder: Recorder, inner: Path, config: dict[str, Any]) -> No
 def _made_from(
     checkpoint: Checkpoint,
     edits: Mapping[str, Edit],
-    others: tuple[Mapping[str, State], Mapping[str, State]],
+    copied: Sequence[Path],
     chosen: Mapping[str, str],
 ) -> dict[str, str]:
     """Everything that determines the bytes of a result, under names for messages.
@@ -237,13 +236,12 @@ def _made_from(
     """
     source = checkpoint.source
     inputs = {"enjoyln": __version__, "the source": f"{source.path} {source.revision}"}
-    inner = {**checkpoint.states, **others[0]}
-    for folder, states in ((source.path, inner), (source.root, others[1])):
-        for name, (size, modified) in states.items():
-            if name not in checkpoint.shards:
-                inputs[f"the file {name}"] = f"{size} bytes, {digest_of_file(folder / name)}"
-            elif not source.cached:
-                inputs[f"the file {name}"] = f"{size} bytes, modified {modified} ns"
+    for name, (size, modified) in checkpoint.states.items():
+        if name in checkpoint.shards and not source.cached:
+            inputs[f"the file {name}"] = f"{size} bytes, modified {modified} ns"
+    small = [source.path / name for name in checkpoint.states if name not in checkpoint.shards]
+    for path in (*small, *copied):
+        inputs[f"the file {path.relative_to(source.root)}"] = f"digest {digest_of_file(path)}"
     headers, _ = plain_layout(checkpoint)
     inputs |= {f"the header of {name}": sha256(head).hexdigest() for name, head in headers.items()}
     inputs["the plan"] = digest_of_data([[name, repr(edits[name])] for name in sorted(edits)])

@@ -20,7 +20,6 @@ import torch
 
 from enjoyln_cli.checkpoint.headers import FLOATS, StoredTensor, load_bin
 from enjoyln_cli.checkpoint.reader import Checkpoint, file_of, read_tensor
-from enjoyln_cli.checkpoint.source import require_unchanged
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.models.memory import give_back
 from enjoyln_cli.plan.edits import Edit, EditInputs, read_edit_inputs
@@ -106,8 +105,6 @@ def write_shards(
                 recorder=recorder,
                 finish=finish,
             )
-    if journal:
-        require_unchanged(checkpoint.source.path, checkpoint.states)
     texts = index(checkpoint, shards)
     for name, text in texts.items():
         _write_file(into / name, text)

@@ -4,7 +4,6 @@ restored but refused."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -421,20 +420,6 @@ def test_a_kept_file_of_endless_depth(out: Path, back: Path) -> None:
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[start:])
     refused("is damaged: RecursionError", out, back)
-
-
-def test_a_result_that_changes_while_it_is_unfolded(
-    source: Path, tmp_path: Path, back: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = folded(source, tmp_path / "plain", keep_means=False)
-    copy = shutil.copyfile
-
-    def changing(start: Path, end: Path) -> None:
-        copy(start, end)
-        os.utime(plain / "config.json")
-
-    monkeypatch.setattr(shutil, "copyfile", changing)
-    refused("config.json has changed .* while it was read", plain, back)
 
 
 def test_another_dtype_is_not_kept(source: Path, tmp_path: Path) -> None:

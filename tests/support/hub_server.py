@@ -104,8 +104,6 @@ class Fault:
     """Send half of the answer, then hang up."""
     held: bool
     """Never answer; it lasts until the client hangs up."""
-    corrupt: bool
-    """Turn a byte of the answer over."""
     times: int
 
 
@@ -137,10 +135,9 @@ class Hub:
         headers: Mapping[str, str] | None = None,
         cut: bool = False,
         held: bool = False,
-        corrupt: bool = False,
         times: int = 1,
     ) -> None:
-        self.faults.append(Fault(method, pattern, status, headers or {}, cut, held, corrupt, times))
+        self.faults.append(Fault(method, pattern, status, headers or {}, cut, held, times))
 
     def fetched(self) -> list[str]:
         """Paths of the files that were asked for, sorted, each once."""
@@ -214,18 +211,10 @@ class Hub:
         return repository.refs.get(revision) or commit
 
 
-def turned(data: bytes) -> bytes:
-    """The same bytes but for one in the middle."""
-    middle = len(data) // 2
-    return data[:middle] + bytes([data[middle] ^ 255]) + data[middle + 1 :]
-
-
 async def _send(
     reply: Reply, request: Request, fault: Fault | None, send: Callable[[Any], Awaitable[None]]
 ) -> None:
     status, body, headers = reply
-    if fault and fault.corrupt:
-        body = turned(body)
     headers = {"Content-Length": str(len(body)), **headers}
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": encoded})

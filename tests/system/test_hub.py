@@ -113,22 +113,6 @@ def test_a_result_is_refused_before_its_weights_are_fetched(
     assert hub.fetched() == ["config.json"]
 
 
-# Faults of downloads.
-
-
-def test_weights_that_arrive_changed_are_refused_and_fetched_again(
-    hub: Hub, home: Path, tmp_path: Path
-) -> None:
-    """The file has the right size and a readable header: only the digest shows the damage."""
-    hub.fault("GET", "storage/", corrupt=True)
-    call = ["fold", "org/gpt2", "-o", tmp_path / "out", "--no-verify", "--cache-dir", tmp_path]
-    first, second = enjoyln(hub, home, call, call)
-    digest = sha256((GPT2 / "model.safetensors").read_bytes())
-    assert "model.safetensors of org/gpt2 was damaged during the download" in first.error
-    assert digest[:12] in first.error and "fetch it again" in first.error
-    assert second.status == 0, second.err
-
-
 # To the Hub.
 
 
