@@ -153,8 +153,6 @@ def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
             say(f"  centre {name}")
         wrote = f"{result['tensors']} tensors, {size(result['bytes_written'])}"
         say(f"would write {wrote}; nothing was written (dry run)")
-        if "would_push_to" in result:
-            say(f"would then push to {result['would_push_to']}")
         return
     kept = (
         f" ({size(result['bytes_kept'])} of it to restore the original)"
@@ -180,12 +178,9 @@ def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
         _say_before_quantising(checked["compute_dtype"] if checked else "", "matrices" in result)
     if plan.folded and (lost := lost_without_kernels()):
         say(lost)
-    if "pushed" in result:
-        say(f"pushed to {result['pushed']['repo_id']}: {result['pushed']['url']}", "green")
-    else:
-        is_partial = checked and checked["rows"] < checked["full_rows"]
-        which = f" (runs all {checked['full_rows']} {checked['inputs_are']})" if is_partial else ""
-        say(f"next: enjoyln verify {result['out']}{which}")
+    is_partial = checked and checked["rows"] < checked["full_rows"]
+    which = f" (runs all {checked['full_rows']} {checked['inputs_are']})" if is_partial else ""
+    say(f"next: enjoyln verify {result['out']}{which}")
 
 
 def _say_before_quantising(dtype: str, is_measured: bool) -> None:

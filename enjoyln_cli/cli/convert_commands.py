@@ -34,13 +34,10 @@ from enjoyln_cli.cli.options import (
     outputs_option,
     parse_size,
     plan_options,
-    push_options,
     quiet_option,
-    refuse_push_options,
     rotation_options,
     untie_option,
 )
-from enjoyln_cli.cli.push_command import push_after
 from enjoyln_cli.fs.staging import learning_state
 from enjoyln_cli.quantisation.schemes import SIMULATED
 
@@ -53,13 +50,6 @@ conversion_options = all_of(
     hub_options,
     json_option,
     quiet_option,
-    push_options,
-    click.option(
-        "--push-to-hub",
-        "repo_id",
-        metavar="REPO_ID",
-        help="Then upload OUT to this repository.",
-    ),
     click.option("--resume", is_flag=True, help="Continue an interrupted run, if there is one."),
     click.option("--force", is_flag=True, help="Replace OUT if it exists."),
     checking_options(60),
@@ -221,8 +211,6 @@ def _convert(
         raise click.UsageError("--keep-means cannot be combined with --dtype.")
     if options["keep_means"] and options["opening"]["options"]["rotate"]:
         raise click.UsageError("--keep-means cannot be combined with --rotate.")
-    if not options["repo_id"]:
-        refuse_push_options(options)
     if options["opening"]["stream"]:
         if options["max_shard_size"]:
             raise click.UsageError("--stream cannot be combined with --max-shard-size.")
@@ -243,7 +231,6 @@ def _convert(
     require_models(model)
     if out:
         require_new_folder(out, model, force=options["force"], resume=options["resume"])
-    push_it = push_after(options, dry_run, chatty)
     from enjoyln_cli.cli.progress import watch_job
 
     with watch_job(not chatty, f"opening {model}") as watch:
@@ -270,7 +257,7 @@ def _convert(
     from enjoyln_cli.cli.console import write_fold, write_json
 
     report = ModelReport(model, ready.plan)
-    printed = fold_json(report, ready, result, writing, watch.warnings) | push_it(out)
+    printed = fold_json(report, ready, result, writing, watch.warnings)
     if chosen is not None:
         printed["matrices"] = chosen.to_json()
     if as_json:

@@ -27,7 +27,6 @@ GROUPS = {
         "token",
         "cache_dir",
         "trust_remote_code",
-        "repo_id",
         "private",
         "create_pr",
         "commit_message",
@@ -61,7 +60,6 @@ EXAMPLES = {
         "enjoyln fold gpt2 -o gpt2-rms",
         "enjoyln fold gpt2 --dry-run",
         "enjoyln fold google-bert/bert-base-uncased -o bert-rms --widen-mlp",
-        "enjoyln fold gpt2 -o gpt2-rms --push-to-hub me/gpt2-rms --private",
     ),
     "rotate": (
         "enjoyln rotate facebook/opt-125m -o opt-rotated --untie",

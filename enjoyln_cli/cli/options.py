@@ -372,28 +372,3 @@ placing_options = all_of(
     ),
 )
 """The options for where weights are while a model runs, named as in ``from_pretrained``."""
-
-
-push_options = all_of(
-    click.option("--yes", "-y", is_flag=True, help="Push without asking."),
-    click.option("--commit-message", metavar="TEXT", help="First line of the commit."),
-    click.option("--create-pr", is_flag=True, help="Push as a pull request."),
-    click.option(
-        "--private/--no-private",
-        default=None,
-        help="Visibility of a new repository (default: public).",
-    ),
-)
-"""The options for creating a repository and committing, named as in ``hf upload``."""
-
-
-def refuse_push_options(options: Options) -> None:
-    """Refuse options for pushing if nothing is pushed."""
-    passed = {
-        "--private" if options["private"] else "--no-private": options["private"] is not None,
-        "--create-pr": options["create_pr"],
-        "--commit-message": options["commit_message"] is not None,
-    }
-    for name, is_passed in passed.items():
-        if is_passed:
-            raise click.UsageError(f"{name} needs --push-to-hub.")

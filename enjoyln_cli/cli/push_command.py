@@ -1,9 +1,8 @@
-"""``enjoyln push``, and ``fold --push-to-hub``: what the user confirms before anything is sent."""
+"""``enjoyln push``, and what the user confirms before anything is sent."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import require_folded
 from enjoyln_cli.cli.group import show_transfers
-from enjoyln_cli.cli.options import FOLDER, Options, json_option, push_options, quiet_option
-from enjoyln_cli.errors import EnjoyLNError
+from enjoyln_cli.cli.options import FOLDER, json_option, quiet_option
 
 
 def ask(upload: str, yes: bool) -> None:
@@ -33,58 +31,17 @@ def ask(upload: str, yes: bool) -> None:
         raise
 
 
-def push_after(options: Options, dry_run: bool, chatty: bool) -> Callable[[Path | None], Options]:
-    """A function that pushes a finished fold. Asks the user and the Hub before the fold begins.
-
-    For a dry run, it only names the repository that would be pushed to, and asks nobody.
-    """
-    names = ("repo_id", "private", "create_pr", "commit_message", "yes")
-    repo_id, private, create_pr, message, yes = (options.pop(name) for name in names)
-    if not repo_id:
-        return lambda out: {}
-    if not options["verify"]:
-        raise click.UsageError(
-            "--push-to-hub pushes verified results only; drop --no-verify and --stream."
-        )
-    from enjoyln_cli.publish.repository import full_name, require_repo_id
-
-    require_repo_id(repo_id)
-    if dry_run:
-        return lambda out: {"would_push_to": repo_id}
-    from enjoyln_cli.cli.output_lines import say
-
-    if chatty:
-        say(f"looking up {repo_id} on the Hub", "dim", stderr=True)
-    access: HubAccess = options["opening"]["access"]
-    name = full_name(repo_id, access)
-    ask(f"the result to {name}", yes)
-
-    def push_it(out: Path | None) -> Options:
-        if out is None:
-            return {}
-        from enjoyln_cli.cli.console import write_doubts
-        from enjoyln_cli.publish import push as hub
-
-        try:
-            upload = hub.prepare(out, name, private=private, create_pr=create_pr)
-            if chatty:
-                write_doubts(upload)
-            sent = hub.send(upload, commit_message=message, access=access)
-            return {"pushed": sent.to_json()}
-        except EnjoyLNError as error:
-            raise type(error)(f"{out} was written but not pushed: {error}") from error
-        except KeyboardInterrupt as error:
-            raise KeyboardInterrupt(
-                f"{out} was written; {str(error) or 'it was not pushed'}"
-            ) from None
-
-    return push_it
-
-
 @help.command()
 @click.argument("out", type=FOLDER)
 @click.argument("repo_id")
-@push_options
+@click.option(
+    "--private/--no-private",
+    default=None,
+    help="Visibility of a new repository (default: public).",
+)
+@click.option("--create-pr", is_flag=True, help="Push as a pull request.")
+@click.option("--commit-message", metavar="TEXT", help="First line of the commit.")
+@click.option("--yes", "-y", is_flag=True, help="Push without asking.")
 @click.option("--revision", metavar="REV", help="Branch to push to; created if missing.")
 @click.option("--token", metavar="TOKEN", help="Hub token that may write.")
 @click.option("--dry-run", is_flag=True, help="List the files that would be sent.")

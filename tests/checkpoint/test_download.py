@@ -290,7 +290,6 @@ def test_refusals(hub: Hub, home: Path, tmp_path: Path) -> None:
     assert "is a directory" in refused(GPT2).error
     assert "a pickle" in refused("org/pickle").error
     assert refused("org/sharded", "--max-shard-size", "1MB").status == 2
-    assert refused("org/sharded", "--push-to-hub", "me/x", "--yes").status == 2
 
 
 def test_a_message_names_no_password() -> None:

@@ -99,11 +99,6 @@ def test_version() -> None:
         (["report", GPT2, "--save", "p.svg", "--why", "x"], "--why and --save cannot be combined"),
         (["report", GPT2, "--why", "x", "--write-recipe", "r.yaml"], "--why and --write-recipe"),
         (["report", GPT2, "--why", "x", "--json"], "combined with --json"),
-        (["fold", GPT2, "-o", "x", "--private"], "--private needs --push-to-hub"),
-        (["fold", GPT2, "-o", "x", "--no-private"], "--no-private needs --push-to-hub"),
-        (["fold", GPT2, "-o", "x", "--create-pr"], "--create-pr needs --push-to-hub"),
-        (["fold", GPT2, "-o", "x", "--commit-message", "m"], "needs --push-to-hub"),
-        (["fold", GPT2, "-o", "x", "--push-to-hub", "me/x", "--no-verify"], "drop --no-verify"),
     ],
 )
 def test_usage_errors_exit_with_2_and_a_hint(arguments: list[str], hint: str) -> None:

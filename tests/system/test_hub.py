@@ -156,23 +156,6 @@ print(*(float((one - exact).norm() / exact.norm()) for one in found))
     assert 0 < max(errors) <= TIMES * own and len(errors) == 2
 
 
-@pytest.mark.slow
-def test_a_fold_can_push_its_result(hub: Hub, home: Path, tmp_path: Path) -> None:
-    call = ["fold", "org/gpt2", "-o", tmp_path / "out", "--push-to-hub", "one-go", "--yes"]
-    (done,) = enjoyln(hub, home, [*call, "--token", TOKEN, "--json"])
-    (tmp_path / "again").mkdir()
-    again = ["fold", "org/gpt2", "-o", tmp_path / "again" / "out", *call[4:]]
-    (same,) = enjoyln(hub, home, again, HF_TOKEN=TOKEN)
-    page = f"{hub.url}/me/one-go/commit/{hub.repositories['me/one-go'].refs['main']}"
-    assert f"pushed to me/one-go: {page}" in " ".join(same.out.split()), same
-    found = json.loads(done.out)["pushed"]
-    assert (found["repo_id"], found["url"]) == ("me/one-go", page)
-    there = hub.repositories["me/one-go"].files()
-    assert there["config.json"] == (tmp_path / "out" / "config.json").read_bytes()
-    assert b'from_pretrained("me/one-go")' in there["README.md"]
-    assert token_files(tmp_path) == [] and TOKEN.encode() not in b"".join(there.values())
-
-
 def test_a_push_to_a_branch_and_as_a_pull_request(hub: Hub, home: Path, out: Path) -> None:
     there = hub.add("me/taken", {"config.json": b"{}", "notes.txt": b"mine"})
     message = ["--yes", "--commit-message", "Less to compute"]
@@ -221,18 +204,11 @@ def test_a_pull_request_that_was_opened_is_gone_on_with(hub: Hub, home: Path, ou
 
 def test_a_push_asks_first(hub: Hub, home: Path, out: Path) -> None:
     """Without a terminal it cannot ask, so it refuses."""
-    calls = [["push", out, "me/unasked"]]
-    calls += [["fold", GPT2, "-o", out.parent / "other", "--push-to-hub", "me/unasked"]]
-    first, second = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
-    assert first.status == second.status == 2
-    for done, what in ((first, "9 files, 1.6 MB, to me/unasked"), (second, "the result to me/un")):
-        said = " ".join(done.err.split())
-        assert f"would push {what}" in said
-        assert "pass --yes to confirm, since there is no terminal to ask on" in said
-    call = ["fold", GPT2, "--dry-run", "--push-to-hub", "me/unasked"]
-    (tried,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
-    assert "would then push to me/unasked" in tried.out
-    assert "me/unasked" not in hub.repositories and not (out.parent / "other").exists()
+    (done,) = enjoyln(hub, home, ["push", out, "me/unasked"], HF_TOKEN=TOKEN)
+    said = " ".join(done.err.split())
+    assert done.status == 2 and "would push 9 files, 1.6 MB, to me/unasked" in said
+    assert "pass --yes to confirm, since there is no terminal to ask on" in said
+    assert "me/unasked" not in hub.repositories
 
 
 def on_a_terminal(hub: Hub, home: Path, reply: bytes, *arguments: object) -> tuple[int, str]:
@@ -287,18 +263,16 @@ def test_a_hub_that_cannot_be_reached_is_one_line_and_no_matter_to_a_dry_run(
         ["push", out, "me/x", "--yes"],
         ["push", out, "me/x", "--dry-run"],
         ["push", out, "me/x", "--dry-run", "--json"],
-        ["fold", GPT2, "--dry-run", "--push-to-hub", "me/x"],
     ]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         closed = f"http://127.0.0.1:{free.getsockname()[1]}"
-        done, table, plain, fold = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN, HF_ENDPOINT=closed)
+        done, table, plain = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN, HF_ENDPOINT=closed)
     assert f"{closed} cannot be reached (Connect" in done.error and "push again" in done.error
     assert "would push 9 files, 1.6 MB, to me/x; nothing was sent" in table.out
     found = json.loads(plain.out)
     assert {file["name"] for file in found["files"]} == {path.name for path in out.iterdir()}
     assert found["url"] == "" and found["bytes"] > 1e6
-    assert "would then push to me/x" in fold.out
 
 
 def test_a_push_is_refused_by_the_hub_in_one_line(hub: Hub, home: Path, out: Path) -> None:
@@ -308,7 +282,6 @@ def test_a_push_is_refused_by_the_hub_in_one_line(hub: Hub, home: Path, out: Pat
         ["push", out, "org/gpt2", "--yes", "--token", TOKEN],
         ["push", out, "org/new", "--yes", "--token", TOKEN],
         ["push", out, "no/such/name", "--yes", "--token", TOKEN],
-        ["fold", GPT2, "-o", out.parent / "other", "--push-to-hub", "me/x", "--yes"],
     ]
     found = [done.error for done in enjoyln(hub, home, *calls)]
     assert "needs a token; run `hf auth login`" in found[0]
@@ -316,7 +289,6 @@ def test_a_push_is_refused_by_the_hub_in_one_line(hub: Hub, home: Path, out: Pat
     assert "the token may not write to org/gpt2 (You don't have" in found[2]
     assert "may not write to org/new" in found[3]
     assert "not a repository name" in found[4]
-    assert "needs a token" in found[5] and not (out.parent / "other").exists()
     assert set(hub.repositories) & {"me/x", "org/new"} == set()
 
 
@@ -496,9 +468,6 @@ def test_a_push_tells_where_a_local_source_lay(hub: Hub, home: Path, tmp_path: P
         f"config.json, enjoyln_bench.json would publish the path {GPT2}",
         "enjoyln_verify.json would publish the path ~/secret/gpt2",
     ]
-    call = ["fold", GPT2, "-o", tmp_path / "at-once", "--push-to-hub", "me/at-once", "--yes"]
-    (done,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
-    assert "warning:" in done.err and str(GPT2) in "".join(done.err.split())
     assert str(GPT2.parent) not in (tmp_path / "out" / "README.md").read_text()
 
 
