@@ -28,6 +28,7 @@ from enjoyln_cli.checkpoint.headers import (
     require_unpacked,
     tensors_in,
 )
+from enjoyln_cli.checkpoint.result_files import is_own
 from enjoyln_cli.checkpoint.source import (
     Source,
     State,
@@ -206,10 +207,11 @@ def header_of(checkpoint: Checkpoint, name: str) -> bytes:
 def other_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The files of the model that are copied to the result (see ``file_roles``).
 
-    Names are relative to the model's directory. Raises ``BadCheckpoint`` for a link to a directory,
+    These are neither weights nor files that a fold writes itself. Names are relative to the model's
+    directory. Raises ``BadCheckpoint`` for a link to a directory,
     or to a file outside of the model's directory.
     """
-    return carried_files(checkpoint.source)
+    return tuple(name for name in carried_files(checkpoint.source) if not is_own(name))
 
 
 def pipeline_files(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -318,9 +318,9 @@ def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any)
     with watch_job(quiet or as_json, f"restoring the original of {folded}") as watch:
         from enjoyln_cli import unfold as restore
         from enjoyln_cli.cli.console import write_json, write_unfold
-        from enjoyln_cli.conversion.results import unfold_json  # takes seconds
+        from enjoyln_cli.plan import schema  # takes seconds
 
-        result = unfold_json(restore(folded, back, on_progress=watch.progress, **options))
+        result = schema.to_json(restore(folded, back, on_progress=watch.progress, **options))
     if as_json:
         write_json(result)
     elif not quiet:

@@ -92,7 +92,8 @@ def report(
 
     with watch_job(as_json or bool(mappings), f"analysing {names[0]}") as watch:
         from enjoyln_cli.cli.console import say, write_json, write_reports, write_tree
-        from enjoyln_cli.conversion.inspect import mappings_text, recipe_text  # takes seconds
+        from enjoyln_cli.conversion.inspect import mappings_text  # takes seconds
+        from enjoyln_cli.recipe.write import recipe_text
 
         if mappings:
             text = mappings_text(names[0], make_opening(opening), mappings, is_type=bool(types))
@@ -106,7 +107,10 @@ def report(
     elif why:
         write_tree(inspections[0].analysis.why(why))
     elif save and not failed:
-        write_file(save, recipe_text(inspections[0]).encode())
+        (inspection,) = inspections
+        plan, config = inspection.analysis.plan, inspection.config
+        text = recipe_text(plan, config, inspection.options)
+        write_file(save, text.encode())
         say(f"wrote {save}")
     elif as_json and not save:
         for each in reports:

@@ -25,9 +25,9 @@ from safetensors.torch import save_file
 
 from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
 from enjoyln_cli.checkpoint.config import raw_config
-from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint, other_files, read_tensor
+from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint, read_tensor
 from enjoyln_cli.checkpoint.result_files import ADAPTER_CONFIG
-from enjoyln_cli.checkpoint.source import Source, open_source
+from enjoyln_cli.checkpoint.source import Source, carried_files, open_source
 from enjoyln_cli.conversion.adapter import EditedBase
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.plan.axis import Axis
@@ -110,7 +110,7 @@ def edit_draft(
         tensors[read.weight] = _turned(tensors, read, edit.turns[0])
     for norm in {read.norm for read in reads if read.norm}:
         tensors[norm] = torch.ones_like(tensors[norm])
-    return Draft(source, other_files(checkpoint), tensors)
+    return Draft(source, carried_files(source), tensors)
 
 
 def _first_layer(checkpoint: Checkpoint) -> str:

@@ -57,14 +57,6 @@ class PreparedFold:
     """What the plan may change: the user's options, or those of the user's recipe."""
     opening: Opening
 
-    @property
-    def recipe_text(self) -> str:
-        """The recipe of the plan."""
-        from enjoyln_cli.recipe.from_plan import recipe_of
-        from enjoyln_cli.recipe.write import dump_recipe
-
-        return dump_recipe(recipe_of(self.plan, config=self.subject.config, options=self.options))
-
     def with_plan(self, plan: Plan) -> PreparedFold:
         """The same, with a plan that turns by other matrices."""
         matrix = MATRIX_FILE if any(basis.given for basis in plan.turned) else ""
@@ -209,6 +201,7 @@ def write(
     ``data`` are inputs to check it on: ``text``, ``images``, ``audio`` or ``tokens`` of ``verify``.
     """
     from enjoyln_cli.comparison.user_data import read_user_data, seconds_of
+    from enjoyln_cli.recipe.write import recipe_text
 
     event = on_event or default_listener
     source, verify = ready.subject.source, verify and not ready.opening.stream
@@ -248,7 +241,7 @@ def write(
         ready.subject.checkpoint,
         ready.plan,
         Path(out),
-        recipe_text=ready.recipe_text,
+        recipe_text=recipe_text(ready.plan, ready.subject.config, ready.options),
         options=options,
         progress=total_progress(ready.bytes_to_write(options.dtype), on_progress),
         check=check if verify else None,

@@ -215,15 +215,6 @@ def open_unfolded(
     return Subject(config, open_checkpoint(source), trusted)
 
 
-def recipe_text(inspection: Inspection) -> str:
-    """The text of the plan's recipe."""
-    from enjoyln_cli.recipe.from_plan import recipe_of
-    from enjoyln_cli.recipe.write import dump_recipe
-
-    plan, config = inspection.analysis.plan, inspection.config
-    return dump_recipe(recipe_of(plan, config=config, options=inspection.options))
-
-
 def mappings_text(
     name: str, opening: Opening, form: Literal["llm-compressor", "json"], *, is_type: bool = False
 ) -> str:

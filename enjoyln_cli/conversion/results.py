@@ -1,4 +1,4 @@
-"""The result of a fold or an unfold as plain data, which ``--json`` prints."""
+"""The result of a fold as plain data, which ``--json`` prints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from enjoyln_cli.report.model_report import ModelReport
 
 if TYPE_CHECKING:
     from enjoyln_cli.conversion.fold import PreparedFold
-    from enjoyln_cli.conversion.unfold import UnfoldResult
     from enjoyln_cli.rewrite.directory import FoldResult, WriteOptions
 
 
@@ -40,8 +39,3 @@ def fold_json(
     entries["streamed"] = ready.opening.stream
     entries |= {"seconds": result.seconds, "check_seconds": result.check_seconds}
     return entries | {"verification": checked}
-
-
-def unfold_json(result: UnfoldResult) -> dict[str, Any]:
-    """What ``enjoyln unfold --json`` prints."""
-    return {**vars(result), "back": str(result.back)}

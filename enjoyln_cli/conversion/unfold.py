@@ -27,7 +27,7 @@ from enjoyln_cli.checkpoint.reader import (
     pipeline_files,
     read_tensor,
 )
-from enjoyln_cli.checkpoint.result_files import CARD_FILE, FOLDER, is_own
+from enjoyln_cli.checkpoint.result_files import CARD_FILE, FOLDER
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.fs.digests import fast_digest
@@ -87,8 +87,7 @@ def unfold(
     with staged_output(Path(back), source=source.root, force=force) as staged:
         inner = staged / source.folder
         inner.mkdir(parents=True, exist_ok=True)
-        names = [name for name in other_files(folded) if not is_own(name)]
-        copy_files(names, source.path, inner)
+        copy_files(other_files(folded), source.path, inner)
         copy_files(pipeline_files(folded), source.root, staged)
         if is_card(staged / CARD_FILE):
             (staged / CARD_FILE).unlink()

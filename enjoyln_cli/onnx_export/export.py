@@ -19,7 +19,7 @@ from torch import nn
 
 from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.reader import Subject, other_files
-from enjoyln_cli.checkpoint.result_files import REPORTS, is_own
+from enjoyln_cli.checkpoint.result_files import REPORTS
 from enjoyln_cli.errors import EnjoyLNError, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staged_files import staged_file
@@ -194,7 +194,7 @@ def export(
             checks = _run_checks(converted, converted.original, form, staged, opset, event)
             result = replace(result, checks=checks)
         if with_cache:
-            others = [name for name in other_files(converted.folded.checkpoint) if not is_own(name)]
+            others = other_files(converted.folded.checkpoint)
             copy_files((name for name in others if name not in REPORTS), source.path, staged)
     where = str(data) if len(sizes) > 1 and not with_cache else None
     seconds = time.perf_counter() - begin

@@ -23,7 +23,7 @@ import torch
 from enjoyln_cli.benchmark.timing import Task, time_rounds
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.reader import other_files
-from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, is_own
+from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.clock import Countdown, Progress
 from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
@@ -327,7 +327,7 @@ def store(work: Workshop, result: Quantised, staged: Path) -> None:
         file.rename(staged / file.name)
     written = {file.name for file in staged.iterdir()}
     checkpoint = work.original.subject.checkpoint
-    others = [file for file in other_files(checkpoint) if not is_own(file)]
+    others = other_files(checkpoint)
     copy_files([file for file in others if file not in written], checkpoint.source.path, staged)
     text = json.dumps(result.to_json(), indent=2) + "\n"
     (staged / QUANTISATION_FILE).write_text(text, encoding="utf-8")

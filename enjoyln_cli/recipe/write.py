@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from enjoyln_cli.plan import schema
+from enjoyln_cli.plan.plan import PLAIN, Options, Plan
+from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.model import SECTIONS, Recipe
 from enjoyln_cli.recipe.yaml_text import dump_inline
 
@@ -12,6 +16,11 @@ _HEAD = """\
 # fold: in the weights alone; fold_with: with the named mean subtractions; keep: stays LayerNorm.
 # To leave a norm as it is, write keep for it and pass this file with --recipe.
 """
+
+
+def recipe_text(plan: Plan, config: Any = None, options: Options = PLAIN) -> str:
+    """The recipe of a plan as text; see ``recipe_of``."""
+    return dump_recipe(recipe_of(plan, config=config, options=options))
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -39,7 +39,6 @@ from enjoyln_cli.checkpoint.result_files import (
     MATRIX_FILE,
     PLAN_FILE,
     RECIPE_FILE,
-    is_own,
 )
 from enjoyln_cli.checkpoint.source import Source, require_unchanged
 from enjoyln_cli.errors import OutputError, VerificationFailed
@@ -127,8 +126,7 @@ def fold_checkpoint(
     require_unfolded(checkpoint.raw_config, source.model)
     edits = check_edits(plan, checkpoint)
     _require_restorable(options, plan)
-    names = [name for name in other_files(checkpoint) if not is_own(name)]
-    around = pipeline_files(checkpoint)
+    names, around = other_files(checkpoint), pipeline_files(checkpoint)
     copied = [*(source.path / name for name in names), *(source.root / name for name in around)]
     with ExitStack() as stack:
         place = staged_output(out, source=source.root, force=options.force, resume=options.resume)

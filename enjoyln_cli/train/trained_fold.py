@@ -20,8 +20,7 @@ from enjoyln_cli.checkpoint.marker import Marker, marker, read_marker
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.errors import NothingToFold, UnsupportedModel
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.recipe.from_plan import recipe_of
-from enjoyln_cli.recipe.write import dump_recipe
+from enjoyln_cli.recipe.write import recipe_text
 from enjoyln_cli.rewrite.preconditions import why_nothing_changes
 from enjoyln_cli.train.free_means import require_free_means
 
@@ -132,4 +131,4 @@ def marker_in_training(model: Any, plan: Plan) -> dict[str, Any]:
 
 def recipe_in_training(model: Any, plan: Plan) -> str:
     """The text of the recipe for a checkpoint that ``model`` saves."""
-    return dump_recipe(recipe_of(plan, config=_unmarked(model.config)))
+    return recipe_text(plan, _unmarked(model.config))

@@ -24,10 +24,10 @@ from enjoyln_cli.checkpoint.config import MARKER, with_entries
 from enjoyln_cli.checkpoint.marker import Marker
 from enjoyln_cli.plan.plan import Plan, Setting, size_settings
 from enjoyln_cli.plan.schema import ABSENT, differences
+from enjoyln_cli.text import listed_briefly
 
 ORIGIN = ("_name_or_path", "_commit_hash", "transformers_version")
 DTYPES = ("dtype", "torch_dtype")
-MOST_NAMED = 3
 
 
 def differing_settings(
@@ -55,8 +55,7 @@ def differing_settings(
             wrong.append(f"{path} ({_text_of(got)}, in the original {_text_of(want)})")
     if not wrong:
         return None
-    more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
-    return f"config.json differs from the original's in {', '.join(wrong[:MOST_NAMED])}{more}"
+    return f"config.json differs from the original's in {listed_briefly(wrong)}"
 
 
 def _unties(setting: Setting) -> bool:

@@ -17,9 +17,9 @@ import torch
 
 from enjoyln_cli.checkpoint.headers import DTYPES
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor
+from enjoyln_cli.text import listed_briefly
 
 Values = Sequence[Mapping[str, torch.Tensor]]
-MOST_NAMED = 3
 
 
 def nonfinite_outputs(exact: Values, batches: Values) -> dict[str, str]:
@@ -81,8 +81,7 @@ def failure(outputs: Mapping[str, str], original: Checkpoint, meant: bool) -> st
     text = f"cannot compare {', '.join(wrong)}: the original returns {value}"
     if not weights:
         return f"{text}; its weights are finite, so check its config.json"
-    more = f" and {len(weights) - MOST_NAMED} more" if len(weights) > MOST_NAMED else ""
     return (
-        f"{text}; its weights contain NaN or Inf ({', '.join(weights[:MOST_NAMED])}{more}): repair "
-        "them, or fold with --allow-nonfinite"
+        f"{text}; its weights contain NaN or Inf ({listed_briefly(weights)}): repair them, or fold "
+        "with --allow-nonfinite"
     )

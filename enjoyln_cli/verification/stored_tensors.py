@@ -34,6 +34,7 @@ from enjoyln_cli.plan.edits import (
 from enjoyln_cli.rewrite.edit_pieces import divide, edit_of_part
 from enjoyln_cli.rewrite.tensor_parts import without_appended
 from enjoyln_cli.runtime.weight_check import unexplained_mean
+from enjoyln_cli.text import listed_briefly
 
 SLICE = 1 << 22
 """Number of elements of a tensor that are converted to float64 at a time."""
@@ -69,10 +70,8 @@ def check_tensors(
             if edit.axes:
                 drift[name] = _drift(without_appended(new, tuple(old.shape)), edit)
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        failures.append(
-            f"{', '.join(wrong[:3])}{more}: not what the plan makes of the original's tensor"
-        )
+        names = listed_briefly(wrong)
+        failures.append(f"{names}: not what the plan makes of the original's tensor")
     return drift, failures
 
 
@@ -95,7 +94,7 @@ def check_centred_tensors(
         drift[name] = _drift(tensor, edit)
         if any(unexplained_mean(axis, tensor) for axis in edit.axes):
             wrong.append(name)
-    return drift, [f"{', '.join(wrong[:3])}: missing, or not centred"] if wrong else []
+    return drift, [f"{listed_briefly(wrong)}: missing, or not centred"] if wrong else []
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
