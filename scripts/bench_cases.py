@@ -53,7 +53,7 @@ def benchmarked(
     dtype: str,
     device: str,
 ) -> dict[str, Any]:
-    """Fold a model with random weights, and return what ``enjoyln_bench.json`` would hold.
+    """Fold a model with random weights, and return what ``enjoyln bench --json`` would print.
 
     ``fold_seconds`` is the time to fold, with reading and writing. ``folder`` is a new directory,
     which is removed afterwards.
@@ -63,9 +63,7 @@ def benchmarked(
         begin = time.perf_counter()
         enjoyln_cli.fold(folder / "original", folder / "folded", verify=False)
         fold_seconds = time.perf_counter() - begin
-        result = enjoyln_cli.bench(
-            folder / "folded", options=asked, dtype=dtype, device=device, write=False
-        )
+        result = enjoyln_cli.bench(folder / "folded", options=asked, dtype=dtype, device=device)
         return {"fold_seconds": fold_seconds, **result.to_json()}
     finally:
         shutil.rmtree(folder, ignore_errors=True)

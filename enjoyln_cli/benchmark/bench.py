@@ -1,13 +1,12 @@
 """Times a folded checkpoint and its original on this machine, within a given time.
 
-Decides what is loaded, where it runs, and what is written. ``cases`` times the cases, round by
+Decides what is loaded, and where it runs. ``cases`` times the cases, round by
 round (``timing``), each with two more models for comparison (``baselines``). ``results`` computes
 what the times say.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from pathlib import Path
@@ -21,10 +20,9 @@ from enjoyln_cli.benchmark.timing import TimeIsUp
 from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.reader import Subject, open_subject
-from enjoyln_cli.checkpoint.result_files import BENCH_FILE
 from enjoyln_cli.clock import Clock, Progress, duration
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.events import Event, default_listener, write_or_warn
+from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.models.load import load
 from enjoyln_cli.runtime.loading import optimize
 from enjoyln_cli.text import counted, first_line
@@ -45,7 +43,6 @@ def bench(
     token: str | None = None,
     cache_dir: str | Path | None = None,
     trust_remote_code: bool = False,
-    write: bool = True,
     on_event: Event | None = None,
     on_progress: Progress = lambda done, total: None,
 ) -> Bench:
@@ -53,9 +50,8 @@ def bench(
 
     ``against`` is the original, by default the one that ``out`` records. Both run in ``dtype``, by
     default the dtype of most weights of ``out``. ``device`` is by default a GPU if there is one.
-    With ``write``, the result is written to ``enjoyln_bench.json`` in ``out``; if that fails, a
-    warning is issued. ``on_event`` receives stages and warnings. ``on_progress`` receives the
-    seconds that have passed and those that the whole run should take (0 while that is not known).
+    ``on_event`` receives stages. ``on_progress`` receives the seconds that have passed and those
+    that the whole run should take (0 while that is not known). Nothing is written.
 
     The run ends after ``options.seconds``; a call of a model that has begun is finished first, and
     so is its compilation. Downloads are not included.
@@ -105,7 +101,7 @@ def bench(
             ) from None
     left_out += dict.fromkeys(reasons)
     left_out += [f"{case}: no time was left" for case in cases[len(rows) + len(reasons) :]]
-    result = Bench(
+    return Bench(
         rows=tuple(rows),
         left_out=tuple(left_out),
         source=original.source.model,
@@ -116,10 +112,6 @@ def bench(
         load_seconds=load_seconds,
         seconds=clock.spent,
     )
-    if write and not folded.source.cached:
-        text = json.dumps(result.to_json(), indent=2)
-        write_or_warn(folded.source.path / BENCH_FILE, text + "\n", event)
-    return result
 
 
 def _plan_in_words(cases: int, options: BenchOptions) -> str:

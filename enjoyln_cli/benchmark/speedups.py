@@ -38,9 +38,6 @@ from enjoyln_cli.plan import schema
 from enjoyln_cli.text import counted
 from enjoyln_cli.version import versions
 
-VERSION = 1
-"""Version of ``enjoyln_bench.json``."""
-
 NO_GAIN = "no gain here"
 """The verdict if a difference cannot be distinguished from noise."""
 DOUBT = 0.05
@@ -206,9 +203,8 @@ class Bench:
         return f"{text}, {self.device}" if self.device.startswith("mps") else text
 
     def to_json(self) -> dict[str, Any]:
-        """The content of ``enjoyln_bench.json``: the result, versions and hardware."""
+        """The result, versions and hardware as plain values, with the keys of bench.md."""
         about = {
-            "version": VERSION,
             "date": date.today().isoformat(),
             "hardware": self.hardware,
             "threads": torch.get_num_threads(),

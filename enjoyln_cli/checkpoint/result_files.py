@@ -9,7 +9,6 @@ RECIPE_FILE = "enjoyln_recipe.yaml"
 PLAN_FILE = "enjoyln_plan.json"
 VERIFY_FILE = "enjoyln_verify.json"
 QUANTISATION_FILE = "enjoyln_quantisation.json"
-BENCH_FILE = "enjoyln_bench.json"
 CARD_FILE = "README.md"
 FOLDER = "enjoyln"
 FILE = "original.safetensors"
@@ -17,7 +16,7 @@ FILE = "original.safetensors"
 MATRIX_FILE = f"{FOLDER}/rotation.safetensors"
 """The matrices of a rotation that the user gave."""
 ADAPTER_CONFIG = "adapter_config.json"
-REPORTS = (VERIFY_FILE, BENCH_FILE, CARD_FILE)
+REPORTS = (VERIFY_FILE, CARD_FILE)
 """Files that describe a result. They may change without invalidating its verification."""
 _OWN_FILES = (CONFIG, RECIPE_FILE, PLAN_FILE, VERIFY_FILE)
 

@@ -1,7 +1,7 @@
 """The content of a converted checkpoint's model card.
 
-Decides its metadata and the values that fill the templates. They come from the plan, the files of
-the result (``enjoyln_verify.json``, ``enjoyln_bench.json``), and the card of the original.
+Decides its metadata and the values that fill the templates. They come from the plan,
+``enjoyln_verify.json``, and the card of the original.
 
 Metadata of the original is copied if it stays true (``METADATA_OF_ORIGINAL``). ``base_model`` is
 the Hub id of the original. The Hub knows four values of ``base_model_relation``: ``adapter``,
@@ -10,10 +10,8 @@ the Hub id of the original. The Hub knows four values of ``base_model_relation``
 in full precision). Without a value, the Hub would list the result as a fine-tune.
 
 One section, between ``BEGIN`` and ``END``, contains what may change after the fold: where the model
-is, its verification, its speed. ``enjoyln push`` rewrites this section; the rest of the card
+is, and its verification. ``enjoyln push`` rewrites this section; the rest of the card
 belongs to the owner.
-
-The keys of ``enjoyln_bench.json`` are those that ``benchmark.speedups.Bench.to_json`` writes.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from typing import Any
 
 from enjoyln_cli.checkpoint.config import MARKER
 from enjoyln_cli.checkpoint.file_roles import CONFIG
-from enjoyln_cli.checkpoint.result_files import BENCH_FILE, RECIPE_FILE, VERIFY_FILE
+from enjoyln_cli.checkpoint.result_files import RECIPE_FILE, VERIFY_FILE
 from enjoyln_cli.checkpoint.sentence_transformers import MODULES
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.plan.plan import Options, Plan
@@ -195,7 +193,7 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
     """
     inner = root / folder
     place = json.dumps(place, ensure_ascii=False)[1:-1]  # escaped for use between quotes
-    checked, measured = read_json(inner / VERIFY_FILE), read_json(inner / BENCH_FILE)
+    checked = read_json(inner / VERIFY_FILE)
     is_pipeline = (root / MODULES).is_file()
     stock, fast = _of_pipeline(place) if is_pipeline else _of_model(inner, place, names)
     return {
@@ -205,8 +203,6 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
         "summary": str(checked.get("summary", ""))[:1].upper() + str(checked.get("summary"))[1:],
         "inputs": str(checked.get("count", ""))[:100],
         "verify": VERIFY_FILE,
-        "speeds": _speeds(measured.get("rows")),
-        "conditions": _conditions(measured),
         "stock": stock,
         "fast": fast if _folds(inner) else "",
     }
@@ -239,32 +235,6 @@ def read_json(path: Path) -> Values:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _speeds(entries: Any) -> list[tuple[str, ...]]:
-    lines: list[tuple[str, ...]] = []
-    for entry in entries if isinstance(entries, list) else []:
-        if not isinstance(entry, dict):
-            continue
-        try:
-            time = f"{entry['models']['original']['median_ms']:.4g} ms"
-            faster = f"{entry['speedup']:.3f}"
-            if entry["speedup_interval"] is not None:
-                low, high = (f"{value:.3f}" for value in entry["speedup_interval"])
-                faster += f" ({low} to {high})"
-            words = [str(entry[name])[:100].replace("|", "\\|") for name in ("case", "verdict")]
-        except (KeyError, TypeError, ValueError):  # edited
-            continue
-        lines.append((words[0], time, faster, words[1]))
-    return lines
-
-
-def _conditions(bench: Values) -> str:
-    """The machine, dtype, date and number of rounds of the measured times, in one line."""
-    texts = [str(bench[name])[:100] for name in ("hardware", "dtype", "date") if name in bench]
-    if "repeats" in bench:
-        texts.append(f"medians of at most {bench['repeats']} rounds")
-    return ", ".join(texts)
 
 
 def _of_pipeline(place: str) -> tuple[str, str]:

@@ -27,7 +27,6 @@ from enjoyln_cli.checkpoint.config import raw_config
 from enjoyln_cli.checkpoint.file_roles import CONFIG, is_housekeeping
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.checkpoint.result_files import (
-    BENCH_FILE,
     CARD_FILE,
     VERIFY_FILE,
     verified_files,
@@ -221,9 +220,8 @@ def prepare(
 
 def published_paths(result: Source, marked: str) -> dict[str, list[str]]:
     """From each local path that files of the result contain, to these files."""
-    sources = {CONFIG: marked}
-    for name in (VERIFY_FILE, BENCH_FILE):
-        sources[name] = str(card.read_json(result.path / name).get("source", ""))
+    verified = str(card.read_json(result.path / VERIFY_FILE).get("source", ""))
+    sources = {CONFIG: marked, VERIFY_FILE: verified}
     names_of: dict[str, list[str]] = {}
     for name, path in sources.items():
         if os.path.isabs(path) or path.startswith((".", "~")):  # never the case for a Hub id

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 
 from enjoyln_cli.benchmark.speedups import Bench, Row, estimate, median_interval
 from enjoyln_cli.cli.console import write_bench
-from enjoyln_cli.publish import card
 
 FASTER = (1.2, 1.21, 1.23, 1.24, 1.25, 1.26, 1.27, 1.28, 1.3)
 """Original / folded in nine rounds: the 95 % interval of the median is 1.21 to 1.28."""
@@ -129,24 +127,6 @@ def test_medians_are_those_of_the_ratios_within_a_round() -> None:
     found = row(times={"original": original, "folded": folded})
     assert found.speedup == (2.0, None)
     assert estimate([5.0, 1.0, 3.0, 2.0, 4.0]) == (3.0, None)
-
-
-def test_the_card_says_whether_there_is_a_gain(tmp_path: Path) -> None:
-    rows = [row(NOISE), row(SLOWER), row(), row(), row(FASTER[:5])]
-    written = [one.to_json() for one in rows]
-    written[3] |= {"verdict": "anything | else", "speedup": 2, "speedup_interval": [1, 3]}
-    written.append({"case": "somebody's", "speedup_interval": "none"})
-    (tmp_path / "enjoyln_bench.json").write_text(json.dumps({"rows": written}))
-    (tmp_path / "config.json").write_text("{}")
-    speeds = card.state(tmp_path, "", "me/x", ["GPT2Model"])["speeds"]
-    assert [line[-2:] for line in speeds] == [
-        ("1.250 (0.950 to 1.280)", "no gain here"),
-        ("0.900 (0.810 to 0.950)", "slower"),
-        ("1.250 (1.210 to 1.280)", "faster"),
-        ("2.000 (1.000 to 3.000)", "anything \\| else"),
-        ("1.230", "no gain here"),
-    ]
-    assert {line[1] for line in speeds} == {"20 ms"}
 
 
 def test_the_lines_below_say_what_the_times_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,22 +206,6 @@ def test_the_examples_of_the_card_run(out: Path, monkeypatch: pytest.MonkeyPatch
     assert type(names["model"].transformer.h[0].ln_1).__name__ == "RMSNorm"
 
 
-def test_the_card_states_where_speed_was_measured(out: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(out, tmp_path / "copy"))
-    good: dict[str, Any] = {"case": "1 x 512 | eager", "speedup": 1.25, "verdict": "faster"}
-    good["models"] = {"original": {"median_ms": 20.0}}
-    rows: list[Any] = [good | {"speedup_interval": [1.1, 1.4]}]
-    rows += [{"case": "broken", "models": None}, "nonsense"]
-    (copy / "enjoyln_bench.json").write_text(json.dumps({"hardware": "2 cores", "rows": rows}))
-    section = push.section(copy, "", "me/x", ["GPT2Model"])
-    assert "## Measured speed\n\n2 cores.\nEach model runs once per round." in section
-    line = "| 1 x 512 \\| eager | 20 ms | 1.250 (1.100 to 1.400) | faster |"
-    assert line in section and "broken" not in section
-    assert "Measured speed" not in made(out).text
-    (copy / "enjoyln_bench.json").write_text("[1, 2")
-    assert "Measured speed" not in push.section(copy, "", "me/x", ["GPT2Model"])
-
-
 def test_a_push_renews_its_section_and_leaves_what_the_owner_wrote(out: Path) -> None:
     text = (out / "README.md").read_text()
     mine = text.replace("# tiny-rms", "# My title").replace("How it was made", "My heading")

@@ -460,12 +460,11 @@ def test_a_push_tells_where_a_local_source_lay(hub: Hub, home: Path, tmp_path: P
         path for path in (tmp_path / "out").iterdir() if str(GPT2).encode() in path.read_bytes()
     ]
     assert sorted(path.name for path in telling) == files.split(", "), "no other file tells it"
-    for name, source in (("enjoyln_bench.json", GPT2), ("enjoyln_verify.json", "~/secret/gpt2")):
-        (tmp_path / "out" / name).write_text(json.dumps({"source": str(source)}))
+    (tmp_path / "out" / "enjoyln_verify.json").write_text('{"source": "~/secret/gpt2"}')
     call = ["push", tmp_path / "out", "me/local", "--dry-run", "--json", "--force"]
     (push,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
     assert json.loads(push.out)["warnings"] == [
-        f"config.json, enjoyln_bench.json would publish the path {GPT2}",
+        f"config.json would publish the path {GPT2}",
         "enjoyln_verify.json would publish the path ~/secret/gpt2",
     ]
     assert str(GPT2.parent) not in (tmp_path / "out" / "README.md").read_text()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from commands import enjoyln
 from live_models import CHECKPOINTS
 from safetensors.torch import load_file
 from stored_files import changed
@@ -321,3 +322,20 @@ def test_a_dtype_that_a_model_does_not_run_in(out: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(transformers.activations.NewGELUActivation, "forward", refuse)
     with pytest.raises(UnsupportedModel, match="does not run in float16 .*no such kernel"):
         verify(out, dtype="float16", write=False)
+
+
+def test_what_cannot_be_kept_is_shown_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a directory where nobody may write."""
+
+    def refuse(path: Path, text: str) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    out = tmp_path / "out"
+    enjoyln_cli.fold(CHECKPOINTS / "gpt2", out, verify=False)
+    monkeypatch.setattr("enjoyln_cli.events.write_whole", refuse)
+    result = enjoyln("verify", out)
+    assert result.exit_code == 0 and "original" in result.stdout
+    warning = f"warning: {out / 'enjoyln_verify.json'} is not written: Permission denied"
+    assert warning in result.stderr.splitlines()
