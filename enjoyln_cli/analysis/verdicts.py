@@ -30,7 +30,6 @@ from enjoyln_cli.plan.plan import (
     NamedParameter,
     Options,
     Plan,
-    Scale,
     TurnedTensor,
     UnmergedNorm,
     Verdict,
@@ -235,7 +234,7 @@ def _stored_tensors(
         made = tensors_of[parameter]
         axis, shape = parameter.axis, tuple(weights[name].shape)
         by = problem.scales.get(parameter.name) if parameters[parameter] else None
-        scale = Scale(by, reference.stored[by][0]) if by else None
+        scale = NamedParameter(by, reference.stored[by][0]) if by else None
         baked = _baked(problem, reference, parameter.name)
         tensors = reference.stored.get(name, ())
         made += [Writer(name, tensor, axis, shape, scale=scale, baked=baked) for tensor in tensors]

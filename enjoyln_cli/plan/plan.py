@@ -74,11 +74,6 @@ class NamedParameter:
 
 
 @dataclass(frozen=True)
-class Scale(NamedParameter):
-    """A vector (LayerScale) that is merged into the layer before it, and then set to ones."""
-
-
-@dataclass(frozen=True)
 class BakedNorm:
     """The norm behind an embedding table that takes its place: see ``plan.baked_rows``."""
 
@@ -108,8 +103,9 @@ class EditedTensor:
     """Shape of the stored tensor."""
     held: Axis | None = None
     """Axis of the parameter, if the class uses another layout than the file."""
-    scale: Scale | None = None
-    """Merged in along ``axis.dim`` first; merged into all writers of a layer or none."""
+    scale: NamedParameter | None = None
+    """A vector (LayerScale) that is merged in along ``axis.dim`` first, into all writers of a layer
+    or none, and then set to ones."""
     baked: BakedNorm | None = None
     """Baked into this table. ``axis`` is that of the rows, which are those of the norm's result."""
 

@@ -16,26 +16,26 @@ FEW_TOKENS = 256
 """A perplexity over fewer tokens (less than one window of text) is marked as unreliable."""
 
 
-def verification_heads(found: Mapping[str, Any]) -> Texts:
+def verification_heads(verification: Mapping[str, Any]) -> Texts:
     """The heads of the columns; a result without RMSNorm was only rotated."""
-    return ("", "folded" if found.get("norm_input_mean") else "rotated", "original", "")
+    return ("", "folded" if verification.get("norm_input_mean") else "rotated", "original", "")
 
 
-def verification_rows(found: Mapping[str, Any]) -> list[Texts]:
+def verification_rows(verification: Mapping[str, Any]) -> list[Texts]:
     """Each error next to the original's own rounding error, under ``verification_heads``.
 
-    ``found`` has the fields of a ``Verification``, from the object or from ``enjoyln_verify.json``.
-    A number that was not measured is shown as ``NONE``.
+    ``verification`` has the fields of a ``Verification``, from the object or from
+    ``enjoyln_verify.json``. A number that was not measured is shown as ``NONE``.
     """
     rows: list[Texts] = [
-        ("identity error", number(found["identity_error"]), "", "the algebra, in float64"),
-        ("storage error", number(found["storage_error"]), "", "rounding the new weights"),
-        *_run_rows(found),
-        _ratio_row(found),
-        ("KL divergence", number(found["kl"]), "", "from the original"),
-        ("top-1 agreement", number(found["top1_agreement"]), "", "with the original"),
+        ("identity error", number(verification["identity_error"]), "", "the algebra, in float64"),
+        ("storage error", number(verification["storage_error"]), "", "rounding the new weights"),
+        *_run_rows(verification),
+        _ratio_row(verification),
+        ("KL divergence", number(verification["kl"]), "", "from the original"),
+        ("top-1 agreement", number(verification["top1_agreement"]), "", "with the original"),
     ]
-    if scores := found["perplexity"]:
+    if scores := verification["perplexity"]:
         before, after = (f"{scores[key]:.4f}" for key in ("original", "folded"))
         count = scores["tokens"]
         doubt = ": too few to be reliable" if count < FEW_TOKENS else ""
@@ -43,20 +43,20 @@ def verification_rows(found: Mapping[str, Any]) -> list[Texts]:
     return rows
 
 
-def _run_rows(found: Mapping[str, Any]) -> list[Texts]:
+def _run_rows(verification: Mapping[str, Any]) -> list[Texts]:
     """The errors of the model as it runs; without RMSNorm there is only the stock class."""
-    before, dtype = number(found["original_error"]), found["compute_dtype"]
-    stock = ("stock error", number(found["stock_error"]), before, "plain transformers class")
-    if not found["norm_input_mean"]:
+    before, dtype = number(verification["original_error"]), verification["compute_dtype"]
+    stock = ("stock error", number(verification["stock_error"]), before, "plain transformers class")
+    if not verification["norm_input_mean"]:
         return [("runtime error", stock[1], before, f"plain class, in {dtype}")]
     return [
-        ("runtime error", number(found["runtime_error"]), before, f"RMSNorm, in {dtype}"),
+        ("runtime error", number(verification["runtime_error"]), before, f"RMSNorm, in {dtype}"),
         stock,
     ]
 
 
-def _ratio_row(found: Mapping[str, Any]) -> Texts:
+def _ratio_row(verification: Mapping[str, Any]) -> Texts:
     """The ratio and its limits: that for the true ratio, and what few inputs allow by chance."""
-    limit = found["max_ratio"]
-    note = f"limit {number(limit)}, by chance {number(limit * found['chance'])}"
-    return ("ratio", number(found["ratio"]), "1", note)
+    limit = verification["max_ratio"]
+    note = f"limit {number(limit)}, by chance {number(limit * verification['chance'])}"
+    return ("ratio", number(verification["ratio"]), "1", note)

@@ -121,11 +121,10 @@ class Measurement:
 class Results:
     """What the runs so far have returned; dicts are by the name of the run."""
 
-    exact: Outputs = field(default_factory=list)
     distances: dict[str, list[Mapping[str, Distance]]] = field(default_factory=dict)
-    """The distances from ``exact``, for each batch."""
+    """The distances from the exact outputs, for each batch."""
     outputs: dict[str, Outputs] = field(default_factory=dict)
-    """The outputs in the compute dtype, of the original and of the folded model."""
+    """The exact outputs, and those in the compute dtype, of the original and the folded model."""
     text: list[Batch] = field(default_factory=list)
     scores: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Their perplexities, with the number of tokens."""
@@ -151,9 +150,9 @@ def measure(
         examples = _run_model(pair, group, results, examples, data, seed, pace)
         gc.collect()  # the model may be part of reference cycles
     assert examples is not None
-    return _measurement(pair, results, examples), nonfinite_outputs(
-        results.exact, examples.batches[: len(results.exact)]
-    )
+    exact = results.outputs["exact"]
+    nonfinite = nonfinite_outputs(exact, examples.batches[: len(exact)])
+    return _measurement(pair, results, examples), nonfinite
 
 
 def _run_model(
@@ -196,14 +195,14 @@ def _run(
         install_marked(model, pair.marker)
     batches, outputs = examples.batches, results.outputs.setdefault(run.name, [])
     if run.name == "exact":
-        results.exact = results.outputs["exact"] = pace.run(lambda at: pair.run(model, batches[at]))
+        results.outputs["exact"] = pace.run(lambda at: pair.run(model, batches[at]))
         return
 
     def distances(at: int) -> Mapping[str, Distance]:
         returned = pair.run(model, batches[at])
         if run.name in _scored(pair.dtype):
             outputs.append(returned)
-        return distances_of(returned, results.exact[at])
+        return distances_of(returned, results.outputs["exact"][at])
 
     with ExitStack() as stack:
         means = stack.enter_context(input_means(model)) if run.name == "runtime" else {}

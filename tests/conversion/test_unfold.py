@@ -29,7 +29,7 @@ from enjoyln_cli.conversion.unfold import restore
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, OutputError
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.edits import Bake, Edit
-from enjoyln_cli.plan.plan import Options, Plan, Scale, Verdict, Writer
+from enjoyln_cli.plan.plan import NamedParameter, Options, Plan, Verdict, Writer
 from enjoyln_cli.rewrite import archive, edit_pieces, tensor_parts
 from enjoyln_cli.rewrite.archive import Recorder, open_archive, save_archive
 from enjoyln_cli.rewrite.directory import fold_checkpoint
@@ -50,7 +50,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def folded(source: Path, out: Path, scale: bool = False, **options: Any) -> Path:
     """``source`` with every edit of ``EDITS``, the means kept unless ``options`` say otherwise."""
     shapes = opened(source).tensors
-    merged = Scale("ln.weight", "ln.weight") if scale else None
+    merged = NamedParameter("ln.weight", "ln.weight") if scale else None
     writers = [
         Writer(name, name, axis, shapes[name].shape, None, merged if name == "out.weight" else None)
         for name, axes in EDITS.items()

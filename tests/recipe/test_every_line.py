@@ -19,7 +19,6 @@ from enjoyln_cli.plan.plan import (
     Options,
     Plan,
     Reader,
-    Scale,
     Setting,
     TurnedTensor,
     UnmergedNorm,
@@ -64,11 +63,11 @@ def writers() -> tuple[Writer, ...]:
     found = [whole("embed.positions.weight", "toy.embed.positions.weight", (99, 32), 1)]
     for i in LAYERS:
         name = f"h.{i}.attn.out.weight"
-        scale = Scale(f"h.{i}.gamma", f"toy.h.{i}.gamma")
+        scale = NamedParameter(f"h.{i}.gamma", f"toy.h.{i}.gamma")
         found.append(replace(whole(name, name, (32, 32), 0), scale=scale))
     for i in (0, 1):
         name = f"h.{i}.attn.out.bias"
-        found.append(replace(whole(name, name, (32,), 0), scale=Scale(f"h.{i}.gamma")))
+        found.append(replace(whole(name, name, (32,), 0), scale=NamedParameter(f"h.{i}.gamma")))
     for i in (0, 2):
         name = f"h.{i}.mlp.out.weight"
         stored = whole(name, f"toy.{name}", (64, 32), 1)

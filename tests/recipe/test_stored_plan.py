@@ -22,7 +22,6 @@ from enjoyln_cli.plan.plan import (
     NamedParameter,
     Plan,
     Reader,
-    Scale,
     Setting,
     TurnedTensor,
     UnmergedNorm,
@@ -34,6 +33,7 @@ from enjoyln_cli.plan.plan import (
 from enjoyln_cli.recipe.stored_plan import plan_text
 
 HEADS = Axis(0, 5, 2, 3, 1, 7)
+GAMMA = NamedParameter("b.gamma")
 PLAN = Plan(
     model_type="toy",
     model_class="Toy",
@@ -45,7 +45,7 @@ PLAN = Plan(
     ),
     writers=(
         Writer("a.weight", "m.a.weight", HEADS, (19, 5), Axis(1, 5, 2, 3, 1, 7)),
-        Writer("b.weight", "b.weight", Axis(0, 0, 1, 5, 1), (5, 7), None, Scale("b.gamma")),
+        Writer("b.weight", "b.weight", Axis(0, 0, 1, 5, 1), (5, 7), scale=GAMMA),
         Writer("down.weight", "down.weight", Axis(0, 0, 1, 5, 1), (5, 9)),
     ),
     ops=(Centring("wte", "output", Axis(-1, 0, 1, 5, 1), "a head reads it"),),
