@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from enjoyln_cli.plan.edits import Edit, Product, Vector, slices_of
+from enjoyln_cli.plan.edits import Edit, Product, Vector, edits_of, slices_of
 from enjoyln_cli.plan.plan import Plan
 
 
@@ -53,6 +53,29 @@ def needed_tensors(plan: Plan) -> Iterator[NeededTensor]:
         yield NeededTensor(named.parameter, copies.get(named.tensor, named.tensor))
 
 
+def fitting_edits(
+    plan: Plan, shapes: Mapping[str, tuple[int, ...]], *, held: bool = False
+) -> Mapping[str, Edit]:
+    """The edits of ``plan`` for tensors of these ``shapes``, which are those before the edits.
+
+    The names are those in the checkpoint, or with ``held`` those in the model. Raises
+    ``ValueError`` that names the first tensor that is missing or has another shape.
+    """
+    for needed in needed_tensors(plan):
+        name = needed.parameter if held else needed.tensor
+        if name not in shapes:
+            raise ValueError(f"{name}: there is no such tensor, but the plan needs it")
+        shape = shapes[name]
+        expected = shape if held and needed.is_converted else needed.expected(shape)
+        if expected != shape:
+            raise ValueError(
+                f"{name}: shape {list(shape)} before the edit, but the plan has {list(expected)}"
+            )
+    edits = edits_of(plan, held=held)
+    require_fit(edits, shapes)
+    return edits
+
+
 def require_fit(edits: Mapping[str, Edit], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ``ValueError`` unless every edit fits the tensors that it is for and that it takes.
 
@@ -61,7 +84,7 @@ def require_fit(edits: Mapping[str, Edit], shapes: Mapping[str, tuple[int, ...]]
 
     def shape_of(name: str, purpose: str) -> tuple[int, ...]:
         if name not in shapes:
-            raise ValueError(f"{name}: {purpose}, but no such tensor is stored")
+            raise ValueError(f"{name}: {purpose}, but there is no such tensor")
         return shapes[name]
 
     for name, edit in edits.items():

@@ -16,7 +16,7 @@ from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.covered_calls import CoveredCalls
 from enjoyln_cli.plan.edits import Edit, edits_of
-from enjoyln_cli.plan.needed_tensors import needed_tensors, require_fit
+from enjoyln_cli.plan.needed_tensors import fitting_edits
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.text import first_line
 
@@ -54,20 +54,12 @@ def read_plan(result: Checkpoint, covered: CoveredCalls | None) -> Plan:
 def _require_fit(plan: Plan, stored: Mapping[str, Shape]) -> None:
     """Raise ``ValueError`` unless the tensors of a result have the shapes that the plan gives."""
     edits = edits_of(plan)
-    before = {name: _before(shape, edits.get(name, Edit())) for name, shape in stored.items()}
-    for needed in needed_tensors(plan):
-        if needed.tensor not in before:
-            raise ValueError(f"{needed.tensor}: no such tensor is stored")
-        shape = before[needed.tensor]
-        if (expected := needed.expected(shape)) != shape:
-            raise ValueError(
-                f"{needed.tensor}: shape {list(shape)} before the edit, but the plan has "
-                f"{list(expected)}"
-            )
+    fitting_edits(
+        plan, {name: _before(shape, edits.get(name, Edit())) for name, shape in stored.items()}
+    )
     for untied in plan.untied:
         if stored.get(untied.tensor) != untied.shape:
             raise ValueError(f"{untied.tensor} has not the shape {list(untied.shape)}")
-    require_fit(edits, before)
 
 
 def _before(shape: Shape, edit: Edit) -> Shape:

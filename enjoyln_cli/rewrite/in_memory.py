@@ -6,6 +6,7 @@ read. A model that is not the one that was analysed is not changed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,8 @@ from enjoyln_cli.checkpoint.config import set_entry
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.models.load import values_of
 from enjoyln_cli.models.offload import Value, WeightsOnDemand, reader_of
-from enjoyln_cli.plan.edits import Edit, EditInputs, apply_edit, edits_of, read_edit_inputs
-from enjoyln_cli.plan.needed_tensors import needed_tensors
+from enjoyln_cli.plan.edits import Edit, EditInputs, apply_edit, read_edit_inputs
+from enjoyln_cli.plan.needed_tensors import fitting_edits
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.inserted_product import insert_product
 
@@ -31,14 +32,14 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
     """
     if plan.covered is not None and (plan.writers or plan.turned):
         plan.covered.require_any(type(model).__name__)
-    require_fit(model, plan)
+    edits_by_name = require_fit(model, plan)
     reader = reader_of(model)
     _untie(model, plan, reader)
     for setting in plan.settings:
         set_entry(getattr(model, "config", None), setting.name, setting.value)
     tensors = values_of(model)
     edits: dict[int, tuple[torch.Tensor, Edit]] = {}
-    for name, edit in edits_of(plan, held=True).items():
+    for name, edit in edits_by_name.items():
         tensor = tensors[name]
         earlier = edits.get(id(tensor), (tensor, edit))[1]
         axes = tuple(dict.fromkeys((*earlier.axes, *edit.axes)))
@@ -72,30 +73,19 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
             _update_size(model, part.parameter, mlp.size, mlp.to)
 
 
-def require_fit(model: nn.Module, plan: Plan) -> None:
-    """Raises ``BadCheckpoint`` if ``model`` is not the one that ``plan`` was made for."""
-    tensors, kind = values_of(model), type(model).__name__
-    for needed in needed_tensors(plan):
-        tensor = tensors.get(needed.parameter)
-        if tensor is None:
-            raise BadCheckpoint(
-                f"{needed.parameter}: the plan needs it, but {kind} has no such parameter; pass "
-                "the model that was analysed"
-            )
-        shape = tuple(tensor.shape)
-        if not needed.is_converted and needed.expected(shape) != shape:
-            raise BadCheckpoint(
-                f"{needed.parameter}: the plan edits shape {list(needed.expected(shape))}, but "
-                f"{kind} has shape {list(shape)}; pass the model that was analysed"
-            )
-    for writer in plan.edited_tensors:
-        scale = tensors.get(writer.scale.parameter) if writer.scale else None
-        rows = tensors[writer.parameter].shape[writer.axis.dim]
-        if writer.scale and (scale is None or scale.numel() != rows):
-            raise BadCheckpoint(
-                f"{writer.scale.parameter}: the plan merges it into {writer.parameter}, but "
-                f"{kind} has none that fits; pass the model that was analysed"
-            )
+def require_fit(model: nn.Module, plan: Plan) -> Mapping[str, Edit]:
+    """The edits of ``plan`` by parameter.
+
+    Raises ``BadCheckpoint`` if ``model`` is not the one that ``plan`` was made for.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in values_of(model).items()}
+    try:
+        return fitting_edits(plan, shapes, held=True)
+    except ValueError as error:
+        raise BadCheckpoint(
+            f"the plan does not fit {type(model).__name__}: {error}; pass the model that was "
+            "analysed"
+        ) from None
 
 
 def _lazily_edited(source: Value, edit: Edit, values: EditInputs) -> Value:

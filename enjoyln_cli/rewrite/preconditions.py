@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.errors import BadCheckpoint, NothingToFold, UnsupportedModel
-from enjoyln_cli.plan.edits import Edit, edits_of
-from enjoyln_cli.plan.needed_tensors import NeededTensor, needed_tensors
+from enjoyln_cli.plan.edits import Edit
+from enjoyln_cli.plan.needed_tensors import fitting_edits
 from enjoyln_cli.plan.plan import Plan
 
 
@@ -31,23 +31,13 @@ def check_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
             )
     if not plan.folded and not plan.turned:
         raise NothingToFold(why_nothing_changes(plan, checkpoint.source.model))
-    for needed in needed_tensors(plan):
-        _require_stored(checkpoint, plan, needed)
-    return edits_of(plan)
-
-
-def _require_stored(checkpoint: Checkpoint, plan: Plan, needed: NeededTensor) -> None:
-    stored = checkpoint.tensors.get(needed.tensor)
-    if stored is None:
+    try:
+        return fitting_edits(plan, {name: t.shape for name, t in checkpoint.tensors.items()})
+    except ValueError as error:
         raise BadCheckpoint(
-            f"{needed.tensor}: {checkpoint.source.model} does not store this tensor, which "
-            f"{plan.model_class} needs as {needed.parameter}; fetch the checkpoint again"
-        )
-    if (shape := needed.expected(stored.shape)) != stored.shape:
-        raise BadCheckpoint(
-            f"{needed.tensor}: stored with shape {list(stored.shape)} in {stored.file}, but "
-            f"{plan.model_class} holds {list(shape)}; check config.json"
-        )
+            f"{checkpoint.source.model} does not fit {plan.model_class}: {error}; fetch the "
+            "checkpoint again, or correct its config.json"
+        ) from None
 
 
 def why_nothing_changes(plan: Plan, model: str, ways: Sequence[str] = ()) -> str:

@@ -162,14 +162,16 @@ def test_a_writer_that_is_not_stored(source: Path, out: Path) -> None:
     plan = plan_for(
         {"nowhere.weight": torch.empty(4, 4)}, {"nowhere.weight": (Axis(0, 0, 1, 4, 1),)}
     )
-    with pytest.raises(BadCheckpoint, match=r"nowhere\.weight: .* does not store"):
+    with pytest.raises(BadCheckpoint, match=r"nowhere\.weight: there is no such tensor"):
         fold_checkpoint(opened(source), plan, out, recipe_text="")
     assert not out.exists()
 
 
 def test_a_writer_of_another_shape(source: Path, out: Path) -> None:
     plan = plan_for({"out.weight": torch.empty(24, 95)}, {"out.weight": (Axis(0, 0, 1, 24, 1),)})
-    with pytest.raises(BadCheckpoint, match=r"\[24, 96\].*holds \[24, 95\]"):
+    with pytest.raises(
+        BadCheckpoint, match=r"shape \[24, 96\] before the edit, but the plan has \[24, 95\]"
+    ):
         fold_checkpoint(opened(source), plan, out, recipe_text="")
     assert not out.exists()
 
@@ -352,7 +354,8 @@ def test_parameters_of_another_model_are_refused_before_anything_changes() -> No
     model.proj = nn.Linear(6, 8)
     before = model.wte.weight.clone()
     with pytest.raises(
-        BadCheckpoint, match=r"proj\.weight: .*\[8, 5\], but Small has shape \[8, 6\]"
+        BadCheckpoint,
+        match=r"Small: proj\.weight: shape \[8, 6\] before the edit, but the plan has \[8, 5\]",
     ):
         centre_parameters(model, plan)
     assert same(model.wte.weight, before)

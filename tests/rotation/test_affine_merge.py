@@ -397,8 +397,8 @@ def test_another_model_is_left_alone() -> None:
     model = tiny(READ["one layer"])
     plan = analyze_module(model, rows(), options=AFFINE).plan
     for width, said in (
-        (7, "up.weight: the plan needs it, but"),
-        (6, r"the plan edits shape \[12, 7\]"),
+        (7, "up.weight: there is no such tensor, but the plan needs it"),
+        (6, r"before.weight: shape \[12, 6\] before the edit, but the plan has \[12, 7\]"),
     ):
         other = nn.ModuleDict({"before": nn.Linear(width, D), "norm": nn.LayerNorm(D)}).double()
         before = copy.deepcopy(other.state_dict())
