@@ -1,8 +1,7 @@
 """Times a folded checkpoint and its original on this machine, within a given time.
 
-Decides what is loaded, and where it runs. ``cases`` times the cases, round by
-round (``timing``), each with two more models for comparison (``baselines``). ``results`` computes
-what the times say.
+Decides what is loaded, and where it runs. ``cases`` times the cases, round by round (``timing``),
+each with two more models for comparison (``baselines``). ``speedups`` computes what the times say.
 """
 
 from __future__ import annotations

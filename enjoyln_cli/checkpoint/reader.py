@@ -208,8 +208,8 @@ def other_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The files of the model that are copied to the result (see ``file_roles``).
 
     These are neither weights nor files that a fold writes itself. Names are relative to the model's
-    directory. Raises ``BadCheckpoint`` for a link to a directory,
-    or to a file outside of the model's directory.
+    directory. Raises ``BadCheckpoint`` for a link to a directory, or to a file outside of the
+    model's directory.
     """
     return tuple(name for name in carried_files(checkpoint.source) if not is_own(name))
 

@@ -184,12 +184,15 @@ def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
 
 
 def _say_before_quantising(dtype: str, is_measured: bool) -> None:
-    """What to know before a rotated model is quantised; ``dtype`` is that of its weights."""
+    """What to know before a rotated model is quantised; ``dtype`` is that of its weights, if known.
+
+    ``is_measured`` says whether its rounding was simulated on the user's data.
+    """
     if dtype in ("float16", "bfloat16"):
         again = f"the rotation rounded every weight to {dtype} once more"
         say(f"{again}; rotate with --dtype float32 if you quantise the result")
     if not is_measured:
-        say("whether it helps: `enjoyln rotate` with --search 1 --scheme w8a8 measures your data")
+        say("to see whether rotating helps on your data: --search 1 --scheme w8a8 --text FILE")
 
 
 def write_unfold(result: Mapping[str, Any]) -> None:

@@ -98,12 +98,6 @@ EXAMPLES = {
 class Command(click.Command):
     """A command whose help shows options in groups, and ends with examples."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Refuse NUL characters, which no shell passes on, and which no name of a file has."""
-        if argument := next((text for text in args if "\0" in text), None):
-            raise click.UsageError(f"{argument!r} contains a NUL character; leave it out", ctx)
-        return super().parse_args(ctx, args)
-
     def get_short_help_str(self, limit: int = 0) -> str:
         """The whole first sentence, however long it is."""
         return super().get_short_help_str(limit=1000)

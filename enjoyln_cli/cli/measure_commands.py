@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import click
 
+from enjoyln_cli.benchmark.choices import GRID_LENGTHS, GRID_ROWS, MODES, SECONDS
 from enjoyln_cli.checkpoint.access import access_keywords
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.cli import help
@@ -23,15 +25,17 @@ from enjoyln_cli.cli.options import (
     COMPUTE_DTYPES,
     DTYPES,
     FOLDER,
+    POSITIVE,
     Names,
     Options,
-    bench_options,
     checking_options,
     data_options,
     hub_options,
     json_option,
+    parse_modes,
     parse_names,
-    placing_options,
+    parse_numbers,
+    parse_size,
     quiet_option,
 )
 from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
@@ -56,7 +60,19 @@ from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
     help="Fail above this error ratio (default: 1.25; 2 if OUT is rotated).",
 )
 @checking_options(None)
-@placing_options
+@click.option(
+    "--device-map",
+    type=click.Choice(["auto", "cpu", "disk"]),
+    default="auto",
+    show_default=True,
+    help="Weights in memory: as many as fit (auto), all (cpu), none (disk).",
+)
+@click.option(
+    "--max-memory",
+    callback=parse_size,
+    metavar="SIZE",
+    help="Memory limit of the process, such as 8GB (default: all free memory).",
+)
 @quiet_option
 @json_option
 @hub_options
@@ -115,7 +131,44 @@ def _verify_quantised(out: Path, data: Options, opening: Options, against: str |
     metavar="MODEL",
     help="The original, if it has moved since OUT was made.",
 )
-@bench_options
+@click.option(
+    "--batch-size",
+    "batch_sizes",
+    callback=parse_numbers,
+    metavar="NUMBERS",
+    help="Batch sizes, such as 1,8 (default: what the time allows).",
+)
+@click.option(
+    "--seq-len",
+    "seq_lens",
+    callback=parse_numbers,
+    metavar="NUMBERS",
+    help="Tokens in a row, such as 128,512 (default: what the time allows).",
+)
+@click.option(
+    "--mode",
+    "modes",
+    callback=parse_modes,
+    default="eager",
+    show_default=True,
+    metavar="MODES",
+    help=f"How the models run: {', '.join(MODES)}.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=15,
+    show_default=True,
+    help="Number of rounds, fewer if time is short; each model runs once per round.",
+)
+@click.option(
+    "--seconds",
+    type=POSITIVE,
+    metavar="S",
+    default=SECONDS,
+    help="Time for the whole run; what does not fit is left out (default: 120).",
+)
 @click.option(
     "--dtype", "run_dtype", type=DTYPES, help="Run in this dtype (default: that of OUT's weights)."
 )
@@ -130,8 +183,11 @@ def bench(
     quiet: bool,
     as_json: bool,
     opening: Options,
-    asked: Options,
     run_dtype: str | None,
+    batch_sizes: tuple[int, ...],
+    seq_lens: tuple[int, ...],
+    against: str | None,
+    device: str | None,
     **options: Any,
 ) -> None:
     """Time OUT and its original on this machine: what norms cost, and how much of it is saved.
@@ -140,7 +196,7 @@ def bench(
     """
     from enjoyln_cli.cli.progress import watch_job
 
-    require_models(out, options["against"])
+    require_models(out, against)
     require_folded(out)
     with watch_job(quiet or as_json, f"opening {out}") as watch:
         from enjoyln_cli.benchmark.bench import bench as measure
@@ -149,14 +205,28 @@ def bench(
 
         listeners: Options = {"on_event": watch.event, "on_progress": watch.seconds}
         hub = access_keywords(opening.pop("access"))
-        sizes = BenchOptions(**asked)
+        options |= pairs_to_time(batch_sizes, seq_lens)
         result = measure(
-            out, options=sizes, dtype=run_dtype, **listeners, **options, **opening, **hub
+            out,
+            against=against,
+            options=BenchOptions(**options),
+            dtype=run_dtype,
+            device=device,
+            **listeners,
+            **opening,
+            **hub,
         )
     if as_json:
         write_json(result.to_json())
     elif not quiet:
         write_bench(result)
+
+
+def pairs_to_time(batch_sizes: tuple[int, ...], seq_lens: tuple[int, ...]) -> Options:
+    """The field ``pairs`` of ``BenchOptions``; nothing if neither option is given."""
+    if not batch_sizes and not seq_lens:
+        return {}
+    return {"pairs": tuple(product(batch_sizes or GRID_ROWS[:1], seq_lens or GRID_LENGTHS[:1]))}
 
 
 @help.command()

@@ -9,13 +9,12 @@ import functools
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import click
 
-from enjoyln_cli.benchmark.choices import GRID_LENGTHS, GRID_ROWS, MODES, SECONDS
+from enjoyln_cli.benchmark.choices import MODES
 from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.text import did_you_mean
@@ -55,8 +54,6 @@ WRITING = (
     "allow_nonfinite",
 )
 """How a fold is written: the fields of ``rewrite.directory.WriteOptions``."""
-BENCH_FIELDS = ("modes", "repeats", "seconds")
-"""What ``bench`` measures, except the sizes: fields of ``cases.BenchOptions``."""
 PLAN_FIELDS = ("widen_mlp", "widen_to", "merge", "untie", "rotate", "values", "seed", "matrix")
 """What a plan may change besides centring: the fields of ``plan.Options``."""
 
@@ -243,58 +240,6 @@ def parse_modes(ctx: click.Context, parameter: click.Parameter, value: str) -> N
     return names
 
 
-def _gather_bench(options: Options) -> Options:
-    asked = {name: options.pop(name) for name in BENCH_FIELDS}
-    rows, lengths = options.pop("batch_sizes"), options.pop("seq_lens")
-    asked["seconds"] = asked["seconds"] or SECONDS
-    if rows or lengths:
-        asked["pairs"] = tuple(product(rows or GRID_ROWS[:1], lengths or GRID_LENGTHS[:1]))
-    return {"asked": asked, **options}
-
-
-bench_options = all_of(
-    gathered(_gather_bench),
-    click.option(
-        "--seconds",
-        type=POSITIVE,
-        metavar="S",
-        help="Time for the whole run; what does not fit is left out (default: 120).",
-    ),
-    click.option(
-        "--repeats",
-        type=click.IntRange(min=1),
-        metavar="N",
-        default=15,
-        show_default=True,
-        help="Number of rounds, fewer if time is short; each model runs once per round.",
-    ),
-    click.option(
-        "--mode",
-        "modes",
-        callback=parse_modes,
-        default="eager",
-        show_default=True,
-        metavar="MODES",
-        help=f"How the models run: {', '.join(MODES)}.",
-    ),
-    click.option(
-        "--seq-len",
-        "seq_lens",
-        callback=parse_numbers,
-        metavar="NUMBERS",
-        help="Tokens in a row, such as 128,512 (default: what the time allows).",
-    ),
-    click.option(
-        "--batch-size",
-        "batch_sizes",
-        callback=parse_numbers,
-        metavar="NUMBERS",
-        help="Batch sizes, such as 1,8 (default: what the time allows).",
-    ),
-)
-"""The options of ``bench``, passed as ``asked``: the fields of ``BenchOptions``."""
-
-
 def parse_samples(
     ctx: click.Context, parameter: click.Parameter, value: str | None
 ) -> int | Path | None:
@@ -354,21 +299,3 @@ data_options = all_of(
     click.option("--text", type=FILE, help="Running text; a language model is scored on it."),
 )
 """The options for the user's own inputs, passed as ``data``; at most one is given."""
-
-
-placing_options = all_of(
-    click.option(
-        "--max-memory",
-        callback=parse_size,
-        metavar="SIZE",
-        help="Memory limit of the process, such as 8GB (default: all free memory).",
-    ),
-    click.option(
-        "--device-map",
-        type=click.Choice(["auto", "cpu", "disk"]),
-        default="auto",
-        show_default=True,
-        help="Weights in memory: as many as fit (auto), all (cpu), none (disk).",
-    ),
-)
-"""The options for where weights are while a model runs, named as in ``from_pretrained``."""

@@ -66,12 +66,13 @@ def report(
     mappings: Literal["llm-compressor", "json"] | None,
     as_json: bool,
     opening: Options,
-    **show: Any,
+    paper: bool,
+    picture: Path | None,
 ) -> None:
     """Show which LayerNorms can become RMSNorm, and why others stay. Reads no weights."""
     if bool(models) == bool(types):
         raise click.UsageError("name at least one MODEL, or use --model-type instead.")
-    outputs = {"--why": why, "--save": show["picture"], "--write-recipe": save}
+    outputs = {"--why": why, "--save": picture, "--write-recipe": save}
     chosen = [name for name, value in outputs.items() if value]
     if chosen and len(models or types) > 1:
         raise click.UsageError(f"{chosen[0]} takes one MODEL.")
@@ -79,10 +80,12 @@ def report(
         raise click.UsageError(f"{chosen[0]} and {chosen[1]} cannot be combined.")
     if why and as_json:
         raise click.UsageError("--why cannot be combined with --json.")
-    if mappings and (why or save or show["picture"] or as_json or len(models or types) > 1):
+    if mappings and (chosen or as_json or len(models or types) > 1):
         raise click.UsageError("--mappings takes one MODEL and no other output.")
-    if show["picture"]:
-        _check_picture(show["picture"])
+    if picture:
+        from enjoyln_cli.report.picture import check
+
+        check(picture)
     if save:
         check_file(save)
     names = models or types
@@ -100,41 +103,27 @@ def report(
             click.echo(text, nl=False)
             return
         inspections, failed = _inspect_all(names, bool(types), opening, watch.event)
-        if not (save or why or show["picture"]):
-            reports = [inspection.report(show["paper"]) for inspection in inspections]
-    if show["picture"]:
-        _draw(names[0], inspections[0].analysis, show["picture"])
+        if not (save or why or picture):
+            reports = [inspection.report(paper) for inspection in inspections]
+    if picture:
+        from enjoyln_cli.report.model_graph import model_picture
+        from enjoyln_cli.report.picture import save as draw
+
+        draw(model_picture(names[0], inspections[0].analysis), picture)
+        say(f"drew {picture}")
     elif why:
         write_tree(inspections[0].analysis.why(why))
-    elif save and not failed:
-        (inspection,) = inspections
-        plan, config = inspection.analysis.plan, inspection.config
-        text = recipe_text(plan, config, inspection.options)
-        write_file(save, text.encode())
+    elif save:
+        plan, config = inspections[0].analysis.plan, inspections[0].config
+        write_file(save, recipe_text(plan, config, inspections[0].options).encode())
         say(f"wrote {save}")
-    elif as_json and not save:
+    elif as_json:
         for each in reports:
             write_json(each.to_json())
-    elif not save:
+    else:
         write_reports(reports)
     if failed:
         raise click.exceptions.Exit(1)
-
-
-def _check_picture(file: Path) -> None:
-    """Refuse a picture that cannot be drawn, before anything is computed."""
-    from enjoyln_cli.report.picture import check
-
-    check(file)
-
-
-def _draw(name: str, analysis: Any, file: Path) -> None:
-    from enjoyln_cli.cli.console import say
-    from enjoyln_cli.report.model_graph import model_picture
-    from enjoyln_cli.report.picture import save
-
-    save(model_picture(name, analysis), file)
-    say(f"drew {file}")
 
 
 def _inspect_all(

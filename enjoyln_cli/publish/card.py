@@ -10,8 +10,7 @@ the Hub id of the original. The Hub knows four values of ``base_model_relation``
 in full precision). Without a value, the Hub would list the result as a fine-tune.
 
 One section, between ``BEGIN`` and ``END``, contains what may change after the fold: where the model
-is, and its verification. ``enjoyln push`` rewrites this section; the rest of the card
-belongs to the owner.
+is, and its verification. ``enjoyln push`` rewrites this section; the rest belongs to the owner.
 """
 
 from __future__ import annotations

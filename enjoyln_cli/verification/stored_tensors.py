@@ -70,8 +70,9 @@ def check_tensors(
             if edit.axes:
                 drift[name] = _drift(without_appended(new, tuple(old.shape)), edit)
     if wrong:
-        names = listed_briefly(wrong)
-        failures.append(f"{names}: not what the plan makes of the original's tensor")
+        failures.append(
+            f"{listed_briefly(wrong)}: not what the plan makes of the original's tensor"
+        )
     return drift, failures
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import click
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner, Result
+from click.testing import Result
 from commands import enjoyln
 from live_models import CHECKPOINTS, moved
 from rounding import IDENTITY, relative
@@ -28,7 +27,8 @@ from enjoyln_cli.benchmark.workload import decode, prompt, sizes
 from enjoyln_cli.checkpoint.config import MARKER, load_config
 from enjoyln_cli.checkpoint.marker import marker, proof_of
 from enjoyln_cli.checkpoint.source import open_source
-from enjoyln_cli.cli import options as arguments
+from enjoyln_cli.cli.measure_commands import bench as bench_of_the_command
+from enjoyln_cli.cli.measure_commands import pairs_to_time
 from enjoyln_cli.clock import Clock
 from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
 from enjoyln_cli.models.load import load
@@ -280,16 +280,11 @@ def test_by_default_the_usual_sizes_are_measured(out: Path) -> None:
     ],
 )
 def test_what_the_options_ask_for(given: tuple[str, ...], asked: dict[str, Any]) -> None:
-    @click.command()
-    @arguments.bench_options
-    def command(asked: dict[str, Any]) -> None:
-        found.append(BenchOptions(**asked))
-
-    found: list[BenchOptions] = []
-    result = CliRunner().invoke(command, [*given], standalone_mode=False)
-    assert result.exception is None
-    assert found == [BenchOptions(**asked)]
-    assert found[0].seconds == asked.get("seconds", 120)
+    params = bench_of_the_command.make_context("bench", ["out", *given]).params
+    options = {name: params[name] for name in ("modes", "repeats", "seconds")}
+    options |= pairs_to_time(params["batch_sizes"], params["seq_lens"])
+    assert BenchOptions(**options) == BenchOptions(**asked)
+    assert options["seconds"] == asked.get("seconds", 120)
 
 
 def test_loading_that_takes_all_the_time_ends_the_run(out: Path) -> None:

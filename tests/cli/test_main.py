@@ -106,12 +106,6 @@ def test_usage_errors_exit_with_2_and_a_hint(arguments: list[str], hint: str) ->
 
 
 @pytest.mark.slow
-def test_options_that_look_like_these_and_go_together() -> None:
-    """``--yes`` may stand in a script that pushes one time and not the other."""
-    assert "nothing was written" in good("fold", GPT2, "--dry-run", "--yes")
-    assert "ln_f" in good("report", GPT2, "--why", "transformer.ln_f")
-
-
 # Report.
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import enjoyln
 from live_models import CHECKPOINTS
 
 import enjoyln_cli
@@ -22,23 +21,6 @@ from enjoyln_cli.recipe.read import load_recipe
 GPT2 = str(CHECKPOINTS / "gpt2")
 NUL = "a\0b"
 MANY = 20_000
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["fold", GPT2, "-o", NUL],
-        ["fold", NUL, "-o", "out"],
-        ["fold", GPT2, "-o", "out", f"--cache-dir={NUL}"],
-        ["rotate", GPT2, "-o", "out", "--matrix", NUL],
-        ["verify", GPT2, "--text", NUL],
-        ["push", NUL, "owner/name"],
-    ],
-)
-def test_an_argument_with_a_nul_character(arguments: list[str]) -> None:
-    done = enjoyln(*arguments)
-    assert done.exit_code == 2
-    assert r"a\x00b" in done.output and "contains a NUL character" in done.output
 
 
 @pytest.mark.parametrize(
