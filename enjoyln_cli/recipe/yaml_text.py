@@ -1,7 +1,8 @@
-"""The YAML of recipes: small and plain, without anchors, tags or other hidden features."""
+"""The YAML of recipes: small and plain, without anchors or other hidden features."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import yaml
@@ -17,16 +18,23 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The safe loader, in C if available: without it, a megabyte takes half a minute."""
 
 
-_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_READ_AS_TEXT = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:merge")
 
 
 class _Loader(_LOADER):  # type: ignore[misc, valid-type]
-    """Reads a date as text, since JSON has none."""
+    """Reads a date as text, since JSON has none, and ``<<`` as a key; refuses repeated keys."""
 
     yaml_implicit_resolvers = {
-        first: [(tag, form) for tag, form in forms if tag != _TIMESTAMP]
+        first: [(tag, form) for tag, form in forms if tag not in _READ_AS_TEXT]
         for first, forms in _LOADER.yaml_implicit_resolvers.items()
     }
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if len(set(keys)) < len(keys):
+            line, key = node.start_mark.line + 1, Counter(keys).most_common(1)[0][0]
+            raise RecipeError(f"line {line}: the key {key!r:.80} occurs twice; remove one")
+        return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -69,33 +77,14 @@ def one_line(error: Exception) -> str:
 
 
 def _require_plain(text: str) -> None:
-    """Raise ``RecipeError`` for anchors, tags, deep nesting and repeated keys."""
-    keys: list[set[str] | None] = []
-    at_key: list[bool] = []
+    """Raise ``RecipeError`` for anchors, whose values may not fit in memory, and deep nesting."""
+    depth = 0
     event: Any
     for event in yaml.parse(text, Loader=_Loader):
         line = f"line {event.start_mark.line + 1}"
-        if getattr(event, "anchor", None) or isinstance(event, yaml.AliasEvent):
+        if getattr(event, "anchor", None):
             raise RecipeError(f"{line}: anchors and aliases are not allowed; write the value out")
-        if getattr(event, "tag", None):
-            raise RecipeError(f"{line}: tags are not allowed; write the value without {event.tag}")
-        if isinstance(event, yaml.CollectionEndEvent):
-            keys.pop()
-            at_key.pop()
-            continue
-        if isinstance(event, yaml.ScalarEvent) and keys and at_key[-1]:
-            seen = keys[-1]
-            if seen is not None and event.value in seen:
-                raise RecipeError(f"{line}: the key {event.value!r:.80} occurs twice; remove one")
-            if event.value == "<<":
-                raise RecipeError(f"{line}: merging with << is not allowed; write the keys out")
-            if seen is not None:
-                seen.add(event.value)
-        if keys and isinstance(event, yaml.NodeEvent):
-            at_key[-1] = keys[-1] is not None and not at_key[-1]
-        if isinstance(event, yaml.CollectionStartEvent):
-            is_map = isinstance(event, yaml.MappingStartEvent)
-            keys.append(set() if is_map else None)
-            at_key.append(is_map)
-            if len(keys) > MAX_DEPTH:
-                raise RecipeError(f"{line}: nested more than {MAX_DEPTH} levels deep")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise RecipeError(f"{line}: nested more than {MAX_DEPTH} levels deep")

@@ -480,9 +480,13 @@ HOSTILE = {
     "too long": ("a" * 1_000_001, "longer than"),
     "too deep": ("[" * 5000, "nest"),
     "an anchor": ("a: &x 1\nb: *x", "anchors"),
-    "a tag": ("a: !!python/object/apply:os.system [ls]", "tags are not allowed"),
+    "a tag": (
+        "a: !!python/object/apply:os.system [ls]",
+        "not YAML: could not determine a constructor",
+    ),
+    "a tag of YAML": (GOOD + "outputs: !!set {logits}\n", "a value that JSON does not have"),
     "a key twice": ("version: 1\nversion: 1", "'version' occurs twice"),
-    "a merge": ("<<: {version: 1}", "<<"),
+    "a merge": ("<<: {version: 1}", "unknown key '<<'"),
     "an unknown key": (GOOD + "optons: {}\n", "unknown key 'optons'; did you mean options?"),
     "lines in a key": (BODY + '{"a\\nb": fold}', "norms.'a\\nb': 'a\\nb' is not a dotted name"),
     "another version": (
