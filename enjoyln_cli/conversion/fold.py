@@ -232,7 +232,7 @@ def write(
         names = ("dtype", "max_shard_size", "keep_means", "allow_nonfinite")
         writing = {name: getattr(options, name) for name in names} | {"no_verify": not verify}
         final = Path(out).expanduser().absolute()
-        write_card(folded, ready.plan, source, {**ready.opening.asked, **writing}, final)
+        write_card(folded, ready.plan, source, {**ready.opening.settings, **writing}, final)
 
     left = count_finished(work_of(Path(out))) if options.resume else 0
     before = f", {counted(left, 'file')} finished by an earlier run" if left else ""

@@ -50,7 +50,7 @@ class Opening:
     """Calls to prove in addition to those made up from the config."""
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """The settings that repeat a fold elsewhere: all except ``access`` and ``revision``."""
         private = ("access", "revision")
         return {name: value for name, value in vars(self).items() if name not in private}

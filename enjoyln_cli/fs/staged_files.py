@@ -29,10 +29,10 @@ def check_new_file(file: Path, beside: tuple[Path, ...] = (), *, force: bool = F
     does not exist or allows no new files.
     """
     file = absolute_path(file)
-    for one in (file, *(file.with_name(other.name) for other in beside)):
-        if os.path.lexists(one) and not (force or one.is_dir()):
-            raise OutputError(f"{one} exists; choose another name, or replace it with --force")
-        check_file(one)
+    for path in (file, *(file.with_name(other.name) for other in beside)):
+        if os.path.lexists(path) and not (force or path.is_dir()):
+            raise OutputError(f"{path} exists; choose another name, or replace it with --force")
+        check_file(path)
     if why := why_nothing_new(file.parent):
         raise OutputError(
             f"{file} cannot be written: {file.parent} does not allow new files ({why})"
@@ -62,14 +62,14 @@ def staged_file(
     try:
         with place as folder:
             yield Path(folder, file.name)
-            written = [one for one in (*others, file) if Path(folder, one.name).exists()]
-            for one in written:
-                sync(Path(folder, one.name))
+            written = [path for path in (*others, file) if Path(folder, path.name).exists()]
+            for path in written:
+                sync(Path(folder, path.name))
             check_new_file(file, beside, force=force)
             for old in (file, *others):
                 old.unlink(missing_ok=True)
-            for one in written:
-                Path(folder, one.name).rename(one)
+            for path in written:
+                Path(folder, path.name).rename(path)
             sync(file.parent)
     except OSError as error:
         if error.errno not in OS_ERROR_ADVICE:

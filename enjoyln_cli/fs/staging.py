@@ -85,7 +85,7 @@ def staged_output(out: Path, *, source: Path, force: bool, resume: bool = False)
     out = check_place(out, source=source, force=force, resume=resume)
     work = work_of(out)
     staged = work / RESULT
-    made = [folder for folder in out.parents if not folder.exists()]
+    new_parents = [folder for folder in out.parents if not folder.exists()]
     lock = _locked(work, out)
     try:
         _recover(work, out, force)
@@ -99,7 +99,7 @@ def staged_output(out: Path, *, source: Path, force: bool, resume: bool = False)
         if not resumable:
             shutil.rmtree(work, ignore_errors=True)
             with suppress(OSError):  # another program may have put a file there
-                for folder in made:
+                for folder in new_parents:
                     folder.rmdir()
         explained = _explain(error, out, work if resumable else None)
         if explained is error:
@@ -288,15 +288,15 @@ def _in_use_error(out: Path) -> OutputError:
 
 def clear(folder: Path, keep: Collection[Path] = ()) -> None:
     """Remove everything below ``folder`` except the lock and the files in ``keep``."""
-    for path, folders, files in os.walk(folder, topdown=False):
-        for found in (Path(path, name) for name in files):
-            if found not in keep and found != folder / _LOCK:
-                found.unlink()
-        for found in (Path(path, name) for name in folders):
-            if found.is_symlink():
-                found.unlink()
-            elif not any(os.scandir(found)):
-                found.rmdir()
+    for parent, folders, files in os.walk(folder, topdown=False):
+        for path in (Path(parent, name) for name in files):
+            if path not in keep and path != folder / _LOCK:
+                path.unlink()
+        for path in (Path(parent, name) for name in folders):
+            if path.is_symlink():
+                path.unlink()
+            elif not any(os.scandir(path)):
+                path.rmdir()
 
 
 def _recover(work: Path, out: Path, force: bool) -> None:

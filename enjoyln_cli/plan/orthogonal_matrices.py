@@ -120,18 +120,18 @@ def _factors(size: int, fixes_ones: bool) -> tuple[int, torch.Tensor | None, int
     small, and so a part of the matrix.
     """
     fours, two, rest = _orders(size, fixes_ones)
-    found = torch.ones(1, 1, dtype=torch.float64)
+    tail = torch.ones(1, 1, dtype=torch.float64)
     if two:
-        found = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / math.sqrt(2)
+        tail = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / math.sqrt(2)
     if 1 < rest <= DENSE:
         column = torch.fft.irfft(_eigenvalues(rest), n=rest)
         at = torch.arange(rest)
-        found = torch.kron(found, column[(at.unsqueeze(1) - at) % rest])
+        tail = torch.kron(tail, column[(at.unsqueeze(1) - at) % rest])
         rest = 1
     four = torch.full((4, 4), 0.5, dtype=torch.float64) - torch.eye(4, dtype=torch.float64)
-    while fours and 1 < len(found) <= TAIL // 4:
-        fours, found = fours - 1, torch.kron(four, found)
-    return fours, found if len(found) > 1 else None, rest
+    while fours and 1 < len(tail) <= TAIL // 4:
+        fours, tail = fours - 1, torch.kron(four, tail)
+    return fours, tail if len(tail) > 1 else None, rest
 
 
 def _orders(size: int, fixes_ones: bool) -> tuple[int, bool, int]:
@@ -162,12 +162,12 @@ def _eigenvalues(order: int) -> torch.Tensor:
     for rate in range(1, min(4 * order, 512)):
         # the angle is reduced in whole numbers, so that large orders lose no digits
         angle = (rate * k * k % (4 * order)).double() * (math.pi / (2 * order))
-        found = torch.polar(torch.ones_like(angle), angle)
+        chirp = torch.polar(torch.ones_like(angle), angle)
         if order % 2 == 0:
-            found[-1] = 1.0 if found[-1].real >= 0 else -1.0
-        largest = float(torch.fft.irfft(found, n=order).abs().max()) * math.sqrt(order)
+            chirp[-1] = 1.0 if chirp[-1].real >= 0 else -1.0
+        largest = float(torch.fft.irfft(chirp, n=order).abs().max()) * math.sqrt(order)
         if largest < flattest - 1e-9:
-            best, flattest = found, largest
+            best, flattest = chirp, largest
         if flattest < NO_FLATTER:
             break
     return best

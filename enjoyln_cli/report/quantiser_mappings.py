@@ -101,9 +101,9 @@ def _expression(pattern: str) -> str:
 
 def llm_compressor_text(plan: Plan, model: Any) -> str:
     """The mappings as YAML, by the name of the modifier that takes them."""
-    found = norm_mappings(plan, model)
-    smoothed = [mapping for mapping in found if not mapping.reads_head]
-    fused = [mapping for mapping in found if not mapping.has_bias]
+    mappings = norm_mappings(plan, model)
+    smoothed = [mapping for mapping in mappings if not mapping.reads_head]
+    fused = [mapping for mapping in mappings if not mapping.has_bias]
     sections: dict[str, Mapping[str, Any]] = {
         "SmoothQuantModifier": {"mappings": [[list(m.layers), m.norm] for m in smoothed]},
         "AWQModifier": {

@@ -202,8 +202,8 @@ def open_archive(folder: Path, marker: Any) -> Archive:
             raise ValueError("a digest does not match")
         kinds: dict[str, dict[str, bytes]] = {"header": {}, "file": {}}
         for name, text in texts.items():
-            kind, _, rest = name.partition("/")
-            kinds[kind][rest] = text
+            kind, _, file_name = name.partition("/")
+            kinds[kind][file_name] = text
         originals = {
             str(name): (str(digest), int(dim), int(count))
             for name, (digest, dim, count) in metadata["originals"].items()

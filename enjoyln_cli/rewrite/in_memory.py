@@ -107,13 +107,13 @@ def _update_size(model: nn.Module, parameter: str, size: int, to: int) -> None:
 def _untie(model: nn.Module, plan: Plan, reader: WeightsOnDemand | None) -> None:
     """Give each parameter that the plan unties its own copy, if the model has the parameter."""
     tensors = values_of(model)
-    for one in plan.untied:
-        if one.parameter not in tensors:
+    for untied in plan.untied:
+        if untied.parameter not in tensors:
             continue  # the head of another class
-        owner, _, name = one.parameter.rpartition(".")
-        shared = tensors[one.source]
+        owner, _, name = untied.parameter.rpartition(".")
+        shared = tensors[untied.source]
         copied = nn.Parameter(shared.detach().clone(), shared.requires_grad)
         setattr(model.get_submodule(owner), name, copied)
         if reader and shared.is_meta:
-            reader.make(one.parameter, reader.source(one.source))
-        getattr(model, "all_tied_weights_keys", {}).pop(one.parameter, None)
+            reader.make(untied.parameter, reader.source(untied.source))
+        getattr(model, "all_tied_weights_keys", {}).pop(untied.parameter, None)

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from enjoyln_cli.graph.insertion_points import change_input
 from enjoyln_cli.models.norm_modules import first_input
-from enjoyln_cli.plan.orthogonal_matrices import Rotation, product
+from enjoyln_cli.plan.orthogonal_matrices import Rotation, matrix
 
 NAME = "rotation_product"
 """The name of the layer in the block."""
@@ -24,10 +23,9 @@ def insert_product(block: nn.Module, rotation: Rotation) -> None:
 
     That input is of shape ``(..., size)``. The matrix is rounded once to the dtype of the block.
     """
-    matrix = product(torch.eye(rotation.size, dtype=torch.float64).unsqueeze(0), rotation)[0]
-    own = next(block.parameters())
+    parameter = next(block.parameters())
     layer = nn.Linear(rotation.size, rotation.size, bias=False)
-    layer.weight = nn.Parameter(matrix.to(own), requires_grad=False)
+    layer.weight = nn.Parameter(matrix(rotation).to(parameter), requires_grad=False)
     block.add_module(NAME, layer)
     first = first_input(type(block).forward)
 

@@ -89,7 +89,7 @@ def _made_from_same(journal: Journal, before: Mapping[str, Any]) -> bool:
         if before.get(name) != now.get(name):
             if journal.force:
                 return False
-            old, new = (str(found.get(name, "nothing"))[:40] for found in (before, now))
+            old, new = (str(run.get(name, "nothing"))[:40] for run in (before, now))
             raise OutputError(
                 f"--resume cannot continue the run in {journal.work}: {name} was {old} then and is "
                 f"{new} now; start anew with --force"

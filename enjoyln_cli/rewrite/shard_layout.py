@@ -82,9 +82,9 @@ def _code(dtype: torch.dtype | None) -> str | None:
 
 def _slots(checkpoint: Checkpoint, edits: Mapping[str, Edit], code: str | None) -> list[Slot]:
     """Every tensor to write; new ones come last."""
-    made = {name: Edit() for name in checkpoint.tensors} | dict(edits)
+    all_edits = {name: Edit() for name in checkpoint.tensors} | dict(edits)
     slots = []
-    for name, edit in made.items():
+    for name, edit in all_edits.items():
         stored = checkpoint.tensors[edit.source or name]
         dtype = code if code and stored.dtype in FLOATS else stored.dtype
         slots.append(Slot(name, stored, dtype, edit.shape(stored.shape), stored.offset))

@@ -146,13 +146,13 @@ def _edited_parts(
     if edit.append is not None:
         append, appended = edit.append, prod(slot.shape) - prod(shape)
         yield TensorPart(appended * itemsize, lambda: _append_slices(files.new(), shape, append))
-    rest = replace(edit, append=None)
+    unappended = replace(edit, append=None)
 
     def write(dim: int, first: int, count: int) -> None:
         x = files.stored().view(shape).narrow(dim, first, count)
         y = without_appended(files.new(), shape).narrow(dim, first, count)
-        part = edit_of_part(rest, dim, first, count)
-        inputs_of_part = values().part(rest, dim, first, count)
+        part = edit_of_part(unappended, dim, first, count)
+        inputs_of_part = values().part(unappended, dim, first, count)
         where = f"{slot.name} in {slot.stored.file}"
         try:
             with _WHOLE if x.numel() > 2 * PART else nullcontext():
@@ -167,7 +167,7 @@ def _edited_parts(
                 "--allow-nonfinite"
             ) from None
 
-    for dim, first, count in divide(rest, shape, PART) if prod(shape) else ():
+    for dim, first, count in divide(unappended, shape, PART) if prod(shape) else ():
         nbytes = prod(shape) // shape[dim] * count * itemsize
         yield TensorPart(nbytes, partial(write, dim, first, count))
 

@@ -28,8 +28,9 @@ def test_its_text_does_not_show_the_token() -> None:
 
 
 def test_what_repeats_a_fold_has_neither_token_nor_cache() -> None:
-    asked = Opening(access=HubAccess(token=TOKEN, cache_dir="cache"), stream=True).asked
-    assert asked["stream"] is True and not {"access", "token", "cache_dir", "revision"} & {*asked}
+    settings = Opening(access=HubAccess(token=TOKEN, cache_dir="cache"), stream=True).settings
+    assert settings["stream"] is True
+    assert not {"access", "token", "cache_dir", "revision"} & {*settings}
 
 
 def test_libraries_receive_what_the_user_has_set() -> None:
