@@ -192,7 +192,10 @@ def _say_before_quantising(dtype: str, is_measured: bool) -> None:
         again = f"the rotation rounded every weight to {dtype} once more"
         say(f"{again}; rotate with --dtype float32 if you quantise the result")
     if not is_measured:
-        say("to see whether rotating helps on your data: --search 1 --scheme w8a8 --text FILE")
+        say(
+            "to see whether rotating helps on your data: `enjoyln rotate` with --search 1 "
+            "--scheme w8a8 --text FILE"
+        )
 
 
 def write_unfold(result: Mapping[str, Any]) -> None:

@@ -86,7 +86,7 @@ def test_rotating_into_16_bits_says_what_to_quantise_from(tmp_path: Path) -> Non
     said, warned = result.stdout, result.stderr
     assert "--untie changes nothing here: nothing that turns depends on a tied weight" in warned
     assert "rounded every weight to bfloat16 once more; rotate with --dtype float32" in said
-    assert "to see whether rotating helps on your data: --search 1" in said
+    assert "to see whether rotating helps on your data: `enjoyln rotate`" in said
 
 
 def test_a_recipe_chooses_what_turns(out: Path) -> None:
