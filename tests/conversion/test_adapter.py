@@ -95,12 +95,8 @@ def fold_both(base: Path, adapter: Path, into: Path, **options: Any) -> tuple[Pa
 
 
 WAYS = [
-    ("phi", {"merge": "affine"}),
     ("phi", {"merge": "bias"}),
-    ("phi", {}),
-    ("gpt2", {}),
     ("gpt2", {"merge": "affine", "untie": True}),
-    ("phi", {"rotate": True}),
     ("bert", {"widen_mlp": True}),
 ]
 
@@ -132,7 +128,7 @@ def test_an_adapter_does_the_same_on_the_folded_base(
     settings = json.loads((edited / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(out)
     assert settings["lora_bias"] is ("merge" in options)
-    if "merge" in options or "rotate" in options:  # as it was before the fold, it is wrong
+    if "merge" in options:  # as it was before the fold, it is wrong
         plain = peft.PeftModel.from_pretrained(load(out), adapters[name]).eval()
         assert largest(first_output(plain), exact) > 1e-3
 
@@ -151,20 +147,6 @@ def test_an_adapter_with_biases_and_whole_modules(bases: dict[str, Path], tmp_pa
     saved = load_file(edited / "adapter_model.safetensors")
     weight = saved["base_model.model.model.layers.0.mlp.fc2.weight"]
     assert float(weight.mean(0).abs().max() / weight.abs().max()) < 1e-15
-
-
-def test_an_adapter_with_the_biases_of_all_layers(bases: dict[str, Path], tmp_path: Path) -> None:
-    model = adapted(load(bases["phi"]), bias="all")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.add_(torch.randn_like(parameter))
-    model.save_pretrained(tmp_path / "adapter")
-    out, edited = fold_both(bases["phi"], tmp_path / "adapter", tmp_path)
-    base = from_pretrained(out)
-    tuned = peft.PeftModel.from_pretrained(base, edited).eval()
-    assert largest(first_output(tuned), first_output(model)) < 1e-12
-    assert not any(norm.shifted for norm in base.modules() if isinstance(norm, Folded))
 
 
 @pytest.mark.slow

@@ -25,7 +25,6 @@ from enjoyln_cli.runtime.modules import Folded
 OPTIONS = {
     "plain": Options(),
     "untie": Options(untie=True),
-    "widen": Options(widen_mlp=True),
     "bias": Options(merge="bias"),
     "affine": Options(merge="affine"),
     "rotate": Options(fold=False, rotate=True, untie=True, seed=3),
@@ -35,18 +34,12 @@ OPTIONS = {
 BERT = "BertForMaskedLM"
 ROWS = [
     ("gpt2", "plain", "float32", 7),
-    ("phi", "plain", "float16", 13),
     ("vit", "plain", "bfloat16", 7),
-    ("opt", "plain", "float16", 9),
-    ("bloom", "plain", "bfloat16", 9),
-    ("bloom", "untie", "bfloat16", 1),
-    ("bert", "widen", "float32", 3),
+    ("opt", "untie", "float16", 1),
     (BERT, "untie and widen", "bfloat16", 3),
     ("phi", "bias", "float32", 5),
-    ("gpt2", "affine", "float16", 6),
     ("bloom", "affine", "float16", 8),
     ("phi", "rotate", "bfloat16", 5),
-    ("bloom", "rotate", "bfloat16", 5),
     ("gpt2", "fold and rotate", "float32", 4),
 ]
 """A family, an option, the dtype that the source is stored in, and how many edits there are.
@@ -103,12 +96,13 @@ def test_a_result_is_exact_and_complete(
     options = OPTIONS[option]
     plan = fold(source, out, model_class=model_class, options=options, verify=False).plan
     assert edited(plan, option) == number
-    if option == "untie" and family != "bert":
+    if option == "untie":
         assert not plan.kept and not plan.ops
 
     found = verify(out)  # by the plan that is stored in it
     assert found.passed, found.failures
     assert found.identity_error <= 1e-12
+    assert bool(found.quantised) == bool(found.readers) == options.rotate
     if not options.rotate:
         assert found.ratio <= 1.1 and found.stock_ratio <= 1.1
         assert max(found.norm_input_mean.values()) < 2 * torch.finfo(getattr(torch, dtype)).eps

@@ -129,18 +129,13 @@ def transposed(x: torch.Tensor, axis: Axis, q: Rotation) -> torch.Tensor:
     return torch.cat([x[: axis.start], turned, x[axis.stop :]])
 
 
-def scaled(x: torch.Tensor, axis: Axis, q: Rotation) -> torch.Tensor:
-    """A multiple of an orthogonal matrix."""
-    return 1.01 * orthogonal_matrices.rotate(x, axis, q)
-
-
 def signed(x: torch.Tensor, axis: Axis, q: Rotation) -> torch.Tensor:
     """An orthogonal matrix that does not fix the vector of ones."""
     return orthogonal_matrices.rotate(x, axis, replace(q, fixes_ones=False))
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize("wrong", [transposed, scaled, signed])
+@pytest.mark.parametrize("wrong", [transposed, signed])
 def test_a_wrong_matrix_does_not_pass(
     wrong: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,16 +201,8 @@ def test_matrices_of_a_file_are_used_kept_and_verified(tmp_path: Path) -> None:
     stream, values = orthogonal(96, 0, True), orthogonal(24, 1, False)
     save_file({STREAM: stream.float(), VALUES: values}, tmp_path / "own.safetensors")
     out, again = tmp_path / "out", tmp_path / "again"
-    good(
-        "rotate",
-        CHECKPOINTS / "gpt2",
-        "-o",
-        out,
-        "--untie",
-        "--matrix",
-        tmp_path / "own.safetensors",
-        "--no-verify",
-    )
+    how = ("--untie", "--matrix", tmp_path / "own.safetensors", "--no-verify")
+    good("rotate", CHECKPOINTS / "gpt2", "-o", out, *how)
     before, after = (
         transformers.GPT2LMHeadModel.from_pretrained(path, dtype=torch.float64)
         for path in (CHECKPOINTS / "gpt2", out)
@@ -284,16 +271,12 @@ def test_a_matrix_may_be_any_tensor_of_real_numbers(
 ) -> None:
     matrix = orthogonal(96, 2, True)
     torch.save({STREAM: kind(matrix), "R1": kind(matrix.T)}, tmp_path / "R.bin")
-    (given,) = (
-        b.given for b in give_matrices(plan_of("gpt2"), tmp_path / "R.bin").bases if b.given
-    )
-    torch.testing.assert_close(given.values, matrix, rtol=0, atol=1e-13)
     whole = torch.eye(24, dtype=torch.int64).roll(5, 0)
-    torch.save({VALUES: whole}, tmp_path / "R.bin")
-    (given,) = (
-        b.given for b in give_matrices(plan_of("gpt2"), tmp_path / "R.bin").bases if b.given
-    )
-    torch.testing.assert_close(given.values, whole.double(), rtol=0, atol=1e-13)
+    torch.save({VALUES: whole}, tmp_path / "W.bin")
+    for file, expected in (("R.bin", matrix), ("W.bin", whole.double())):
+        bases = give_matrices(plan_of("gpt2"), tmp_path / file).bases
+        (given,) = (basis.given for basis in bases if basis.given)
+        torch.testing.assert_close(given.values, expected, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +331,7 @@ def with_small_weight(norm: str, dtype: torch.dtype, small: float, folder: Path)
     return type(model).from_pretrained(folder, dtype=torch.float64).eval()
 
 
-SMALL = [(torch.float16, 1e-5), (torch.float32, 1e-8), (torch.float32, 0.0)]
+SMALL = [(torch.float16, 1e-5), (torch.float32, 0.0)]
 UNCHECKED = {"options": ROTATED, "verify": False}
 
 
@@ -369,13 +352,9 @@ def test_a_bias_beside_a_small_weight_goes_into_the_readers(
     assert far <= 4 * torch.finfo(dtype).eps
 
 
-@pytest.mark.one_case
-@pytest.mark.parametrize(("dtype", "small"), SMALL[:2])
-def test_a_small_weight_before_a_layer_without_bias_is_an_obstacle(
-    dtype: torch.dtype, small: float, tmp_path: Path
-) -> None:
+def test_a_small_weight_before_a_layer_without_bias_is_an_obstacle(tmp_path: Path) -> None:
     """GPT-2's head has no bias, so the bias of the last norm cannot go there."""
-    with_small_weight("transformer.ln_f", dtype, small, tmp_path / "in")
+    with_small_weight("transformer.ln_f", torch.float16, 1e-5, tmp_path / "in")
     said = good("rotate", tmp_path / "in", "-o", tmp_path / "out", "--untie", "--no-verify")
     plain = " ".join(said.split())
     assert "not turned: 1 stream of 24 features (transformer.wte.weight)" in plain

@@ -17,7 +17,6 @@ from edit_cases import EDITS as USUAL_EDITS
 from edit_cases import tensors
 from fold_cases import CONFIG, EDITS, gathered, same, sharded, state, store, written
 from live_models import CHECKPOINTS
-from rounding import as_exact
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from stored_files import opened
@@ -94,7 +93,7 @@ def divided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.one_case
 @pytest.mark.parametrize(
-    ("dtype", "kind", "scale"), zip(DTYPES, ["single", "sharded"] * 2, [0, 0, 1, 1], strict=True)
+    ("dtype", "kind", "scale"), [(torch.float32, "sharded", 0), (torch.bfloat16, "single", 1)]
 )
 def test_every_file_comes_back(
     tmp_path: Path, back: Path, dtype: torch.dtype, kind: str, scale: int
@@ -192,15 +191,6 @@ def test_values_that_no_arithmetic_keeps(tmp_path: Path, back: Path) -> None:
     assert files(back) == files(tmp_path / "model")
 
 
-def test_nan_and_infinity_that_were_let_through_come_back(tmp_path: Path, back: Path) -> None:
-    held = state(torch.float16)
-    for name, value in (("qkv.weight", 0x7C00), ("big.weight", 0x7D0F), ("wte.weight", -0x400)):
-        held[name].view(torch.int16)[1, 7] = value
-    store(tmp_path / "model", held, "single")
-    unfold(folded(tmp_path / "model", tmp_path / "out", allow_nonfinite=True), back)
-    assert files(back) == files(tmp_path / "model")
-
-
 def test_what_is_kept_does_not_depend_on_the_number_of_workers(
     source: Path, tmp_path: Path
 ) -> None:
@@ -232,22 +222,6 @@ def test_without_kept_means_the_marker_goes(source: Path, tmp_path: Path, back: 
     gone = ("config.json", "enjoyln_recipe.yaml", "enjoyln_plan.json")
     others = {name: text for name, text in files(out).items() if name not in gone}
     assert others == {name: text for name, text in files(back).items() if name != "config.json"}
-
-
-@pytest.mark.slow
-def test_an_unfolded_result_loads_as_what_it_is(outs: dict[str, Path], tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    unfold(outs["gpt2"], tmp_path / "back")
-    ids = torch.arange(12).view(1, 12)
-    with torch.no_grad():
-        a, b = (
-            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()(ids).logits
-            for path in (CHECKPOINTS / "gpt2", tmp_path / "back")
-        )
-    assert as_exact(b, a, a, torch.float32)  # the weights that were centred are rounded to it
-    assert not (tmp_path / "back" / "README.md").exists(), "a card that tells of the fold"
-    fold(tmp_path / "back", tmp_path / "again", verify=False)
 
 
 # A whole model
@@ -308,7 +282,7 @@ def test_an_existing_place(source: Path, out: Path, back: Path) -> None:
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize("name", ["out.weight", "big.weight", "qkv.weight", "ln.weight", "ids"])
+@pytest.mark.parametrize("name", ["out.weight", "ids"])
 def test_weights_that_were_changed_since(out: Path, back: Path, name: str) -> None:
     """One element, in a tensor that was centred or in one that was not."""
     (shard,) = (p for p in out.glob("*.safetensors") if name in load_file(p))
@@ -325,11 +299,10 @@ def test_weights_that_were_changed_since(out: Path, back: Path, name: str) -> No
     ("model", "options", "name"),
     [
         ("gpt2", {"merge": "affine"}, "transformer.h.1.ln_1.weight"),
-        ("gpt2", {"merge": "affine"}, "transformer.h.1.ln_1.bias"),
         ("gpt2", {"untie": True}, "transformer.wte.weight"),
         ("bert", {"widen_mlp": True}, "bert.encoder.layer.0.output.dense.weight"),
     ],
-    ids=["merged weight", "merged bias", "untied", "appended"],
+    ids=["merged", "untied", "appended"],
 )
 def test_what_no_original_is_told_from_was_changed_since(
     tmp_path: Path, back: Path, model: str, options: dict[str, Any], name: str
@@ -358,7 +331,7 @@ def test_weights_of_another_dtype_or_shape(out: Path, back: Path) -> None:
         refused(words, out, back)
 
 
-@pytest.mark.parametrize("at", [0.3, 0.6, 0.999])
+@pytest.mark.parametrize("at", [0.3, 0.999])
 def test_a_kept_file_that_is_damaged(out: Path, back: Path, at: float) -> None:
     path = out / FOLDER / FILE
     data = bytearray(path.read_bytes())

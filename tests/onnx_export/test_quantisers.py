@@ -41,10 +41,6 @@ class Calibration(CalibrationDataReader):  # type: ignore[misc]
         return next(self.left, None)
 
 
-def dynamic(file: Path, out: Path, feeds: list[Feed]) -> None:
-    quantize_dynamic(file, out)
-
-
 def dynamic_per_channel(file: Path, out: Path, feeds: list[Feed]) -> None:
     quantize_dynamic(file, out, per_channel=True)
 
@@ -54,7 +50,7 @@ def static_products(file: Path, out: Path, feeds: list[Feed]) -> None:
 
 
 QUANTISERS: list[tuple[Quantise, bool]] = [
-    (dynamic, False), (dynamic, True), (dynamic_per_channel, False), (static_products, True)
+    (dynamic_per_channel, False), (static_products, True)
 ]  # fmt: skip
 """Each with the file as it is, or as onnxruntime prepares it."""
 
