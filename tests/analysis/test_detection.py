@@ -1,4 +1,4 @@
-"""The verdicts, checked on live weights: every class of six families computes the same.
+"""The verdicts, checked on live weights: a class of each of six families computes the same.
 
 In float64, with random γ, β and biases and weights of non-zero mean, for prefill, a decoding step
 with the cache, padding, and the optional inputs.
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import BERT, GPT2, PHI, TOKENS, VIT, calls, converted, error, live
+from tiny_models import BERT, GPT2, PHI, TOKENS, VIT, WHISPER, calls, converted, error, live
 from torch import nn
 from transformers import CONFIG_MAPPING
 
@@ -26,25 +26,16 @@ from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.runtime.install import install
 
 OPT = {**BERT, "ffn_dim": 33, "word_embed_proj_dim": 21}
-POST_LN = {**OPT, "word_embed_proj_dim": 15, "do_layer_norm_before": False}
 BLOOM = {**TOKENS, "n_layer": 2, "n_head": 3, "hidden_size": 21}
-PER_HEAD = {**PHI, "qk_layernorm": True}
 
-FAMILIES: list[tuple[str, dict[str, Any], str]] = [
-    ("gpt2", GPT2, "Model LMHeadModel ForSequenceClassification DoubleHeadsModel"),
-    ("bert", BERT, "Model ForMaskedLM ForQuestionAnswering"),
-    ("opt", OPT, "Model ForCausalLM"),
-    ("opt", POST_LN, "Model ForCausalLM"),
-    ("bloom", BLOOM, "Model ForCausalLM"),
-    ("phi", PHI, "ForCausalLM"),
-    ("phi", PER_HEAD, "Model ForTokenClassification"),
-    ("vit", VIT, "Model ForImageClassification ForMaskedImageModeling"),
-]
-STEMS = {"gpt2": "GPT2", "bert": "Bert", "opt": "OPT", "bloom": "Bloom", "phi": "Phi", "vit": "ViT"}
-CLASSES = [
-    pytest.param(kind, settings, STEMS[kind] + head, id=f"{STEMS[kind]}{head}-{i}")
-    for i, (kind, settings, heads) in enumerate(FAMILIES)
-    for head in heads.split()
+CLASSES: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt2", GPT2, "GPT2LMHeadModel"),
+    ("gpt2", GPT2, "GPT2DoubleHeadsModel"),
+    ("bert", BERT, "BertForQuestionAnswering"),
+    ("opt", OPT, "OPTForCausalLM"),
+    ("bloom", BLOOM, "BloomModel"),
+    ("phi", {**PHI, "qk_layernorm": True}, "PhiForTokenClassification"),
+    ("vit", VIT, "ViTForMaskedImageModeling"),
 ]
 
 
@@ -73,8 +64,6 @@ def test_a_class_by_itself_computes_what_it_did(
     ("model_type", "settings", "saved", "others"),
     [
         ("gpt2", GPT2, "GPT2ForSequenceClassification", {"GPT2LMHeadModel", "GPT2Model"}),
-        ("bert", BERT, "BertForSequenceClassification", {"BertModel"}),
-        ("bloom", BLOOM, "BloomForTokenClassification", {"BloomForCausalLM", "BloomModel"}),
         ("vit", VIT, "ViTForMaskedImageModeling", set()),
     ],
 )
@@ -169,33 +158,10 @@ def test_a_switch_of_forward_is_proven_on_and_off() -> None:
     torch.testing.assert_close(target, original(**on).predictor_output.target_hidden_state)
 
 
-@pytest.mark.slow
-def test_cross_attention_is_proven_with_what_an_encoder_gives() -> None:
-    original = live("GPT2Model", CONFIG_MAPPING["gpt2"](**GPT2, add_cross_attention=True))
-    plan = analyze(original).plan
-    assert plan.folded == plan.norms and len(plan.norms) == 7
-    assert not {"encoder_hidden_states", "encoder_attention_mask"} & set(plan.unproven)
-    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
-    states = {"encoder_hidden_states": torch.randn(2, 5, 21).double()}
-    given = {**calls(original)[0], **states, "encoder_attention_mask": mask}
-    assert error(converted(original, plan), original, given) <= 1e-12
-
-
-WHISPER = {
-    **{f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in
-       {"layers": 2, "attention_heads": 4, "ffn_dim": 33}.items()},
-    **TOKENS,
-    "d_model": 20,
-    "num_mel_bins": 5,
-    "max_source_positions": 9,
-    "max_target_positions": 31,
-    "decoder_start_token_id": 1,
-}  # fmt: skip
-
-
 def test_an_operation_on_the_input_of_a_block() -> None:
     """The encoder's stem ends in a function, so the first block's input is centred."""
-    config = CONFIG_MAPPING["whisper"](**WHISPER)
+    tied = {"decoder_layers": 2, "tie_word_embeddings": True}
+    config = CONFIG_MAPPING["whisper"](**{**WHISPER, **tied})
     plan = analyze(config, model_class="WhisperForConditionalGeneration").plan
     assert [(op.module, op.place) for op in plan.ops] == [
         ("model.encoder.layers.0", "input"),
@@ -203,10 +169,10 @@ def test_an_operation_on_the_input_of_a_block() -> None:
     ]
     assert len(plan.folded) == len(plan.norms) == 12
     original = live("WhisperForConditionalGeneration", config)
-    features = torch.randn(2, 5, 18, dtype=torch.float64)
+    features = torch.randn(2, 8, 40, dtype=torch.float64)
     ids = torch.randint(3, 37, (2, 7))
     heard = {"input_features": features, "decoder_input_ids": ids}
-    alone = {"encoder_outputs": (torch.randn(2, 9, 20).double(),), "decoder_input_ids": ids}
+    alone = {"encoder_outputs": (torch.randn(2, 20, 24).double(),), "decoder_input_ids": ids}
     folded = converted(original, plan)
     assert error(folded, original, heard) <= 1e-12
     with input_means(folded) as seen:

@@ -7,7 +7,6 @@ the tower but the first therefore stays.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from transformers import CLIPConfig, GPT2Config
 from enjoyln_cli import EnjoyLNError, RecipeError, analyze, fold, load_recipe, verify
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.comparison.run import choose_outputs, tensors
-from enjoyln_cli.conversion.fold import prepare, write
-from enjoyln_cli.conversion.inspect import Opening
-from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
+from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.outputs import by_field, is_fed_back, match_names
 from enjoyln_cli.recipe.read import parse_recipe
 from enjoyln_cli.recipe.write import dump_recipe
@@ -103,17 +100,13 @@ def test_the_choice_is_carried_by_the_marker_the_recipe_and_the_check(out: Path)
     assert json.loads((out / "enjoyln_verify.json").read_text())["outputs"] == list(WANTED)
 
 
-@pytest.mark.one_case
-@pytest.mark.parametrize(("named", "stay"), [((), ()), (("*",), (0, 1))])
-def test_hidden_states_stay_where_they_are_named(
-    named: tuple[str, ...], stay: tuple[int, ...], tmp_path: Path
-) -> None:
-    """The hidden states of a GPT-2 of two blocks; every norm folds if they may change."""
+def test_hidden_states_stay_where_they_are_named(tmp_path: Path) -> None:
+    """The hidden states of a GPT-2 of two blocks, whose last norms fold."""
     original = live("GPT2LMHeadModel", GPT2Config(**GPT2))
     original.save_pretrained(tmp_path / "source")
-    wanted = ("logits", *(f"hidden_states.{state}" for state in named))
+    wanted = ("logits", "hidden_states.*")
     result = fold(tmp_path / "source", tmp_path / "out", outputs=wanted)
-    assert len(result.plan.folded) == (5 if not named else 3)
+    assert len(result.plan.folded) == 3
     found = verify(tmp_path / "out")
     assert found.passed and found.outputs == wanted
 
@@ -121,17 +114,14 @@ def test_hidden_states_stay_where_they_are_named(
     folded = converted(original, result.plan)
     with torch.no_grad():
         before, after = (m(ids, output_hidden_states=True) for m in (original, folded))
-    pairs = zip(before.hidden_states[:-1], after.hidden_states[:-1], strict=True)
-    same = [torch.allclose(a, b, rtol=1e-11, atol=1e-11) for a, b in pairs]
-    assert all(same[state] for state in stay)
-    assert named or not all(same)
-    assert torch.allclose(before.logits, after.logits, rtol=1e-11, atol=1e-11)
+    for a, b in zip(before.hidden_states[:2], after.hidden_states[:2], strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(after.logits, before.logits, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("left", [[], ["vision_model_output"]], ids=str)
-def test_verify_compares_what_the_marker_says(out: Path, tmp_path: Path, left: Any) -> None:
-    found = verify(with_marker(out, tmp_path / "edited", lambda m: m.update(outputs=left)))
+def test_verify_compares_what_the_marker_says(out: Path, tmp_path: Path) -> None:
+    found = verify(with_marker(out, tmp_path / "edited", lambda m: m.update(outputs=[])))
     assert not found.passed and "the edits change the function" in found.summary
 
 
@@ -148,17 +138,6 @@ def test_a_recipe_is_followed_for_its_outputs(source: Path, out: Path, tmp_path:
     bare.write_text("".join(line for line in lines if not line.startswith("outputs:")))
     with pytest.raises(RecipeError, match="not part of the proof"):
         fold(source, tmp_path / "bare", recipe=bare)
-
-
-@pytest.mark.slow
-def test_a_fold_for_fewer_outputs_than_are_checked_is_not_kept(
-    source: Path, tmp_path: Path
-) -> None:
-    ready = prepare(source, None, Opening(outputs=WANTED))
-    wide = replace(ready, plan=replace(ready.plan, outputs=()))
-    with pytest.raises(VerificationFailed, match="the edits change the function"):
-        write(wide, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

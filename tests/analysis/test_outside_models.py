@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from live_models import moved
-from state_space import StateSpaceVision
 from tiny_models import converted
 from torch import nn
 
@@ -84,28 +81,6 @@ def test_a_fused_layer_of_torch_does_not_pass_over_a_centring() -> None:
         with torch.set_grad_enabled(gradients):
             expected, got = model(x, padding), converted(model, plan, guarded=False)(x, padding)
         assert torch.allclose(got, expected, rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.slow
-def test_a_state_space_vision_model() -> None:
-    """7 of 15 norms fold; the paper's criterion calls 70.59 % foldable.
-
-    The convolution between the stages reads the first residual stream, and no norm inside a scan
-    follows a linear layer. Two norms fold after the convolutions, and five with one operation on
-    the second residual stream.
-    """
-    model, x = moved(StateSpaceVision()), torch.randn(2, 3, 32, 24, dtype=torch.float64)
-    found = analyze(model, x)
-    status: dict[str, Any] = {verdict.norm: verdict for verdict in found.plan.norms}
-    assert len(status) == 15
-    assert {n for n, v in status.items() if v.status == "static"} == {"patch_norm", "down_norm"}
-    behind = {"norm", *(f"second.{i}.norm{j}" for i in range(2) for j in (1, 2))}
-    assert {n for n, v in status.items() if v.status == "centred"} == behind
-    assert [(op.module, op.place) for op in found.plan.ops] == [("down_norm", "output")]
-    first = [v.culprit for n, v in status.items() if n.startswith("first.") and "scan" not in n]
-    assert all(text == "patch_norm" or "read by down" in text for text in first)
-    assert same(model, found.plan, x)
-    assert len(found.paper) > len(found.plan.folded)
 
 
 class Measured(nn.Module):

@@ -54,9 +54,7 @@ def prepared(source: Path, warnings: list[str] | None = None, **opening: Any) ->
     ("model_class", "named"),
     [
         ("MPNetModel", ["MPNetForMaskedLM"]),
-        ("BertModel", ["BertForSequenceClassification"]),
         ("BertModel", ["BertForPreTraining", "BertForMaskedLM"]),
-        ("GPT2Model", ["GPT2ForSequenceClassification"]),
     ],
 )
 def test_a_class_whose_head_is_not_stored_gives_way_to_the_one_that_is_filled(
@@ -81,13 +79,6 @@ def test_a_report_on_a_directory_plans_what_a_fold_does(of_weights: bool, tmp_pa
     for found in (inspect(str(source), Opening()).analysis, analyze(source)):
         assert (found.plan == planned) is of_weights
         assert found.plan.model_class == ("MPNetModel" if of_weights else "MPNetForMaskedLM")
-
-
-def test_a_pipeline_of_an_encoder_whose_config_names_a_head(tmp_path: Path) -> None:
-    source = stored(tmp_path / "pipeline" / "0_Transformer", "MPNetModel", ["MPNetForMaskedLM"])
-    modules = [{"idx": 0, "name": "0", "path": "0_Transformer", "type": "Transformer"}]
-    (source.parent / "modules.json").write_text(json.dumps(modules))
-    assert prepared(source.parent).plan.model_class == "MPNetModel"
 
 
 @pytest.mark.parametrize(
@@ -158,8 +149,6 @@ def test_a_class_that_is_misspelled_is_still_refused_with_the_right_one(tmp_path
     ("model_class", "prefix"),
     [
         ("GPT2LMHeadModel", "module."),
-        ("GPT2LMHeadModel", "_orig_mod."),
-        ("BertModel", "model."),
         ("BertModel", "module._orig_mod."),
         ("BertForSequenceClassification", "encoder.net."),
     ],

@@ -22,14 +22,13 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
-from enjoyln_cli import fold, verify
+from enjoyln_cli import fold
 from enjoyln_cli.analysis.stored_layout import Conversion, conversion
 from enjoyln_cli.analysis.stored_names import candidate, saved_shapes
 from enjoyln_cli.models.arithmetic import Float64
 from enjoyln_cli.models.classes import apply_experts, build, classes_for
 from enjoyln_cli.plan.axis import Axis, centre
 from enjoyln_cli.proof.pullback import Opaque
-from enjoyln_cli.recipe.read import load_recipe
 
 EXPERTS = {f"e.{i}.w": (12, 8) for i in range(11)}
 GATED = EXPERTS | {f"e.{i}.v": (12, 8) for i in range(11)}
@@ -197,22 +196,6 @@ def test_experts_of_a_part_are_applied_as_those_of_the_whole() -> None:
     for way in ("eager", "batched_mm"):
         apply_experts(whole, way)
         assert part.config._experts_implementation == way
-
-
-@pytest.mark.slow
-def test_the_recipe_names_experts_in_one_line_and_serves_the_check(tmp_path: Path) -> None:
-    saved("phimoe", "PhimoeForCausalLM", PHIMOE, tmp_path / "double")
-    stored = transformers.PhimoeForCausalLM.from_pretrained(tmp_path / "double", dtype="float32")
-    stored.save_pretrained(tmp_path / "source")
-    fold(tmp_path / "source", tmp_path / "out", verify=False)
-    recipe = load_recipe(tmp_path / "out" / "enjoyln_recipe.yaml")
-    lines = [name for name in recipe.centre if "experts" in name]
-    assert lines == ["model.layers.{i}.mlp.experts.down_proj"]
-    found = verify(tmp_path / "out")
-    assert found.passed and found.identity_error is not None and found.identity_error <= 1e-12
-    again = fold(tmp_path / "source", tmp_path / "again", verify=False,
-                 recipe=tmp_path / "out" / "enjoyln_recipe.yaml")  # fmt: skip
-    assert again.plan == fold(tmp_path / "source", tmp_path / "third", verify=False).plan
 
 
 @pytest.mark.parametrize("model_type", ["maskformer", "clip", "phimoe"])

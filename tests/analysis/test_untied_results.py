@@ -38,15 +38,10 @@ VISION = {k: v for k, v in SMALL.items() if k != "vocab_size"} | {"image_size": 
 GPT2 = tf.GPT2Config(
     n_layer=2, n_embd=24, n_head=2, vocab_size=61, n_positions=40, bos_token_id=0, eos_token_id=0
 )
-OPT = tf.OPTConfig(
-    **SMALL, ffn_dim=40, max_position_embeddings=40, word_embed_proj_dim=24, dropout=0.0
-)
-BERT = tf.BertConfig(**SMALL, intermediate_size=40, max_position_embeddings=40)
 BART = tf.BartConfig(
     vocab_size=61, d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
     decoder_attention_heads=2, encoder_ffn_dim=40, decoder_ffn_dim=40, max_position_embeddings=40,
 )  # fmt: skip
-BLOOM = tf.BloomConfig(vocab_size=61, hidden_size=24, n_layer=2, n_head=2)
 BLIP = tf.BlipConfig(
     text_config={**SMALL, "intermediate_size": 40, "encoder_hidden_size": 24},
     vision_config={**VISION, "intermediate_size": 40},
@@ -60,23 +55,6 @@ NESTED = tf.VisionEncoderDecoderConfig(
 HEAD = {"lm_head.weight": "transformer.wte.weight"}
 CASES: dict[str, tuple[Any, str, tuple[int, int, int], dict[str, str], tuple[str, ...]]] = {
     "gpt2": (GPT2, "GPT2LMHeadModel", (5, 5, 0), HEAD, ("tie_word_embeddings",)),
-    "opt": (
-        OPT,
-        "OPTForCausalLM",
-        (5, 5, 0),
-        {"lm_head.weight": "model.decoder.embed_tokens.weight"},
-        ("tie_word_embeddings",),
-    ),
-    "bert": (
-        BERT,
-        "BertForMaskedLM",
-        (6, 1, 0),
-        {
-            "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-            "cls.predictions.decoder.bias": "cls.predictions.bias",
-        },
-        ("tie_word_embeddings",),
-    ),
     "bart": (
         BART,
         "BartForConditionalGeneration",
@@ -89,13 +67,6 @@ CASES: dict[str, tuple[Any, str, tuple[int, int, int], dict[str, str], tuple[str
             ],
             "model.shared.weight",
         ),
-        ("tie_word_embeddings",),
-    ),
-    "bloom": (
-        BLOOM,
-        "BloomForCausalLM",
-        (6, 6, 0),
-        {"lm_head.weight": "transformer.word_embeddings.weight"},
         ("tie_word_embeddings",),
     ),
     "a nested config": (
@@ -133,8 +104,7 @@ def test_the_plan_treats_tied_weights_as_separate(case: str) -> None:
     centred = {writer.parameter for writer in plan.writers}
     assert centred.isdisjoint({"lm_head.weight", "decoder.lm_head.weight"})
     tied = analyze_config(config, model_class=name).plan
-    given = {"inputs_embeds"} if plan.baked else set()  # which take the place of the table's rows
-    assert set(plan.unproven) == set(tied.unproven) | given
+    assert set(plan.unproven) == set(tied.unproven)
     assert (tied.untied, tied.settings) == ((), ())
     static = [sum(v.status == "static" for v in p.norms) for p in (plan, tied)]
     assert static[0] > static[1]
@@ -148,7 +118,7 @@ def stored(config: Any, name: str, folder: Path, **saving: Any) -> Path:
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize("case", ["gpt2", "bert", "bart", "two configs"])
+@pytest.mark.parametrize("case", ["gpt2", "two configs"])
 def test_files_load_in_stock_transformers_and_agree(case: str, tmp_path: Path) -> None:
     config, name, _, copies, entries = CASES[case]
     source = stored(config, name, tmp_path / "model")
@@ -160,8 +130,7 @@ def test_files_load_in_stock_transformers_and_agree(case: str, tmp_path: Path) -
     centred = {writer.tensor for writer in result.plan.writers}
     for tensor, shared in copies.items():
         assert torch.equal(after[tensor], before[shared]) == (tensor not in centred)
-    baked = {norm.weight.tensor for norm in result.plan.baked.values()}
-    for tensor in set(before) - centred - baked:
+    for tensor in set(before) - centred:
         assert torch.equal(after[tensor], before[tensor])
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     for entry in entries:
@@ -197,38 +166,19 @@ def test_a_base_model_is_untied_for_the_head_that_loads_it(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_tensor_that_is_stored_twice_needs_no_more_bytes(tmp_path: Path) -> None:
-    source = stored(GPT2, "GPT2LMHeadModel", tmp_path / "model")
-    held = load_file(source / "model.safetensors")
-    (source / "model.safetensors").unlink()
-    twice = held | {"lm_head.weight": held["transformer.wte.weight"]}
-    torch.save(twice, source / "pytorch_model.bin")
-    ready = prepare(source, None, Opening(options=UNTIE))
-    assert [one.tensor for one in ready.plan.untied] == ["lm_head.weight"]
-    assert ready.bytes_added() == 0
-    out = convert(source, tmp_path / "out", options=UNTIE).out
-    after = load_file(out / "model.safetensors")
-    assert torch.equal(after["lm_head.weight"], held["transformer.wte.weight"])
-    assert not torch.equal(after["transformer.wte.weight"], held["transformer.wte.weight"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("alone", [False, True])
-def test_a_tensor_that_is_stored_twice_in_two_files_stays_where_it_is(
-    alone: bool, tmp_path: Path
-) -> None:
+def test_a_tensor_that_is_stored_twice_in_two_files_stays_where_it_is(tmp_path: Path) -> None:
     source = stored(GPT2, "GPT2LMHeadModel", tmp_path / "model")
     held = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
     name = "lm_head.weight"
     held[name] = held["transformer.wte.weight"].clone()
-    second = {name} if alone else {name, *(n for n in held if "ln_f" in n)}
-    places = {n: f"model-0000{1 + (n in second)}-of-00002.safetensors" for n in held}
+    places = {n: f"model-0000{1 + (n == name)}-of-00002.safetensors" for n in held}
     for file in set(places.values()):
         part = {n: t for n, t in held.items() if places[n] == file}
         save_file(part, source / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": places}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert prepare(source, None, Opening(options=UNTIE)).bytes_added() == 0
     result = convert(source, tmp_path / "out", options=UNTIE, keep_means=True)
     assert [one.tensor for one in result.plan.untied] == [name]
     assert result.verification.passed
@@ -254,25 +204,6 @@ def test_a_head_that_is_stored_in_the_place_of_the_embedding(tmp_path: Path) -> 
     assert torch.equal(after["lm_head.weight"], held["lm_head.weight"])
     rows = after["transformer.wte.weight"].double()  # centred, then rounded once
     assert float(rows.mean(1).abs().max()) <= torch.finfo(torch.float32).eps * rows.abs().max() / 2
-
-
-@pytest.mark.slow
-def test_shards_with_an_index_and_in_another_dtype(tmp_path: Path) -> None:
-    source = stored(GPT2, "GPT2LMHeadModel", tmp_path / "model", max_shard_size="12KB")
-    ready = prepare(source, None, Opening(options=UNTIE))
-    size = 61 * 24
-    assert (ready.bytes_added(), ready.bytes_added(torch.bfloat16)) == (4 * size, 2 * size)
-    out = convert(source, tmp_path / "out", options=UNTIE, dtype="bfloat16").out
-    before, after = (
-        json.loads((folder / "model.safetensors.index.json").read_text())
-        for folder in (source, out)
-    )
-    shard = before["weight_map"]["transformer.wte.weight"]
-    assert len(set(before["weight_map"].values())) > 2
-    assert after["weight_map"] == before["weight_map"] | {"lm_head.weight": shard}
-    total = before["metadata"]["total_parameters"] + size
-    assert after["metadata"]["total_parameters"] == total
-    assert opened(out).tensors["lm_head.weight"].dtype == "BF16"
 
 
 @pytest.mark.slow
@@ -392,8 +323,6 @@ def test_the_command_line_says_what_is_untied_and_what_it_costs() -> None:
     assert "store lm_head.weight separately, as a copy of transformer.wte.weight" in text
     assert UNTIED in text and UNTIED not in good("fold", source, "--dry-run")
     assert f"{size / 1000:.1f} kB more than the original" in text
-    counted = good("report", source, "--untie")
-    assert f"{size // 4:,} parameters more than the original" in counted
     why = good("report", source, "--untie", "--why", "transformer.h.0.ln_1")
     assert "transformer.wte.weight (dimension 1, 96 elements): centred in the weights" in why
 

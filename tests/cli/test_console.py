@@ -262,12 +262,6 @@ for stream in (sys.stdout, sys.stderr):
     assert shown.encode(errors="surrogateescape").decode(encoding)
 
 
-@pytest.mark.slow
-def test_a_narrow_terminal_does() -> None:
-    text = on_a_terminal("-c", SHOW, COLUMNS="20")
-    assert "\x1b[" in text and "LLaMA" in text
-
-
 @pytest.mark.parametrize(("width", "lines"), [(1, True), (20, True), (79, False), (200, False)])
 def test_nothing_of_a_table_is_lost(
     width: int, lines: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -321,12 +315,6 @@ def words_of(text: str) -> set[str]:
     cells = [re.split("[│┃]", line)[1:] for line in lines]
     first = {word for line in cells for word in line[:1] for word in word.split()}
     return set(re.sub("[│┃]", " ", "\n".join(lines)).split()) - first
-
-
-@pytest.mark.slow
-def test_no_color_is_respected() -> None:
-    text = on_a_terminal("-c", SHOW, COLUMNS="80", NO_COLOR="1")
-    assert "\x1b[32m" not in text and "\x1b[31m" not in text
 
 
 PAGE = ROOT / "docs" / "formats.md"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import CHECKPOINTS, GPT2, enjoyln, good, refused, running
+from tiny_models import BERT as BERT_SIZES
 
 import enjoyln_cli
 from enjoyln_cli.cli.group import explain
@@ -43,27 +43,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig
 
     out = tmp_path_factory.mktemp("cli") / "llama"
-    LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    ).save_pretrained(out)
+    LlamaConfig(**{**BERT_SIZES, "hidden_size": 24}).save_pretrained(out)
     return out
 
 
 # Help, usage.
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["report"], ["fold"], ["unfold"], ["verify"], ["bench"], ["export"], ["push"]],
-)
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_is_everywhere(arguments: list[str], flag: str) -> None:
-    assert good(*arguments, flag).startswith("Usage: ")
 
 
 def test_version() -> None:
@@ -105,7 +89,6 @@ def test_usage_errors_exit_with_2_and_a_hint(arguments: list[str], hint: str) ->
     assert hint in " ".join(refused(*arguments, status=2).split())
 
 
-@pytest.mark.slow
 # Report.
 
 
@@ -117,15 +100,6 @@ def test_report_as_json_has_one_object_per_model(llama: Path) -> None:
     assert (gpt2["in_weights_alone"], gpt2["added_subtractions"]) == (0, 1)
     assert gpt2["stay_layernorm"] == 0
     assert other["layernorms"] == 0 and sum(many for _, many in other["plan"]["other_norms"]) == 5
-
-
-@pytest.mark.slow
-def test_report_names_what_forbids(tmp_path: Path) -> None:
-    """From a config alone: BERT with its tied head keeps every norm."""
-    shutil.copy(CHECKPOINTS / "bert" / "config.json", tmp_path)
-    found = json.loads(good("report", tmp_path, "--json"))
-    assert found["become_rmsnorm"] == 0 and found["stay_layernorm"] == found["layernorms"] > 0
-    assert all(kept["reason"] and kept["culprit"] for kept in found["plan"]["norms"])
 
 
 def test_report_can_be_narrowed_to_a_class() -> None:
@@ -167,12 +141,6 @@ def test_why_draws_a_tree_down_to_the_weights() -> None:
 
 def test_why_suggests_a_norm() -> None:
     assert "transformer.h.0.ln_1" in refused("report", GPT2, "--why", "h.0.ln_1")
-
-
-def test_a_recipe_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    """Before the model is looked at."""
-    line = refused("report", "no/model", "--write-recipe", tmp_path / "no" / "r.yaml")
-    assert f"r.yaml cannot be written: {tmp_path / 'no'} is not a directory" in line
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -225,7 +193,6 @@ def test_a_fold_for_one_class_warns_about_the_class_that_was_saved(tmp_path: Pat
     narrow = good("fold", BERT, "-o", tmp_path / "out", "--model-class", "BertModel", "--json")
     (warning,) = json.loads(narrow)["warnings"]
     assert "proven for BertModel" in warning and "BertForMaskedLM" in warning
-    assert json.loads(good("fold", GPT2, "--dry-run", "--json"))["warnings"] == []
 
 
 def test_quiet_says_nothing(tmp_path: Path) -> None:
@@ -239,12 +206,6 @@ def test_nothing_to_fold_gives_reasons_and_the_next_step(tmp_path: Path, llama: 
     line = refused("fold", BERT, "-o", tmp_path / "out", "--model-class", "BertForMaskedLM")
     assert "not zero-mean" in line and "enjoyln report" in line
     assert not (tmp_path / "out").exists()
-
-
-def test_a_written_recipe_can_be_followed(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    good("report", GPT2, "--write-recipe", recipe)
-    good("fold", GPT2, "-o", tmp_path / "out", "--recipe", recipe, "--dry-run")
 
 
 @pytest.mark.slow
@@ -278,18 +239,7 @@ def test_verify_passes_on_what_fold_wrote(folded: Path) -> None:
     assert len(found["norm_input_mean"]) == 7
 
 
-def test_verify_shows_a_table(folded: Path) -> None:
-    out = good("verify", folded, "--compute-dtype", "bfloat16", "--against", GPT2)
-    assert "identity error" in out and "in bfloat16" in out
-
-
-@pytest.mark.slow
-def test_verify_with_the_weights_on_the_disk(folded: Path) -> None:
-    found, other = (
-        json.loads(good("verify", folded, "--device-map", where, "--json"))
-        for where in ("disk", "cpu")
-    )
-    assert found == other
+def test_the_memory_for_weights_has_to_be_enough(folded: Path) -> None:
     refused("verify", folded, "--max-memory", "much", status=2)
     assert "pass --max-memory" in refused("verify", folded, "--max-memory", "1MB")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
-from commands import enjoyln
+from commands import good
+from commands import refused as refused_by_command
 from edit_cases import EDITS as USUAL_EDITS
 from edit_cases import tensors
 from fold_cases import CONFIG, EDITS, gathered, same, sharded, state, store, written
@@ -23,7 +23,6 @@ from stored_files import opened
 
 from enjoyln_cli import fold, unfold
 from enjoyln_cli.checkpoint.result_files import FILE, FOLDER
-from enjoyln_cli.cli.main import main
 from enjoyln_cli.conversion.unfold import restore
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, OutputError
 from enjoyln_cli.plan.axis import Axis
@@ -231,14 +230,10 @@ def test_a_trained_checkpoint_by_command(tmp_path: Path, back: Path) -> None:
     source, out = tmp_path / "opt", tmp_path / "out"
     shutil.copytree(CHECKPOINTS / "opt", source)
     (source / "README.md").write_bytes(b"---\nlicense: mit\n---\r\n# Of the original\xff\n")
-    run = CliRunner()
-    done = run.invoke(main, ["fold", str(source), "-o", str(out), "--keep-means", "--json"])
-    assert done.exit_code == 0, done.output
-    stated = json.loads(done.stdout)
+    stated = json.loads(good("fold", source, "-o", out, "--keep-means", "--json"))
     assert stated["verification"]["passed"]
     assert stated["bytes_kept"] == (out / FOLDER / FILE).stat().st_size
-    done = run.invoke(main, ["unfold", str(out), "-o", str(back)])
-    assert done.exit_code == 0 and "bit for bit" in done.stdout
+    assert "bit for bit" in good("unfold", out, "-o", back)
     assert files(back) == files(source)
 
 
@@ -399,6 +394,5 @@ def test_another_dtype_is_not_kept(source: Path, tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="cannot be combined with --dtype"):
         folded(source, tmp_path / "out", dtype=torch.bfloat16)
     assert not (tmp_path / "out").exists()
-    arguments = ["fold", str(source), "-o", "x", "--keep-means", "--dtype", "bfloat16"]
-    result = enjoyln(*arguments)
-    assert result.exit_code == 2 and "--dtype" in result.stderr
+    words = ("fold", source, "-o", "x", "--keep-means", "--dtype", "bfloat16")
+    assert "--dtype" in refused_by_command(*words, status=2)

@@ -46,35 +46,14 @@ def test_a_pipeline_is_optimised_inside(phi: Path) -> None:
         model=AutoModelForCausalLM.from_pretrained(phi).eval(),
         tokenizer=tokenizer,
     )
+    plan = analyze(pipe).plan
+    assert plan.folded and plan == analyze(pipe.model).plan
     assert optimize(pipe) is pipe and len(folded_norms(pipe.model)) == 13
     assert close(logits(pipe.model), logits(stock))
     assert refold(pipe) is pipe
     reference = pipeline("text-generation", model=stock, tokenizer=tokenizer)
     given = {"max_new_tokens": 5, "do_sample": False}
     assert pipe("You may", **given) == reference("You may", **given)
-
-
-@pytest.mark.slow
-def test_an_analysis_of_a_pipeline_is_that_of_its_model() -> None:
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2")
-    pipe = pipeline(
-        "text-generation",
-        model=model,
-        tokenizer=AutoTokenizer.from_pretrained(CHECKPOINTS / "gpt2"),
-    )
-    found, expected = analyze(pipe).plan, analyze(model).plan
-    assert found == expected and found.folded
-
-
-def test_a_module_around_a_model(phi: Path) -> None:
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = AutoModelForCausalLM.from_pretrained(phi)
-
-    around = optimize(Around().eval())
-    assert len(folded_norms(around)) == 13
-    assert close(logits(around.inner), logits(AutoModelForCausalLM.from_pretrained(phi).eval()))
 
 
 def test_an_object_without_a_model_is_refused_by_name() -> None:
@@ -130,11 +109,15 @@ def test_bitsandbytes(phi: Path) -> None:
 ADAPTER = r"has an adapter \(peft\.tuners\.lora\.layer\.Linear\) whose output may have a mean"
 
 
-def test_the_advice_for_an_adapter_can_be_followed(phi: Path) -> None:
+def lora(layers: str) -> tuple[Any, Any]:
+    """The library, and a random adapter for all layers of this name."""
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        target_modules=["dense"], r=4, task_type="CAUSAL_LM", init_lora_weights=False
-    )
+    options = {"r": 4, "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    return peft, peft.LoraConfig(target_modules=[layers], **options)
+
+
+def test_the_advice_for_an_adapter_can_be_followed(phi: Path) -> None:
+    peft, config = lora("dense")
     model = peft.get_peft_model(from_pretrained(phi), config).eval()
     with pytest.warns(UserWarning, match=ADAPTER):
         tuned = logits(model)
@@ -157,10 +140,7 @@ def test_the_advice_for_an_adapter_can_be_followed(phi: Path) -> None:
 
 def test_a_hook_on_an_adapter_is_noticed(phi: Path) -> None:
     """The hook may add a mean to what the adapter adds."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        target_modules=["dense"], r=4, task_type="CAUSAL_LM", init_lora_weights=False
-    )
+    peft, config = lora("dense")
     model = refold(peft.get_peft_model(from_pretrained(phi), config).eval())
     layer = model.get_base_model().model.layers[0].self_attn.dense.lora_B["default"]
     logits(model)
@@ -170,10 +150,7 @@ def test_a_hook_on_an_adapter_is_noticed(phi: Path) -> None:
 
 
 def test_an_adapter_on_a_reader_is_optimised_inside(phi: Path) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        target_modules=["fc1"], r=4, task_type="CAUSAL_LM", init_lora_weights=False
-    )
+    peft, config = lora("fc1")
     stock = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(phi), config).eval()
     expected = logits(stock)
     assert optimize(stock) is stock

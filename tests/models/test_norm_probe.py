@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -178,8 +177,11 @@ def test_a_module_that_rounds_its_input_is_none(kind: str) -> None:
 @pytest.mark.one_case
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    zip(CASTS, cycle([torch.bfloat16, torch.float16, torch.float32]), strict=False),
-)
+    [
+        ("everything", torch.bfloat16), ("no autocast", torch.float16),
+        ("no cast back", torch.float32), ("by hand", torch.bfloat16),
+    ],
+)  # fmt: skip
 def test_a_layer_norm_that_casts_folds_in_every_dtype_that_it_takes(
     kind: str, dtype: torch.dtype
 ) -> None:
@@ -239,19 +241,6 @@ def test_a_norm_is_one_only_for_inputs_of_as_many_dimensions() -> None:
     install(folded, ["norm"], plan.ops)
     with torch.no_grad():
         assert torch.equal(folded(images), plain(images))  # as before, where it is not proven
-
-
-class Named(nn.LayerNorm):
-    """Is called LayerNorm but computes RMSNorm."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x / x.square().mean(-1, keepdim=True).sqrt()
-
-
-def test_the_name_of_a_class_does_not_matter() -> None:
-    model = Block(Named(WIDTH, bias=False)).double()
-    (verdict,) = analyze_module(model, torch.randn(2, 5, WIDTH, dtype=torch.float64)).plan.norms
-    assert verdict.status == "kept" and "does not compute a LayerNorm" in verdict.reason
 
 
 class Both(nn.Module):
@@ -486,26 +475,15 @@ TOKENS, ROW, IMAGE = (2, 5, WIDTH), (2, WIDTH, 7), (2, WIDTH, 3, 5)
 @pytest.mark.parametrize(
     ("norm", "shape"),
     [
-        (Spelled("last"), TOKENS),
         (Spelled("channels"), IMAGE),
-        (Channels(WIDTH), ROW),
-        (Either(WIDTH), TOKENS),
         (nn.GroupNorm(1, WIDTH), (7, WIDTH)),
         (Spelled("one plus"), TOKENS),
         (Wide(), TOKENS),
-        (Custom(), TOKENS),
-        (Custom(kind="unbiased"), TOKENS),
-        (Custom(kind="plus"), TOKENS),
-        (Custom(kind="buffer"), TOKENS),
         (Custom(kind="stored buffer"), TOKENS),
-        (Custom((1, 1, WIDTH)), TOKENS),
         (Custom((1, WIDTH, 1), 1, "plus buffer"), ROW),
-        (Custom((WIDTH, 1, 1), 1), IMAGE),
         (Custom((1, WIDTH, 1, 1), 1, "unbiased"), IMAGE),
         (Swapped(), TOKENS),
         (Shift(), TOKENS),
-        (nn.LayerNorm((1, WIDTH)), (2, 5, 1, WIDTH)),
-        (nn.LayerNorm((1, WIDTH), elementwise_affine=False), (2, 5, 1, WIDTH)),
         (nn.LayerNorm((1, WIDTH), bias=False), (2, 5, 1, WIDTH)),
     ],
 )

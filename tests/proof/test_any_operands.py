@@ -210,17 +210,16 @@ def op_key(node: Node) -> Any:
 
 FEW = 8
 CALLS = {
-    "copies": 250,
-    "views": 120,
-    "dimensions": 120,
-    "orders": 200,
-    "casts": 120,
-    "gathers": 400,
-    "slices": 100,
-    "images": 180,
-    "paddings": 750,
-    "matrices": 250,
-    "contractions": 90,
+    "copies": 200,
+    "views": 60,
+    "dimensions": 110,
+    "orders": 190,
+    "casts": 90,
+    "gathers": 180,
+    "images": 140,
+    "paddings": 620,
+    "matrices": 235,
+    "contractions": 65,
     "convolutions": 120,
 }
 """More calls for families with many ops, with calls that torch often refuses, or long chains."""
@@ -252,7 +251,7 @@ def test_rules_hold_for_any_operands() -> None:
     """Thousands of calls, among which every op with a rule is both accepted and refused."""
     counted = Counter[Any]()
     for name in FAMILIES:
-        for seed in range(CALLS.get(name, 60)):
+        for seed in range(CALLS.get(name, 45)):
             counted += judge_case(name, seed)
     met = {key[0] for key in counted if isinstance(key, tuple)}
     untested = {aten.dropout_, aten._grouped_mm}  # in place; not for float64, as its fallback

@@ -15,30 +15,23 @@ import torch
 from live_models import moved
 from safetensors.torch import load_file
 from stored_files import changed
+from tiny_models import BERT
 from transformers import PersimmonConfig, PersimmonForCausalLM
 
 from enjoyln_cli import fold, from_pretrained
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.errors import EnjoyLNError
-from enjoyln_cli.plan.axis import Axis, blocks, centre, group_means
+from enjoyln_cli.plan.axis import Axis, centre, group_means
 from enjoyln_cli.runtime.modules import RMSNorm
 
 HEADS, D = 4, 8
 QUERIES, KEYS = Axis(0, 0, HEADS, D, 1, 3 * D), Axis(0, D, HEADS, D, 1, 3 * D)
-CONFIG = dict(
-    vocab_size=31,
-    hidden_size=HEADS * D,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=HEADS,
-    qk_layernorm=True,
-    max_position_embeddings=32,
-)
+SIZES = {**BERT, "hidden_size": HEADS * D, "num_attention_heads": HEADS, "qk_layernorm": True}
 FUSED = "self_attn.query_key_value"
 
 
 def model() -> PersimmonForCausalLM:
-    return moved(PersimmonForCausalLM(PersimmonConfig(**CONFIG)))
+    return moved(PersimmonForCausalLM(PersimmonConfig(**SIZES)))
 
 
 def ids(seed: int, tokens: int = 7) -> torch.Tensor:
@@ -97,16 +90,3 @@ def test_a_weight_that_is_no_longer_centred_is_noticed(out: Path, tmp_path: Path
     with pytest.raises(EnjoyLNError, match="since it was centred"):
         from_pretrained(spoilt)
     from_pretrained(changed(out, tmp_path / "value", lambda t: t[name][2 * D + 1].add_(0.5)))
-
-
-def test_blocks_cover_what_the_axis_does() -> None:
-    x = torch.randn(2, HEADS * 3 * D, 5, dtype=torch.float64)
-    axis = Axis(1, D, HEADS, D // 2, 2, 3 * D)
-    y = x
-    for block in blocks(axis):
-        assert not block.step
-        y = centre(y, block)
-    assert torch.equal(y, centre(x, axis))
-    assert blocks(axis)[-1].stop == axis.stop
-    assert group_means(centre(x, axis), axis).abs().max() < 1e-15
-    assert group_means(x, axis).shape == (2, HEADS, 1, 2, 5)

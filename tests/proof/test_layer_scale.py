@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from fold_cases import written
 from live_models import moved
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, Dinov2Model
 
 from enjoyln_cli import analyze, fold, verify
 from enjoyln_cli.errors import RecipeError
@@ -30,34 +29,23 @@ SMALL = {
     "num_labels": 5,
     "layer_scale_init_value": 0.1,
 }
-MODELS = [("dinov2", "Dinov2Model"), ("beit", "BeitForImageClassification")]
 
 
-def save(model_type: str, model_class: str, folder: Path, dtype: torch.dtype) -> None:
+def save(folder: Path) -> None:
     """Random gammas, betas and biases; scales of both signs, between 0.1 and 2, and a zero."""
-    model = moved(getattr(transformers, model_class)(CONFIG_MAPPING[model_type](**SMALL)))
+    model = moved(Dinov2Model(CONFIG_MAPPING["dinov2"](**SMALL)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lambda" in name:
                 sign = torch.where(torch.rand_like(parameter) < 0.3, -1.0, 1.0)
                 parameter.copy_(sign * (0.1 + 1.9 * torch.rand_like(parameter)))
                 parameter[3] = 0
-    model.to(dtype).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
 
 
-def outputs(model_class: str, folder: Path) -> torch.Tensor:
-    model = getattr(transformers, model_class).from_pretrained(folder, dtype=torch.float64)
-    pixels = torch.randn(2, 3, 20, 20, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        return model.eval()(pixels.double())[0]
-
-
-@pytest.mark.parametrize(("model_type", "model_class"), MODELS)
-def test_a_model_with_layer_scale_folds_whole(
-    model_type: str, model_class: str, tmp_path: Path
-) -> None:
-    save(model_type, model_class, tmp_path / "source", torch.float64)
-    plan = fold(tmp_path / "source", tmp_path / "out", model_class=model_class, verify=False).plan
+def test_a_model_with_layer_scale_folds_whole(tmp_path: Path) -> None:
+    save(tmp_path / "source")
+    plan = fold(tmp_path / "source", tmp_path / "out", verify=False).plan
     assert [v.status for v in plan.norms] == ["static"] * 5
     scales = {w.scale.tensor for w in plan.writers if w.scale}
     assert len(scales) == 4 and sum(w.scale is not None for w in plan.writers) == 8
@@ -65,22 +53,13 @@ def test_a_model_with_layer_scale_folds_whole(
     before, after = written(tmp_path / "source"), written(tmp_path / "out")
     assert all(torch.equal(after[name], torch.ones_like(after[name])) for name in scales)
     assert all(float(before[name][3]) == 0 for name in scales)
-    expected = outputs(model_class, tmp_path / "source")
-    got = outputs(model_class, tmp_path / "out")
-    assert (got - expected).norm() / expected.norm() <= 1e-12
+    found = verify(tmp_path / "out")
+    assert found.passed and found.identity_error <= 1e-12 and found.stock_ratio <= 1.1
 
 
 def test_the_proof_says_what_is_merged() -> None:
     found = str(analyze(CONFIG_MAPPING["dinov2"](**SMALL)).why("encoder.layer.0.norm2"))
     assert "centred in the weights after encoder.layer.0.layer_scale1.lambda1 is merged" in found
-
-
-@pytest.mark.slow
-def test_the_check_by_the_stored_plan_passes(tmp_path: Path) -> None:
-    save("dinov2", "Dinov2Model", tmp_path / "source", torch.bfloat16)
-    fold(tmp_path / "source", tmp_path / "out")
-    found = verify(tmp_path / "out")
-    assert found.passed and found.identity_error is not None and found.identity_error <= 1e-12
 
 
 def test_a_recipe_merges_a_scale_into_all_that_it_scales_or_not_at_all() -> None:

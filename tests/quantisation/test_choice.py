@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from math import inf, nan
-from typing import Any
 
 import pytest
 import torch
@@ -108,21 +107,18 @@ def test_the_differences_of_a_model_whose_logits_move(gpt2: torch.nn.Module) -> 
     assert differences(broken, expected).cost == inf
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "bloom"])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_every_candidate_computes_the_function(name: str) -> None:
     subject = open_subject(str(CHECKPOINTS / name))
-    config: Any = subject.config
     plan = rotation_plan(subject, lambda *_: None)
     assert plan is not None
     forms = candidates(plan, (0, 5))
     names = [form.name for form in forms]
     turned = [] if name == "bert" else ["rotated, seed 0", "rotated, seed 5"]
     untied = [] if plan.untied == () else ["untied"]
-    assert untied == (["untied"] if name in ("gpt2", "bloom") else [])
+    assert untied == (["untied"] if name == "gpt2" else [])
     assert names == ["original", *untied, "values only", *turned]
     inputs = {"input_ids": torch.arange(3, 43)[None]}
-    if name == "vit":
-        inputs = {"pixel_values": torch.randn(2, 3, config.image_size, config.image_size)}
     outputs, weights = [], []
     for form in forms:
         model = FloatModel(subject, plan.model_class).load(form)

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from live_models import CHECKPOINTS, ROOT
+from tiny_models import WHISPER
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForMaskedLM,
     T5Config,
     T5ForConditionalGeneration,
@@ -72,6 +74,18 @@ def test_an_encoder_reads_each_line_as_one_text() -> None:
     lengths = [ids.shape[1] for ids in found]
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
     assert halves.choosing[0].predicted is None
+
+
+def test_images_are_prepared_by_the_image_processor(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    folder = CHECKPOINTS / "vit"
+    for at in range(8):
+        image.effect_noise((40 + at, 50), 80).convert("RGB").save(tmp_path / f"{at}.png")
+    model = AutoModelForImageClassification.from_pretrained(folder).eval()
+    halves = split(model, folder, read_user_data(images=[tmp_path]), 4, False)
+    pixels = [one.batch["pixel_values"] for one in (*halves.choosing, *halves.held_out)]
+    assert [one.shape for one in pixels] == [(1, 3, 32, 32)] * 8
+    assert not torch.equal(pixels[0], pixels[-1])
 
 
 @pytest.fixture
@@ -141,24 +155,8 @@ def test_a_missing_library_is_the_one_that_transformers_names(
 def test_recordings_are_prepared_by_the_feature_extractor(tmp_path: Path) -> None:
     pytest.importorskip("soundfile")
     torch.manual_seed(0)
-    config = WhisperConfig(
-        vocab_size=71,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_source_positions=100,
-        decoder_start_token_id=1,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )
-    model = WhisperForConditionalGeneration(config).eval()
+    sizes = {**WHISPER, "num_mel_bins": 80, "max_source_positions": 100}
+    model = WhisperForConditionalGeneration(WhisperConfig(**sizes)).eval()
     WhisperFeatureExtractor(chunk_length=2).save_pretrained(tmp_path)
     audio = tmp_path / "audio"
     audio.mkdir()

@@ -14,6 +14,7 @@ import torch
 import yaml
 from commands import good
 from live_models import CHECKPOINTS, shaken
+from tiny_models import BERT
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from enjoyln_cli import NothingToFold
@@ -39,24 +40,19 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float(((found - exact).norm() / exact.norm()).detach())
 
 
-@pytest.mark.parametrize("name", ["opt", "phi"])
-def test_a_recipe_rotates_before_it_quantises(name: str, tmp_path: Path) -> None:
+def test_a_recipe_rotates_before_it_quantises(tmp_path: Path) -> None:
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
     from enjoyln_cli.quantisation.llm_compressor_modifier import EnjoylnRotateModifier
 
-    original, model = loaded(name), loaded(name)
-    llmcompressor.oneshot(model=model, recipe=EnjoylnRotateModifier(seed=3))
-    assert error(logits(model), logits(original)) < 1e-5
-    turned, head = model.get_output_embeddings().weight, original.get_output_embeddings().weight
-    assert error(turned, head) > 0.5
-    model = loaded(name)
+    original, model = loaded("opt"), loaded("opt")
     quantise = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])
     recipe = [EnjoylnRotateModifier(seed=3), quantise]
     llmcompressor.oneshot(model=model, recipe=recipe, output_dir=str(tmp_path))
     result = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert 1e-4 < error(logits(result), logits(original)) < 0.02
-    assert torch.equal(result.get_output_embeddings().weight, turned)
+    turned, head = result.get_output_embeddings().weight, original.get_output_embeddings().weight
+    assert error(turned, head) > 0.5
 
 
 def test_a_recipe_in_yaml_knows_the_modifier(tmp_path: Path) -> None:
@@ -84,16 +80,9 @@ def test_a_model_that_cannot_turn_stops_the_recipe() -> None:
 def llama() -> Any:
     """A Llama whose parameters are all random, with fewer heads for keys than for queries."""
     torch.manual_seed(4)
-    config = LlamaConfig(
-        vocab_size=101,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    return shaken(LlamaForCausalLM(config))
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {**BERT, **heads, "vocab_size": 101, "hidden_size": 32}
+    return shaken(LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)))
 
 
 def sections(model: Any, folder: Path) -> dict[str, Any]:
@@ -117,7 +106,7 @@ def calibrated(model: Any, recipe: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["opt", "phi", "bloom", "llama"])
+@pytest.mark.parametrize("name", ["bloom", "llama"])
 def test_smoothing_by_the_mappings_keeps_the_function(name: str, tmp_path: Path) -> None:
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 
@@ -130,10 +119,8 @@ def test_smoothing_by_the_mappings_keeps_the_function(name: str, tmp_path: Path)
     assert error(logits(model), exact) < 1e-5
     norms = {n for n, m in model.named_modules() if type(m).__name__.endswith("Norm")}
     smoothed = {n for n in norms if not torch.equal(before[f"{n}.weight"], weight_of(model, n))}
-    final = {"model.decoder.final_layer_norm", "model.final_layernorm", "transformer.ln_f"}
-    first = {"transformer.word_embeddings_layernorm", "model.norm"}
-    between = {n for n in norms if "q_layernorm" in n or "k_layernorm" in n}
-    assert smoothed == norms - final - first - between
+    others = {"transformer.ln_f", "transformer.word_embeddings_layernorm", "model.norm"}
+    assert smoothed == norms - others
 
 
 def weight_of(model: Any, module: str) -> torch.Tensor:

@@ -40,10 +40,9 @@ def run_passes(model: str, passes: dict[str, Any], folder: Path) -> Any:
     return HfModelHandler(result.get_best_candidate().model_path).load_model()
 
 
-@pytest.mark.parametrize("name", ["opt", "gpt2"])
-def test_a_rotated_model_computes_the_same(name: str, tmp_path: Path) -> None:
-    original = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / name)
-    turned = run_passes(name, {"turn": {"type": "EnjoylnRotate", "seed": 3}}, tmp_path)
+def test_a_rotated_model_computes_the_same(tmp_path: Path) -> None:
+    original = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2")
+    turned = run_passes("gpt2", {"turn": {"type": "EnjoylnRotate", "seed": 3}}, tmp_path)
     exact = logits(original)
     assert (logits(turned) - exact).norm() < 1e-5 * exact.norm()
     head = original.get_output_embeddings().weight

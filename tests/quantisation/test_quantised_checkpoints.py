@@ -15,6 +15,7 @@ import torch
 from commands import GPT2, good
 from live_models import CHECKPOINTS, ROOT, shaken
 from safetensors.torch import load_file, save_file
+from tiny_models import BERT
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
@@ -34,15 +35,8 @@ CASES = [(form, scheme) for form in LIBRARIES for scheme in FORMATS[form].scheme
 def small_opt(width: int = 64, hidden: int = 96) -> Any:
     """An OPT whose parameters are all random, in eval mode."""
     torch.manual_seed(3)
-    config = OPTConfig(
-        vocab_size=101,
-        hidden_size=width,
-        word_embed_proj_dim=width,
-        ffn_dim=hidden,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=40,
-    )
+    sizes = {**BERT, "hidden_size": width, "word_embed_proj_dim": width, "ffn_dim": hidden}
+    config = OPTConfig(**{**sizes, "num_attention_heads": 4})
     return shaken(OPTForCausalLM(config), 0.05)
 
 

@@ -303,17 +303,9 @@ REFUSED = {
         _gpt2((WPE, "")),
         "folds transformer.h.0.ln_1, which needs transformer.wpe.weight centred",
     ),
-    "a writer of one layer that a norm needs": (
-        _gpt2((WPE, WPE + "  transformer.h.1.mlp.c_proj.bias: keep\n")),
-        "folds transformer.h.2.ln_1, which needs transformer.h.1.mlp.c_proj.bias centred",
-    ),
     "a writer of a layer too many": (
         _gpt2((WPE, WPE + "  transformer.h.3.mlp.c_proj.bias: {dim: 0}\n")),
         "centre: transformer.h.3.mlp.c_proj.bias is not part of the proof",
-    ),
-    "a tensor left that nobody centres": (
-        _gpt2((WPE, WPE + "  transformer.h.1.mlp.c_fc.bias: keep\n")),
-        "transformer.h.1.mlp.c_fc.bias is not part of the proof; did you mean",
     ),
     "all heads at once": (
         _phi((Q, "model.layers.{i}.q_proj.weight: {dim: 0}")),
@@ -327,10 +319,6 @@ REFUSED = {
     "a norm that is not there": (
         _gpt2((LN_F, "transformer.ln_g: fold")),
         "norms: transformer.ln_g is not part of the proof; did you mean transformer.ln_f",
-    ),
-    "keeping a norm that is not there": (
-        _gpt2((LN_F, LN_F + "\n  transformer.h.7.ln_1: keep")),
-        "norms: transformer.h.7.ln_1 is not part of the proof",
     ),
     "layers that are not there": (
         _gpt2((LN_F, LN_F + "\n  encoder.layer.{i}.ln: keep")),

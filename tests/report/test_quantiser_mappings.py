@@ -59,7 +59,7 @@ def test_a_norm_with_bias_is_smoothed_but_not_fused() -> None:
 
 @pytest.mark.slow
 def test_a_norm_without_bias_is_fused_into_the_head_as_well(tmp_path: Path) -> None:
-    config = LlamaConfig(num_hidden_layers=12, tie_word_embeddings=True, **SIZES)
+    config = LlamaConfig(num_hidden_layers=2, tie_word_embeddings=True, **SIZES)
     found = mappings_of(config, "LlamaForCausalLM", tmp_path)
     *_, last = found["SpinQuantModifier"]["norm_mappings"]
     assert last == {"norm": "model.norm", "linears": ["lm_head"]}

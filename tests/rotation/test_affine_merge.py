@@ -15,7 +15,7 @@ import transformers
 from fold_cases import written
 from live_models import CHECKPOINTS, moved
 from rounding import as_exact, in_float64
-from tiny_models import BERT, GPT2, PHI, TOKENS, VIT, calls, converted, error, live
+from tiny_models import BERT, GPT2, PHI, TOKENS, calls, converted, error, live
 from torch import nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING
@@ -44,8 +44,6 @@ MODELS = [
     ("gpt2", {**GPT2, "tie_word_embeddings": False}, "GPT2LMHeadModel", 4, {NO_BIAS}),
     ("phi", PHI, "PhiForCausalLM", 3, set()),
     ("falcon", FALCON, "FalconForCausalLM", 2, {NO_BIAS}),
-    ("albert", {**BERT, "embedding_size": 9}, "AlbertModel", 1, set()),
-    ("vit", VIT, "ViTForImageClassification", 5, set()),
     ("bert", BERT, "BertModel", 0, {"its result is read by add, which is not a linear layer"}),
 ]
 
@@ -136,7 +134,6 @@ class Block(nn.Module):
         self.other, self.down, self.heads = nn.Linear(D, 9), nn.Linear(9, D), nn.Linear(D, D)
         self.conv = transformers.pytorch_utils.Conv1D(9, D)
         self.matrix, self.added = nn.Parameter(torch.zeros(D, 9)), nn.Parameter(torch.zeros(9))
-        self.drop = nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.read(self, self.norm(self.before(x)))
@@ -156,7 +153,6 @@ READ: dict[str, Callable[[Block, torch.Tensor], Any]] = {
     "a product and a sum": lambda m, y: y @ m.matrix + m.added,
     "a layer by a sum": lambda m, y: m.bare(y) + m.added,
     "the mean of the tokens": lambda m, y: m.up(y.mean(1)),
-    "dropout and a cast": lambda m, y: m.up(m.drop(y).to(torch.float64)),
     "channels first and back": lambda m, y: m.up(y.transpose(1, 2).contiguous().permute(0, 2, 1)),
     "a pool over channels first": lambda m, y: m.up(
         F.adaptive_avg_pool1d(y.transpose(1, 2), 1).flatten(1)
@@ -284,7 +280,6 @@ class Packed(nn.Module):
 
 PACKED: dict[str, tuple[Callable[[Packed, torch.Tensor, torch.Tensor], Any], list[str]]] = {
     "keys and values": (lambda m, y, z: m.attend(m.probed(), y, y)[0], ["norm"]),
-    "a query": (lambda m, y, z: m.attend(y, m.probed(), m.probed())[0], ["norm"]),
     "values alone": (lambda m, y, z: m.attend(m.probed(), m.probed(), y[:, :2])[0], ["norm"]),
     "two norms": (lambda m, y, z: m.attend(y, z, z)[0], ["norm", "other"]),
     "one norm in three parts": (lambda m, y, z: m.attend(y, y.flip(1), y.roll(1, 1))[0], ["norm"]),

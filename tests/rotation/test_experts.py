@@ -32,11 +32,9 @@ SMALL = {
     "hidden_size": 24, "intermediate_size": 17, "head_dim": 6, "num_experts_per_tok": 2,
     "max_position_embeddings": 64, "tie_word_embeddings": False,
 }  # fmt: skip
-ROUTED = {**SMALL, "num_experts": 3, "moe_intermediate_size": 17}
 MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("mixtral", "MixtralForCausalLM", {**SMALL, "num_local_experts": 3}),
     ("gpt_oss", "GptOssForCausalLM", {**SMALL, "num_local_experts": 3}),
-    ("qwen2_moe", "Qwen2MoeForCausalLM", {**ROUTED, "shared_expert_intermediate_size": 19}),
     ("llama4_text", "Llama4ForCausalLM", {**SMALL, "num_local_experts": 3}),
     ("phimoe", "PhimoeForCausalLM", {**SMALL, "num_local_experts": 3, "attention_bias": True}),
 ]

@@ -12,13 +12,16 @@ from live_models import CHECKPOINTS
 from safetensors.torch import save_file
 
 
-def sentence_encoder(folder: Path) -> Path:
-    """A sentence encoder: BERT, the mean over its tokens, and a dense layer."""
-    shutil.copytree(CHECKPOINTS / "bert", folder)
-    model = transformers.BertModel.from_pretrained(folder)
-    model.save_pretrained(folder)
+def sentence_encoder(folder: Path, inside: str = "") -> Path:
+    """A sentence encoder: BERT, the mean over its tokens, and a dense layer.
+
+    ``inside`` is the folder of BERT in ``folder``.
+    """
+    shutil.copytree(CHECKPOINTS / "bert", folder / inside)
+    model = transformers.BertModel.from_pretrained(folder / inside)
+    model.save_pretrained(folder / inside)
     kinds, types = ["Pooling", "Dense"], "sentence_transformers.models"
-    listed = [{"idx": 0, "name": "0", "path": "", "type": f"{types}.Transformer"}]
+    listed = [{"idx": 0, "name": "0", "path": inside, "type": f"{types}.Transformer"}]
     listed += [
         {"idx": i, "name": str(i), "path": f"{i}_{kind}", "type": f"{types}.{kind}"}
         for i, kind in enumerate(kinds, 1)

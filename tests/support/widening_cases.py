@@ -9,9 +9,6 @@ from enjoyln_cli.plan.plan import Options
 WIDEN = Options(widen_mlp=True)
 
 
-DISTIL = {**TOKENS, "n_layers": 2, "n_heads": 3, "dim": 21, "hidden_dim": 33}
-
-
 BART = {
     **TOKENS,
     "encoder_layers": 2,
@@ -26,14 +23,9 @@ BART = {
 }
 
 
-OPT = {**BERT, "ffn_dim": 33, "word_embed_proj_dim": 15, "do_layer_norm_before": False}
-
-
 FAMILY = [
     ("bert", BERT, "BertModel", 1, 3),
-    ("distilbert", DISTIL, "DistilBertModel", 1, 3),
     ("deberta", BERT, "DebertaModel", 1, 3),
     ("bart", BART, "BartModel", 2, 6),
-    ("opt", OPT, "OPTModel", 0, 2),
     ("albert", {**BERT, "embedding_size": 9}, "AlbertModel", 1, 2),
 ]

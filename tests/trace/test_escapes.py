@@ -209,12 +209,23 @@ def test_an_operation_acts_on_the_value_that_was_proven(how: str, folds: bool) -
     assert found.error < 1e-12 and bool(found.folded) == folds
 
 
-class Block(nn.Module):
-    """Passes its input to a norm; ``first`` says how the input is passed."""
+class Fan(nn.Module):
+    """Three norms of one value, so that an operation on it is worthwhile."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(D), nn.Linear(D, D)
+        self.norms = nn.ModuleList(nn.LayerNorm(D) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((norm(x) for norm in self.norms), torch.zeros(()))
+
+
+class Block(nn.Module):
+    """Passes its input to norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = Fan(), nn.Linear(D, D)
 
     def forward(self, *args: Any) -> torch.Tensor:
         return self.linear(self.norm(args[-1]))
@@ -227,13 +238,13 @@ class Named(Block):
 
 
 class Blocks(nn.Module):
-    """Two blocks on a value that is not the output of parameters alone."""
+    """A block on a value that is not the output of parameters alone."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         kind = Named if how.startswith(("keyword", "second", "tuple", "mixed")) else Block
         self.emb, self.how = nn.Embedding(VOCAB, D), how
-        self.blocks = nn.ModuleList(kind() for _ in range(1))
+        self.blocks = nn.ModuleList([kind()])
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.emb(tokens).tanh()
@@ -252,32 +263,12 @@ class Blocks(nn.Module):
         return block(tokens, x)
 
 
-class Several(Blocks):
-    """Like ``Blocks``, with so many norms after one input that an operation is worthwhile."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(how)
-        (block,) = self.blocks
-        block.norm = Fan()  # type: ignore[assignment]
-
-
-class Fan(nn.Module):
-    """Three norms of one value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(D) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum((norm(x) for norm in self.norms), torch.zeros(()))
-
-
 @pytest.mark.parametrize("how", ["position", "keyword", "second by keyword", "tuple", "mixed"])
 def test_the_first_input_of_a_block_is_the_one_that_the_call_takes(how: str) -> None:
     """If a block cannot be used so, there is the module inside it that holds the norms."""
-    found = fold_in_place(randomised(Several(how)), ids())
+    found = fold_in_place(randomised(Blocks(how)), ids())
     assert found.error < 1e-12 and len(found.folded) == 3
-    (op,) = analyze_module(randomised(Several(how)), ids()).plan.ops
+    (op,) = analyze_module(randomised(Blocks(how)), ids()).plan.ops
     expected = "blocks.0" if how in ("position", "keyword") else "blocks.0.norm"
     assert (op.module, op.place) == (expected, "input")
 
@@ -299,59 +290,6 @@ class Direct(nn.Module):
 def test_a_forward_that_is_called_directly_is_a_call_of_the_place() -> None:
     found = fold_in_place(randomised(Direct()), ids())
     assert found.error < 1e-12 and not found.folded
-
-
-class OwnNorm(nn.Module):
-    """LayerNorm in a custom class, which may do more than return the result."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(D)), nn.Parameter(torch.zeros(D))
-        self.how = how
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mean = x.mean(-1, keepdim=True)
-        if self.how == "writes its input":
-            x -= mean
-            x += self.weight
-            x -= self.weight
-            centred = x
-        else:
-            centred = x - mean
-        normed = centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-        if self.how == "keeps a value":
-            self.__dict__["kept"] = normed.abs().amax()
-        return normed * self.weight + self.bias
-
-
-class WithOwnNorm(nn.Module):
-    def __init__(self, how: str, dynamic: bool) -> None:
-        super().__init__()
-        self.emb, self.norm, self.dynamic = nn.Embedding(VOCAB, D), OwnNorm(how), dynamic
-        self.linear, self.how = nn.Linear(D, D), how
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self.dynamic:
-            tokens = tokens[:, : int((tokens >= 0).sum(-1).max())]
-        x = self.emb(tokens)
-        y = self.linear(self.norm(x))
-        return y + x if self.how == "writes its input" else y
-
-    def seen(self) -> list[Any]:
-        return [vars(self.norm).get("kept")]
-
-    def forget(self) -> None:
-        self.norm.__dict__.pop("kept", None)
-
-
-@pytest.mark.one_case
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("how", ["writes its input", "keeps a value"])
-def test_a_norm_that_does_more_than_return_is_not_swapped(how: str, dynamic: bool) -> None:
-    found = fold_in_place(randomised(WithOwnNorm(how, dynamic)), ids())
-    assert found.error < 1e-12 and not found.folded
-    plain = fold_in_place(randomised(WithOwnNorm("", dynamic)), ids())
-    assert plain.error < 1e-12 and plain.folded == {"norm"}
 
 
 class Casting(nn.Module):

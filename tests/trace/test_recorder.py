@@ -23,13 +23,8 @@ from enjoyln_cli.trace.steps import Steps, quiet
 from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import accepted_calls
 
-TEXT = {"vocab_size": 30, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8}
-DECODER = {"intermediate_size": 16, "num_key_value_heads": 2}
 CONFIGS = {
     "gpt2": {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 30},
-    "bert": {**TEXT, "intermediate_size": 16, "is_decoder": False},
-    "mpnet": {**TEXT, "intermediate_size": 16},
-    "stablelm": {**TEXT, **DECODER, "use_qk_layernorm": True},
     "vit": {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "image_size": 32},
     "whisper": {
         "vocab_size": 30, "d_model": 8, "encoder_layers": 1, "decoder_layers": 2,

@@ -20,6 +20,7 @@ from packaging.version import Version
 from rounding import TIMES
 from safetensors.torch import load_file
 from stored_files import changed, with_marker
+from tiny_models import BERT, VIT
 from torch.nn.functional import cross_entropy
 from transformers import (
     BertConfig,
@@ -148,9 +149,7 @@ def test_no_infinity_in_json() -> None:
 # Wrong folds.
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kind"), [("float32", "weight"), ("float16", "bias"), ("bfloat16", "weight")]
-)
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "weight"), ("float16", "bias")])
 def test_a_writer_that_the_plan_leaves_out(
     sources: dict[str, Path], tmp_path: Path, dtype: str, kind: str
 ) -> None:
@@ -165,13 +164,12 @@ def test_a_writer_that_the_plan_leaves_out(
     assert worst == "transformer.ln_f" and mean > 1e-3
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_writer_that_the_weights_leave_out(
-    sources: dict[str, Path], outs: dict[str, Path], tmp_path: Path, dtype: str
+    sources: dict[str, Path], outs: dict[str, Path], tmp_path: Path
 ) -> None:
-    original = load_file(sources[dtype] / "model.safetensors")
+    original = load_file(sources["bfloat16"] / "model.safetensors")
     name = f"{LAST}.weight"
-    out = changed(outs[dtype], tmp_path / "out", lambda t: t.update({name: original[name]}))
+    out = changed(outs["bfloat16"], tmp_path / "out", lambda t: t.update({name: original[name]}))
     found = verify(out, write=False)
     assert not found.passed
     assert name in found.summary
@@ -193,7 +191,7 @@ def test_a_tied_embedding_centred(sources: dict[str, Path], tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("dtype", "kind", "factor"),
-    [("float32", "bias", 0.0), ("float16", "weight", 1.02), ("bfloat16", "weight", 1.02)],
+    [("float32", "bias", 0.0), ("bfloat16", "weight", 1.02)],
 )
 def test_a_changed_affine(
     outs: dict[str, Path], tmp_path: Path, dtype: str, kind: str, factor: float
@@ -219,12 +217,10 @@ def test_a_marker_that_forgets_the_centring(outs: dict[str, Path], tmp_path: Pat
     "change",
     [
         lambda ops: ops[0]["axis"].update(dim=5),
-        lambda ops: ops[0]["axis"].update(dim=0),
         lambda ops: ops[0]["axis"].update(outer=10**12),
-        lambda ops: ops[0]["axis"].update(size=2 * D),
         lambda ops: ops.append({**ops[0], "module": "transformer"}),
     ],
-    ids=["no such dimension", "rows", "endless", "too large", "no tensor"],
+    ids=["no such dimension", "endless", "no tensor"],
 )
 def test_a_marker_with_a_centring_that_does_not_fit(
     outs: dict[str, Path], tmp_path: Path, change: Callable[[list[Any]], object]
@@ -233,13 +229,6 @@ def test_a_marker_with_a_centring_that_does_not_fit(
     with pytest.raises(BadCheckpoint, match="does not run with .* convert the source") as caught:
         verify(out, write=False)
     assert "\n" not in str(caught.value)
-
-
-def test_another_model_is_not_the_original(outs: dict[str, Path], tmp_path: Path) -> None:
-    gpt2(seed=7).save_pretrained(tmp_path / "other")
-    found = verify(outs["float32"], against=tmp_path / "other", write=False)
-    assert not found.passed
-    assert found.ratio > 1000 and "not what the plan makes" in found.summary
 
 
 def test_a_tensor_too_many_or_too_few(outs: dict[str, Path], tmp_path: Path) -> None:
@@ -358,10 +347,7 @@ class OneImage(transformers.ViTModel):
 
 
 def test_a_model_that_takes_one_image_at_a_time_is_given_one() -> None:
-    config = ViTConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
-        image_size=16, patch_size=8, num_channels=1,
-    )  # fmt: skip
+    config = ViTConfig(**{**VIT, "image_size": 16, "patch_size": 8}, num_channels=1)
     batches = inputs.seeded_batches(OneImage(config), 3, 0, torch.float32)
     assert [batch["pixel_values"].shape for batch in batches] == [(1, 1, 16, 16)] * 3
     (batch,) = inputs.seeded_batches(transformers.ViTModel(config), 3, 0, torch.float32)
@@ -369,10 +355,7 @@ def test_a_model_that_takes_one_image_at_a_time_is_given_one() -> None:
 
 
 def test_masked_patches_are_tried_where_the_class_takes_them() -> None:
-    config = ViTConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
-        image_size=16, patch_size=8, encoder_stride=8,
-    )  # fmt: skip
+    config = ViTConfig(**{**VIT, "image_size": 16, "patch_size": 8, "encoder_stride": 8})
     for cls, takes in ((ViTForMaskedImageModeling, True), (ViTForImageClassification, False)):
         model = randomised(cls(config))
         (batch,) = inputs.seeded_batches(model, 3, 0, torch.bfloat16)
@@ -457,13 +440,7 @@ def test_perplexity_of_a_causal_head() -> None:
 
 
 def test_perplexity_of_a_masked_head() -> None:
-    config = BertConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        vocab_size=VOCABULARY,
-    )
+    config = BertConfig(**{**BERT, "vocab_size": VOCABULARY})
     model = randomised(BertForMaskedLM(config)).double()
     batch = {"input_ids": ids(40)}
     found, tokens = perplexity(model, [batch], 4, 0)
@@ -568,8 +545,7 @@ def test_a_text_without_a_language_head(tmp_path: Path) -> None:
     out = folded(source, tmp_path / "out", proven(source, "BertModel"))
     found = verify(out, text=Path(__file__), write=False)
     assert found.passed and found.perplexity is None and 0 < found.own_rows <= found.rows
-    other = verify(out, write=False)
-    assert found.runtime_error != other.runtime_error and other.own_rows == 0
+    assert found == verify(out, text=str(__file__), write=False)
 
 
 @pytest.mark.parametrize("hidden", [True, False])

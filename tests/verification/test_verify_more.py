@@ -14,17 +14,14 @@ import torch
 import transformers
 from commands import enjoyln
 from live_models import CHECKPOINTS
-from safetensors.torch import load_file
 from stored_files import changed
-from verify_cases import FAMILIES, POSITIONS, D, folded, gpt2, proven, right_plan
+from verify_cases import POSITIONS, D, folded, gpt2, right_plan
 
 import enjoyln_cli
 from enjoyln_cli.comparison import batches as inputs
 from enjoyln_cli.comparison.metrics import distances
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel, VerificationFailed
 from enjoyln_cli.verification.verify import verify
-
-WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +53,7 @@ def with_config(found: Path, into: Path, **entries: Any) -> Path:
     ("key", "value", "words"),
     [
         ("layer_norm_epsilon", 1e-3, r"layer_norm_epsilon \(0.001, in the original 1e-05\)"),
-        ("activation_function", "gelu", r'\("gelu", in the original "gelu_new"\)'),
-        ("scale_attn_by_inverse_layer_idx", True, "inverse_layer_idx .true, in the original false"),
         ("tie_word_embeddings", False, r"tie_word_embeddings \(false, in the original true\)"),
-        ("dtype", "float16", r'dtype \("float16", in the original "'),
         ("architectures", ["GPT2ForSequenceClassification"], "architectures"),
         ("task_specific_params", {"a": {"b": 1}}, r"task_specific_params.a.b \(1, in the original"),
     ],
@@ -100,8 +94,6 @@ def test_a_result_that_transformers_has_saved_again(out: Path, tmp_path: Path) -
     ("names", "words"),
     [
         (["transformer.h.0.attn.c_attn.weight"], "h.0.attn.c_attn.weight, which GPT2LMHeadModel"),
-        (["transformer.h.1.ln_2.weight", "transformer.h.1.ln_2.bias"], "ln_2.bias, .*ln_2.weight"),
-        (["transformer.ln_f.bias"], "transformer.ln_f.bias, which"),
         (["transformer.ln_f.bias", "transformer.ln_f.weight"], "ln_f.bias, .*ln_f.weight, which"),
         (["transformer.wte.weight"], "transformer.wte.weight"),
     ],
@@ -120,51 +112,22 @@ def test_a_weight_missing_in_both_checkpoints(
     assert "\n" not in str(caught.value)
 
 
-def test_a_fold_with_a_missing_weight_leaves_nothing(tmp_path: Path) -> None:
-    def edit(tensors: dict[str, torch.Tensor]) -> None:
-        del tensors["transformer.h.2.mlp.c_fc.weight"]
-
-    changed(CHECKPOINTS / "gpt2", tmp_path / "in", edit)
-    with pytest.raises(BadCheckpoint, match="does not store transformer.h.2.mlp.c_fc.weight"):
-        enjoyln_cli.fold(tmp_path / "in", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.slow
-def test_a_new_head_and_a_pooler_that_nobody_trained(tmp_path: Path) -> None:
+def test_a_new_head_that_nobody_trained(source: Path, tmp_path: Path) -> None:
     """A class that the user chooses may have parts that the checkpoint does not store."""
     head = "GPT2ForSequenceClassification"
-    result = enjoyln_cli.fold(CHECKPOINTS / "gpt2", tmp_path / "a", model_class=head)
+    result = enjoyln_cli.fold(source, tmp_path / "out", model_class=head)
     assert result.verification.passed
-    changed(
-        CHECKPOINTS / "vit",
-        tmp_path / "in",
-        lambda t: [t.pop(name) for name in ("classifier.weight", "classifier.bias")],
-    )
-    config = {"architectures": ["ViTModel"]}
-    pooled = with_config(tmp_path / "in", tmp_path / "pooled", **config)
-    result = enjoyln_cli.fold(pooled, tmp_path / "b", model_class="ViTModel")
-    assert result.verification.passed and not any(
-        "pooler" in name for name in load_file(pooled / WEIGHTS)
-    )
 
 
 # NaN and infinity.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("transformer.h.0.ln_1.bias", float("nan")),
-        ("transformer.ln_f.weight", float("inf")),
-    ],
-)
-def test_a_model_that_returns_nan_does_not_pass(
-    source: Path, tmp_path: Path, name: str, value: float
-) -> None:
+def test_a_model_that_returns_nan_does_not_pass(source: Path, tmp_path: Path) -> None:
     """It passes only with ``allow_nonfinite``."""
-    before = changed(source, tmp_path / "in", lambda t: t[name].fill_(value))
+    name = "transformer.h.0.ln_1.bias"
+    before = changed(source, tmp_path / "in", lambda t: t[name].fill_(torch.nan))
     with pytest.raises(VerificationFailed, match=f"cannot compare .*{name}.*nonfinite"):
         enjoyln_cli.fold(before, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -183,18 +146,16 @@ def test_nan_in_a_weight_that_is_centred(source: Path, tmp_path: Path) -> None:
     assert not found.passed and name in found.summary
 
 
-@pytest.mark.parametrize("allowed", [False, True])
-def test_nan_that_no_weight_explains(source: Path, tmp_path: Path, allowed: bool) -> None:
-    """``allow_nonfinite`` does not excuse it either."""
+def test_nan_that_no_weight_explains(source: Path, tmp_path: Path) -> None:
+    """``allow_nonfinite`` does not excuse it."""
     before = with_config(source, tmp_path / "in", layer_norm_epsilon=-100.0)
     with pytest.raises(VerificationFailed, match="its weights are finite, so check its config"):
-        enjoyln_cli.fold(before, tmp_path / "out", allow_nonfinite=allowed)
+        enjoyln_cli.fold(before, tmp_path / "out", allow_nonfinite=True)
 
 
 def test_a_padding_token_beyond_the_embedding(source: Path, tmp_path: Path) -> None:
-    for i, token in enumerate((-1, 10**6)):
-        before = with_config(source, tmp_path / f"in{i}", pad_token_id=token)
-        assert enjoyln_cli.fold(before, tmp_path / f"out{i}").verification.passed
+    before = with_config(source, tmp_path / "in", pad_token_id=10**6)
+    assert enjoyln_cli.fold(before, tmp_path / "out").verification.passed
 
 
 # Positions.
@@ -280,26 +241,19 @@ def test_a_decoder_that_takes_no_positions_gets_longer_rows(tmp_path: Path) -> N
 # Float64.
 
 
-def in_float64(family: str, into: Path) -> Path:
-    """The trained checkpoint with weights that no narrower dtype can represent."""
-    name = json.loads((CHECKPOINTS / family / "config.json").read_text())["architectures"][0]
-    cls = getattr(transformers, name)
-    model = cls.from_pretrained(CHECKPOINTS / family, dtype=torch.float64)
+def test_a_float64_checkpoint(tmp_path: Path) -> None:
+    """A correct fold passes; a fold with a weight that is off by a billionth does not.
+
+    No narrower dtype can represent the weights.
+    """
+    model = gpt2().double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.add_(1e-3 * noise * parameter.abs())
-    model.save_pretrained(into)
-    return into
-
-
-@pytest.mark.one_case
-@pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
-def test_a_float64_checkpoint(tmp_path: Path, family: str) -> None:
-    """A correct fold passes; a fold with a weight that is off by a billionth does not."""
-    source = in_float64(family, tmp_path / "in")
-    plan = proven(source, FAMILIES[family])
+    model.save_pretrained(tmp_path / "in")
+    source, plan = tmp_path / "in", right_plan()
     out = folded(source, tmp_path / "out", plan)
     found = verify(out, write=False)
     assert found.passed, found.summary
