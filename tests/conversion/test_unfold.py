@@ -61,14 +61,22 @@ def folded(source: Path, out: Path, scale: bool = False, **options: Any) -> Path
     return out
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return sharded(tmp_path)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of three shards in ``model``, and its fold in ``out``."""
+    folder = tmp_path_factory.mktemp("made")
+    folded(sharded(folder), folder / "out")
+    return folder
 
 
 @pytest.fixture
-def out(source: Path, tmp_path: Path) -> Path:
-    return folded(source, tmp_path / "out")
+def source(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made / "model", tmp_path / "model")
+
+
+@pytest.fixture
+def out(made: Path, source: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made / "out", tmp_path / "out")
 
 
 @pytest.fixture
