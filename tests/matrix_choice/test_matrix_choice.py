@@ -56,7 +56,7 @@ def ready() -> PreparedFold:
 
 
 def searched(tokens: Path, *more: object) -> dict[str, Any]:
-    shown = good("rotate", GPT2, "--untie", "--search", 2, "--tokens", tokens, "--json", *more)
+    shown = good("rotate", GPT2, "--untie", "--search", 4, "--tokens", tokens, "--json", *more)
     found: dict[str, Any] = json.loads(shown)["matrices"]
     return found
 
@@ -78,7 +78,7 @@ def test_the_seed_that_is_best_on_the_first_half_is_written(tokens: Path, tmp_pa
     out = tmp_path / "out"
     found = searched(tokens, "-o", out, "--scheme", "w4a8", "--seconds", 5)
     costs = {name: each["kl"] for name, each in found["first_half"].items()}
-    assert list(costs) == ["original", *(f"seed {seed}" for seed in range(2))]
+    assert list(costs) == ["original", *(f"seed {seed}" for seed in range(4))]
     assert found["chosen"] == min(list(costs)[1:], key=lambda name: costs[name])
     seed = int(found["chosen"].removeprefix("seed "))
     assert json.loads((out / "config.json").read_text())["enjoyln"]["rotated"]["seed"] == seed
@@ -100,7 +100,7 @@ def test_the_other_half_of_the_data_does_not_choose(tokens: Path, tmp_path: Path
     assert one["first_half"] == other["first_half"] and one["chosen"] == other["chosen"]
     assert one["second_half"] != other["second_half"]
     shown = "\n".join(one["summary"])
-    for part in ("simulated w4a4, KL divergence", "2 seeds: best ", "median", "worst", "original"):
+    for part in ("simulated w4a4, KL divergence", "4 seeds: best ", "median", "worst", "original"):
         assert part in shown
 
 
@@ -142,13 +142,13 @@ def test_learning_goes_on_where_it_was_interrupted(ready: PreparedFold, tmp_path
         if steps == 11:
             raise KeyboardInterrupt
 
-    with trials(ready, read_user_data(text=ROOT / "LICENSE"), "w4a8", 16, ignore) as tried:
-        whole = learned(tried, 14, tmp_path / "other")
+    with trials(ready, read_user_data(text=ROOT / "LICENSE"), "w4a8", 32, ignore) as tried:
+        whole = learned(tried, 16, tmp_path / "other")
         with pytest.raises(KeyboardInterrupt):
-            learned(tried, 14, state, stop)
+            learned(tried, 16, state, stop)
         assert steps == 11
-        again = learned(tried, 14, state, lambda *_: stop(0, 0), resume=True)
-    assert steps == 11 + 4  # the state was written after step 10
+        again = learned(tried, 16, state, lambda *_: stop(0, 0), resume=True)
+    assert steps == 11 + 6  # the state was written after step 10
     one, same = (matrices_of(choice.plan) for choice in (whole, again))
     assert len(one) == 4 and one.keys() == same.keys()
     assert all(torch.equal(one[name], same[name]) for name in one)
@@ -159,7 +159,7 @@ def test_learning_goes_on_where_it_was_interrupted(ready: PreparedFold, tmp_path
 @pytest.mark.slow
 def test_a_learned_result_is_exact_and_keeps_its_matrices(tokens: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    learns = ("rotate", GPT2, "-o", out, "--untie", "--learn", 8, "--tokens", tokens)
+    learns = ("rotate", GPT2, "-o", out, "--untie", "--learn", 16, "--tokens", tokens)
     shown = good(*learns, "--scheme", "w4a4", "--seconds", 5)
     assert "verified: " in shown
     assert re.search(r"other half, 8 inputs: original \S+, seed 0 \S+, learned \S+", shown)
