@@ -63,6 +63,7 @@ def test_a_rotated_model_computes_the_same_and_can_be_saved(name: str, tmp_path:
     assert float((outputs_of(loaded) - expected).norm() / expected.norm()) < 1e-12
 
 
+@pytest.mark.slow
 def test_seeds_and_options_choose_what_turns() -> None:
     tied = trained("gpt2")
     plan = rotate(tied, untie=False)

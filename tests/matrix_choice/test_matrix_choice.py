@@ -74,6 +74,7 @@ def kl_of(model: Any, original: Any, rows: list[list[int]], scheme: Scheme) -> f
     return total / ids.numel()
 
 
+@pytest.mark.slow
 def test_the_seed_that_is_best_on_the_first_half_is_written(tokens: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     found = searched(tokens, "-o", out, "--scheme", "w4a8", "--seconds", 5)

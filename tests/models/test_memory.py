@@ -30,7 +30,7 @@ from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.verification.verify import verify
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -153,6 +153,7 @@ SERIES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_time_series_model_is_proven_for_all_values() -> None:
     plan = analyze_config(AutoformerConfig(**SERIES), model_class="AutoformerModel").plan
     folded = {verdict.norm for verdict in plan.folded}

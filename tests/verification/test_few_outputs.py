@@ -100,7 +100,7 @@ WRONG: dict[str, Callable[[Tensors, Tensors, Plan], object]] = {
 }
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "name"), zip(["a weight that the plan leaves out", *WRONG], cycle(MODELS))
 )

@@ -153,6 +153,7 @@ def test_nan_that_no_weight_explains(source: Path, tmp_path: Path) -> None:
         enjoyln_cli.fold(before, tmp_path / "out", allow_nonfinite=True)
 
 
+@pytest.mark.slow
 def test_a_padding_token_beyond_the_embedding(source: Path, tmp_path: Path) -> None:
     before = with_config(source, tmp_path / "in", pad_token_id=10**6)
     assert enjoyln_cli.fold(before, tmp_path / "out").verification.passed
