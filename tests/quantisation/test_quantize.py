@@ -25,7 +25,7 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export import transformers_exporter
 from enjoyln_cli.quantisation import exported
 from enjoyln_cli.quantisation.quantize import head_of, require_layers
-from enjoyln_cli.quantisation.schemes import ONNX, SCHEMES
+from enjoyln_cli.quantisation.schemes import ONNX, OPENVINO, SCHEMES
 
 LICENCE = ROOT / "LICENSE"
 SOME = ("--rotations", 1, "--inputs", 4)
@@ -152,18 +152,18 @@ def test_a_path_to_keep_that_no_layer_has_is_refused() -> None:
 def test_openvino_runs_what_nncf_quantised(scheme: str, tmp_path: Path) -> None:
     pytest.importorskip("nncf")
     openvino = pytest.importorskip("openvino")
-    out, form = tmp_path / "out", ("--format", "openvino", "--scheme", scheme)
-    some = ("--text", LICENCE, "--rotations", 0, "--inputs", 4)
-    good("quantize", with_outliers(tmp_path / "model"), "-o", out, *form, *some)
-    found = json.loads((out / QUANTISATION_FILE).read_text())
-    assert 0 < found["held_out"]["error"] < 0.2
-    assert found["size"] < 0.6 * found["float_size"]
-    ids = torch.arange(3, 43)[None]
-    model = openvino.Core().compile_model(out / "openvino_model.xml", "CPU")
-    outputs = model({"input_ids": ids.numpy(), "attention_mask": np.ones((1, 40), np.int64)})
+    out, folder = tmp_path / "out", shallow("gpt2", tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    made = exported.exported(model, BATCH, OPENVINO)
+    small = exported.quantised(made, OPENVINO, SCHEMES[scheme], BATCH, [BATCH], (), False)
+    transformers_exporter.save(small, out, model.config)
+    compiled = openvino.Core().compile_model(out / "openvino_model.xml", "CPU")
+    outputs = compiled({name: value.numpy() for name, value in BATCH.items()})
     with torch.no_grad():
-        exact = AutoModelForCausalLM.from_pretrained(tmp_path / "model")(ids).logits.numpy()
+        exact = model(**BATCH).logits.numpy()
     assert 0 < np.linalg.norm(outputs[0] - exact) < 0.3 * np.linalg.norm(exact)
+    weights = (out / "openvino_model.bin").stat().st_size
+    assert weights < 0.6 * (folder / "model.safetensors").stat().st_size
 
 
 def test_what_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
