@@ -59,11 +59,11 @@ def push(
 
     require_directory(out.expanduser())
     require_folded(out)
+    require_repo_id(repo_id)
     chatty = not quiet and not as_json
     if chatty:
         say(f"checking {out}", "dim", stderr=True)
         show_transfers()
-    require_repo_id(repo_id)
     from enjoyln_cli.cli.console import upload_line, write_doubts, write_json, write_push
     from enjoyln_cli.publish import push as hub
 
