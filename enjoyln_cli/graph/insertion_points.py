@@ -78,9 +78,7 @@ class Places:
         if mode is None:
             return value
         self._calls += 1
-        marked = getattr(mode, "alias", aten.alias)(value)  # the recorder has its own
-        meta = mode.tracer.tensor_tracker[marked].proxy.node.meta
-        meta["custom"] = {**meta.get("custom", {}), MARK: (path, where, self._calls)}
+        marked: torch.Tensor = mode.marked(value, {MARK: (path, where, self._calls)})
         return marked
 
 
@@ -94,8 +92,6 @@ def mark_insertion_points(model: nn.Module) -> Places:
         inside = leaf or path not in ("", base_path(model))
         if inside and inspect.isfunction(type(module).forward):
             module.__dict__["forward"] = _marking(places, path, module, leaf)
-    for path in blocks(model):
-        model.get_submodule(path).register_forward_pre_hook(_empty_hook)
     return places
 
 
@@ -109,10 +105,6 @@ def blocks(model: nn.Module) -> list[str]:
         if block is not None and any(block.children())
     }
     return [path for path, module in model.named_modules() if module in items]
-
-
-def _empty_hook(module: nn.Module, args: Any) -> None:
-    """With a hook, ``nn.TransformerEncoderLayer`` calls its children instead of one fused op."""
 
 
 def _marking(places: Places, path: str, module: nn.Module, leaf: bool) -> Callable[..., Any]:

@@ -1,12 +1,9 @@
-"""Check that a call of a norm module runs its class's ``forward`` on one tensor, and nothing else.
+"""Check that a call of a norm module runs its class's ``forward``, and nothing else.
 
 To convert a norm of a live model, its class is replaced by one with another ``forward``. That is
-safe only if nothing comes between a call of the module and ``forward``, and if the proof covers
-every run of ``forward``:
-
-* ``interference`` inspects the module: hooks, parametrisations, replaced methods. It is called
-  before a norm is proven, and again before a plan is installed;
-* ``NormRuns`` observes every run of ``forward`` while a model is traced.
+safe only if nothing comes between a call of the module and ``forward``. ``interference`` looks for
+hooks, parametrisations and replaced methods: before a norm is proven, and again before a plan is
+installed.
 """
 
 from __future__ import annotations
@@ -99,73 +96,8 @@ def runs_torchs_layer_norm(module: nn.Module) -> bool:
     return unpatched and forward is nn.LayerNorm.forward
 
 
-def may_be_norm(module: nn.Module) -> bool:
-    """Whether a module has so few tensors that it may be a norm; it is not run to find out."""
-    if isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
-        return True
-    if type(module).__module__.startswith("torch.nn.modules.") or any(module.children()):
-        return False
-    held = len([*module.parameters(), *module.buffers()])
-    return held <= 2 and (held > 0 or hasattr(module, "normalized_shape"))
-
-
 def first_names(model: nn.Module) -> dict[str, str]:
     """For modules that are registered under several names: each other name, and the first name."""
     first = {module: name for name, module in model.named_modules()}
     every = model.named_modules(remove_duplicate=False)
     return {name: first[module] for name, module in every if name != first[module]}
-
-
-class NormRuns:
-    """Observes how the norms of a model run while it is traced, and records unusual runs.
-
-    Each norm gets a new class with another ``forward``, in the same way as when a plan is
-    installed. So a call that runs this ``forward`` will run the ``forward`` of ``RMSNorm`` later.
-    """
-
-    def __init__(self) -> None:
-        self.unseen: dict[str, str] = {}
-        """By path of the norm: why the traced graph does not show all of its runs."""
-        self._called: list[str] = []
-
-    def called(self, path: str, call: Callable[[], Any]) -> Any:
-        """Run ``call``, which calls the module at ``path``, and return its result."""
-        self._called.append(path)
-        depth = len(self._called)
-        try:
-            return call()
-        finally:
-            del self._called[depth - 1 :]
-
-    def ran(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> None:
-        """Note a run of the ``forward`` of the norm at ``path`` with these arguments."""
-        if not self._called or self._called.pop() != path:
-            self.unseen.setdefault(path, "its forward runs without a call of the module")
-        elif only_input(args, kwargs, name) is None:
-            self.unseen.setdefault(path, "it is called with more than one tensor")
-
-
-def watch_norms(model: nn.Module) -> NormRuns:
-    """From now on, every run of a norm of ``model``, a copy made for a trace, is observed."""
-    runs = NormRuns()
-    for path, module in model.named_modules():
-        if may_be_norm(module) and interference(module) is None:
-            become(module, _watching(type(module), path, runs))
-    return runs
-
-
-def _watching(base: Any, path: str, runs: NormRuns) -> type:
-    """A subclass of ``base`` that computes the same and reports each run to ``runs``."""
-    name = first_input(base.forward)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return runs.called(path, lambda: super(cls, self).__call__(*args, **kwargs))
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        runs.ran(path, args, kwargs, name)
-        return base.forward(self, *args, **kwargs)
-
-    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
-    about = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    cls: Any = type(base.__name__, (base,), {**about, "__call__": call, "forward": forward})
-    return cls  # type: ignore[no-any-return]

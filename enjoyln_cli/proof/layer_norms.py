@@ -29,6 +29,8 @@ from enjoyln_cli.models.norm_probe import (
 from enjoyln_cli.plan.axis import feature_axis
 from enjoyln_cli.proof.flow import Flow, Value
 
+_MORE = "it is called with more than one tensor"
+
 
 def layer_norms(model: nn.Module) -> tuple[dict[str, LayerNormForm], dict[str, str]]:
     """Each LayerNorm's form by module path, and the reason for each that cannot be swapped."""
@@ -72,14 +74,14 @@ def norm_calls(
             if shape is None:
                 refused[path] = "the shape of its input depends on values"
             elif not shape:
-                refused[path] = "it takes more than one tensor"
+                refused[path] = _MORE
             elif not norms[path].holds_for(len(shape)):
                 rank = len(shape)
                 elsewhere[path] = f"for inputs of {rank} dimensions it computes something else"
             else:
                 axis = feature_axis(shape, norms[path].dim)
                 calls[path].append(Value(position, entering[0], axis))
-        refused |= {path: why for path, why in trace.unseen.items() if path in norms}
+        refused |= dict.fromkeys(trace.called_with_more & norms.keys(), _MORE)
         inside = [(trace.module_of(node), why) for node in trace.graph.nodes if (why := _op(node))]
         for path, why in dict(inside).items():
             if path not in norms and path not in refused and not _is_foreign(path, flow):

@@ -24,7 +24,7 @@ from enjoyln_cli.models.outputs import is_fed_back
 from enjoyln_cli.trace.recorder import Recording
 from enjoyln_cli.trace.shared_storage import reason_outside
 from enjoyln_cli.trace.steps import Steps, Watchers
-from enjoyln_cli.trace.trace import Naming, Trace
+from enjoyln_cli.trace.trace import Naming, Trace, path_in_model
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ def annotate(
             f for fields in returned.values() for f in fields if is_fed_back(f, accepted)
         ),
         call=this.call,
-        unseen={naming(path): why for path, why in this.watchers.norms.unseen.items()},
+        called_with_more=frozenset(
+            naming(path_in_model(path)) for path in recording.called_with_more
+        ),
         locked={naming(name): reason for name, reason in locked.items()},
         scaled=frozenset(map(naming, scaled)),
         places={

@@ -180,7 +180,7 @@ def record_example_call(this: CallToTrace) -> Trace:
     mark_written(recording.graph, tied_or_locked)
     changed = runner.replaced | (runner.written - scaled_names)
     trace = annotate(this, recording, changed=changed, scaled=scaled_names)
-    read = runner.read_values or any(map(_tells_python, recording.graph.nodes))
+    read = recording.read_values or any(map(_tells_python, recording.graph.nodes))
     return replace(trace, by_values=read or any(map(computed.holds, constants)))
 
 

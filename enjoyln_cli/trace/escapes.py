@@ -1,4 +1,4 @@
-"""Find the values that Python code reads from tensors as numbers, which no graph shows."""
+"""Find the values that Python code reads from tensors, which no graph shows."""
 
 from __future__ import annotations
 
@@ -9,38 +9,98 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from enjoyln_cli.errors import TraceFailed
+from enjoyln_cli.trace.graph_builder import NotRecorded
 
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 READS = {
     "__array__", "__bool__", "__complex__", "__dlpack__", "__float__", "__format__", "__index__",
     "__int__", "__reduce_ex__", "__repr__", "allclose", "data_ptr", "equal", "is_nonzero", "item",
     "numpy", "storage", "tolist", "untyped_storage",
 }  # fmt: skip
 """Functions by which Python gets the values of a tensor, or access to them."""
+_INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
-class WatchReads(TorchFunctionMode):
-    """Records tensors whose values Python reads as numbers.
+class PythonReads(TorchFunctionMode):
+    """Notes what Python reads of tensors in a call, even if the model catches the exception.
 
     Raises ``TraceFailed`` if code assigns to ``.data`` of a tensor, which no graph shows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lenient: bool, symbolic: bool) -> None:
+        """``lenient`` if operations may read values, ``symbolic`` if no tensor has any."""
         super().__init__()
-        self.read: list[torch.Tensor] = []
+        self.lenient = lenient
+        self.symbolic = symbolic
         self.read_values = False
-        """Whether any value was read, even that of an input."""
+        """Whether Python read the value of a tensor, so that other values may lead elsewhere."""
+        self.failed = False
+        """Whether reading one failed."""
+        self.writing = False
+        """Whether ``torch.tensor`` runs on constants in the code."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.__getitem__ and (slices := _as_slices(args[1])) is not None:
+            return func(args[0], slices).clone(memory_format=torch.contiguous_format)
+        if func in _INDEXED and not self.lenient:
+            with self:
+                args = (args[0], _with_index_tensors(args[1], args[0].device), *args[2:])
+        if func is torch.Tensor.__deepcopy__ and self.symbolic:
+            self.failed = True
+            raise NotRecorded("a deep copy of a tensor needs memory, which no symbol has")
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            self.failed = True
             raise TraceFailed("forward assigns to the .data of a tensor, which no graph shows")
-        result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") not in READS:
+        reads = getattr(func, "__name__", "") in READS
+        written = func is torch.tensor and not _holds_tensor((args, kwargs))
+        if not (reads or written):
+            return func(*args, **kwargs)
+        self.writing = written
+        try:
+            result = func(*args, **kwargs)
+            self.read_values |= reads
             return result
-        self.read_values = True
-        if any(isinstance(leaf, _NUMBERS) for leaf in pytree.tree_leaves(result)):
-            given = pytree.tree_leaves((args, kwargs))
-            self.read += [value for value in given if isinstance(value, torch.Tensor)]
-        return result
+        except BaseException:
+            self.failed = True
+            raise
+        finally:
+            self.writing = False
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _with_index_tensors(index: Any, device: torch.device) -> Any:
+    """An index with tensors in place of lists of numbers.
+
+    torch would make a tensor of each list by itself, by no recorded operation.
+    """
+    if type(index) is tuple:
+        return tuple(_with_index_tensors(item, device) for item in index)
+    is_list = type(index) is list and all(type(i) is int for i in pytree.tree_leaves(index))
+    return torch.tensor(index).to(device) if is_list else index
+
+
+def _as_slices(index: Any) -> Any:
+    """An index whose only list of numbers, which are evenly spaced, is a slice; ``None`` if it has
+    none such, or a tensor beside it.
+
+    ``x[:, [2]]`` holds a copy of ``x[:, 2:3]``, and a slice has the same form in all recordings.
+    """
+    items = index if type(index) is tuple else (index,)
+    lists = [item for item in items if type(item) is list]
+    others = {int, slice, type(None), type(...), list}
+    if len(lists) != 1 or not others.issuperset(map(type, items)):
+        return None
+    numbers = lists[0]
+    if not numbers or any(type(number) is not int for number in numbers):
+        return None
+    first, last = numbers[0], numbers[-1]
+    step = numbers[1] - first if len(numbers) > 1 else 1
+    if step < 1 or (first < 0) != (last < 0) or numbers != list(range(first, last + 1, step)):
+        return None
+    taken = slice(first, last + 1 or None, step)
+    return tuple(taken if item is numbers else item for item in items)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from enjoyln_cli.models.norm_modules import first_input, only_input
 
 PLAIN = (torch.Tensor, nn.Parameter)
 """Classes of tensors that recorded operations return."""
@@ -21,19 +24,6 @@ class NotRecorded(Exception):
     """A call does something that cannot be recorded."""
 
 
-class _Known:
-    """Holds the node of a tensor, with the interface of the proxies in torch's own tracers."""
-
-    __slots__ = ("node",)
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-
-    @property
-    def proxy(self) -> _Known:
-        return self
-
-
 @dataclass(eq=False)
 class GraphBuilder:
     """The growing graph, and the node that each tensor comes from."""
@@ -41,10 +31,12 @@ class GraphBuilder:
     keeps_shapes: bool = True
     """Whether ``meta["val"]`` of each node has the shapes and dtypes of its result."""
     graph: Graph = field(default_factory=Graph)
-    tensor_tracker: Any = field(default_factory=WeakTensorKeyDictionary)
+    nodes: Any = field(default_factory=WeakTensorKeyDictionary)
     constants: dict[Node, torch.Tensor] = field(default_factory=dict)
     around: Mapping[str, tuple[str, type]] = field(default_factory=dict)
     """The running module calls, outermost first, in the format of ``nn_module_stack``."""
+    called_with_more: set[str] = field(default_factory=set)
+    """Paths of the modules without children that were called with other arguments than a tensor."""
     _first: Node | None = None
     """The first operation."""
     _given: set[int] = field(default_factory=set)
@@ -66,27 +58,30 @@ class GraphBuilder:
 
     def give(self, tensor: torch.Tensor, node: Node) -> None:
         """Note that ``tensor`` comes from ``node``."""
-        self.tensor_tracker[tensor] = _Known(node)
+        self.nodes[tensor] = node
 
     def follow_module_calls(self, root: nn.Module) -> None:
-        """From now on, ``around`` lists the modules of ``root`` that are being called."""
-        names = {id(module): name for name, module in root.named_modules()}
-        counts: dict[str, int] = {}
-        outside: list[Any] = []
+        """From now on, ``around`` lists the modules of ``root`` whose ``forward`` runs."""
+        for path, module in root.named_modules():
+            vars(module)["forward"] = self._followed(path, module)
 
-        def enter(module: nn.Module, args: Any) -> None:
-            outside.append(self.around)
-            name = names.get(id(module))
-            if name is not None:  # not a copy that was made during the call
-                number = counts[name] = counts.get(name, -1) + 1
-                self.around = {**self.around, f"{name}@{number}": (name, type(module))}
+    def _followed(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        inner, cls, numbers = module.forward, type(module), count()
+        leaf = not any(module.children())
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self.around = outside.pop()
+        @wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            name = first_input(cls.forward) if leaf and kwargs else ""
+            if leaf and only_input(args, kwargs, name) is None:
+                self.called_with_more.add(path)
+            outside = self.around
+            self.around = {**outside, f"{path}@{next(numbers)}": (path, cls)}
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.around = outside
 
-        for module in root.modules():
-            module.register_forward_pre_hook(enter, prepend=True)
-            module.register_forward_hook(leave, always_call=True)
+        return forward
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor was allocated during the call."""
@@ -97,9 +92,9 @@ class GraphBuilder:
 
         If ``lenient``, any tensor of unknown origin is a constant.
         """
-        known = self.tensor_tracker.get(tensor)
+        known: Node | None = self.nodes.get(tensor)
         if known is not None:
-            return known.node  # type: ignore[no-any-return]
+            return known
         if not lenient and (tensor.is_meta or type(tensor) not in PLAIN):
             raise NotRecorded("a tensor was not created by a recorded operation")
         return self.stand_in(tensor)

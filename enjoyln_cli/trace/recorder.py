@@ -25,6 +25,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch._functorch.autograd_function import custom_function_call
 from torch._subclasses import FakeTensorMode
@@ -35,7 +36,6 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,7 +43,7 @@ from enjoyln_cli.graph.nodes import packet
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import Memory, on_cpu, weightless
 from enjoyln_cli.trace import meta_results
-from enjoyln_cli.trace.escapes import READS
+from enjoyln_cli.trace.escapes import PythonReads
 from enjoyln_cli.trace.graph_builder import PLAIN, GraphBuilder, NotRecorded
 from enjoyln_cli.trace.steps import Steps
 
@@ -51,7 +51,6 @@ aten = torch.ops.aten
 
 _MASKS = (torch.bool, torch.uint8)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _CONSTANT = {aten.lift_fresh_copy, aten.detach, aten._to_copy, aten.to}
 """Ops whose result is a constant if their operand is one."""
 
@@ -69,6 +68,10 @@ class Recording:
     """Other tensors that the graph reads, such as constants in the code."""
     layout: pytree.TreeSpec
     """The structure of the result of ``Steps``, whose values the graph returns."""
+    read_values: bool
+    """Whether Python read the value of a tensor."""
+    called_with_more: frozenset[str]
+    """Paths of the modules without children that were called with other arguments than a tensor."""
 
 
 def record(runner: Steps, steps: Any) -> Recording:
@@ -86,7 +89,7 @@ def record(runner: Steps, steps: Any) -> Recording:
     recorder = _Recorder(GraphBuilder())
     recording, (*returned, (_, others)) = _record(runner, recorder, leaves, layout)
     repeated = len(returned) > len(steps) or bool(others)
-    if not recorder.sure or repeated or runner.replaced or runner.written:
+    if recorder.reads.failed or repeated or runner.replaced or runner.written:
         raise NotRecorded("a call reads a value, or leaves something behind")
     return recording
 
@@ -132,6 +135,8 @@ def record_symbolic(runner: Steps, steps: Any, sizes: Symbols, free: bool = True
     Raises ``NotRecorded``, or any exception of the model.
     """
     fake = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
+    lists = (part for part in runner.modules() if isinstance(part, nn.ModuleList | nn.Sequential))
+    fake.cache_enabled = any(len(blocks) > 2 for blocks in lists)  # for fewer it costs time
     with fake:
         runner.to_empty(device="cpu")
 
@@ -146,7 +151,7 @@ def record_symbolic(runner: Steps, steps: Any, sizes: Symbols, free: bool = True
     recorder = _Recorder(GraphBuilder(keeps_shapes=False), lenient=True, symbols=sizes)
     with fake, torch.backends.nnpack.flags(enabled=False):  # which is chosen by the number of rows
         recording, _ = _record(runner, recorder, leaves, layout)
-    if not recorder.sure or sizes.undecided:
+    if recorder.reads.failed or sizes.undecided:
         raise NotRecorded("a call reads a value")
     return recording.graph
 
@@ -167,7 +172,7 @@ def _record(
             tracer.placeholder(buffer)
     inputs = [tracer.placeholder(leaf) for leaf in leaves]
     tracer.follow_module_calls(runner)
-    with _NoReads(recorder), enable_python_dispatcher(), recorder:
+    with recorder.reads, enable_python_dispatcher(), recorder:
         result = runner(*pytree.tree_unflatten(leaves, layout))
     results, results_layout = pytree.tree_flatten(result)
     nodes = [tracer.node_of(tensor, recorder.lenient) for tensor in results]
@@ -178,6 +183,8 @@ def _record(
         inputs=inputs,
         constants=tracer.constants,
         layout=results_layout,
+        read_values=recorder.reads.read_values,
+        called_with_more=frozenset(tracer.called_with_more),
     )
     return recording, result
 
@@ -200,10 +207,7 @@ class _Recorder(ProxyTorchDispatchMode):
         """Whether operations may read and write values."""
         self.symbols = symbols
         """The symbols of sizes, which only torch's operations in Python leave free."""
-        self.sure = True
-        """Whether everything could be recorded so far."""
-        self.writing = False
-        """Whether ``torch.tensor`` runs on constants in the code."""
+        self.reads = PythonReads(lenient, symbols is not None)
         self.numbers: set[Any] = set()
         """Symbols of the numbers that Python read from tensors."""
 
@@ -215,17 +219,24 @@ class _Recorder(ProxyTorchDispatchMode):
     def __sym_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)  # arithmetic of sizes is not recorded
 
-    def alias(self, value: torch.Tensor) -> torch.Tensor:
-        """``aten.alias(value)``, recorded without a way through torch's slower dispatcher."""
+    def marked(self, value: torch.Tensor, marks: dict[str, Any]) -> torch.Tensor:
+        """``aten.alias(value)``, recorded without a way through torch's slower dispatcher.
+
+        Its node has ``marks`` as metadata. With symbols, nobody reads these: returns ``value``.
+        """
+        if self.symbols is not None:
+            return value
         with torch._C.DisableTorchFunction():
-            return self._recorded(aten.alias.default, (value,), {})  # type: ignore[no-any-return]
+            alias: torch.Tensor = self._recorded(aten.alias.default, (value,), {})
+        self.tracer.node_of(alias).meta["custom"] = marks
+        return alias
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             with no_python_dispatcher():
                 return self._record(func, args, kwargs)
         except BaseException:
-            self.sure = False
+            self.reads.failed = True
             raise
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -244,13 +255,13 @@ class _Recorder(ProxyTorchDispatchMode):
         if kind == "reads":
             return self._number(func, args, kwargs)
         if func is aten.detach_.default:  # the last op of torch.tensor, also of another tensor
-            if self.writing and args[0] not in self.tracer.tensor_tracker:
+            if self.reads.writing and args[0] not in self.tracer.nodes:
                 self.tracer.stand_in(args[0])
-            if self.writing and self._is_in_code(args[0]):
+            if self.reads.writing and self._is_in_code(args[0]):
                 return func(*args, **kwargs)
             raise NotRecorded("a tensor is copied without a recorded operation")
         devices: dict[str, None] = {}
-        if func is aten.lift_fresh.default and self.writing:
+        if func is aten.lift_fresh.default and self.reads.writing:
             self.tracer.stand_in(args[0])
         nodes = self._with_nodes(args, devices)
         named = self._with_nodes(kwargs, devices)
@@ -369,72 +380,3 @@ def _kind_of(func: Any) -> str:
     if not tensors or not schema.returns or not told.isdisjoint(func.tags):
         return "reads"
     return "writes" if schema.is_mutable else ""
-
-
-def _holds_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
-
-
-def _with_index_tensors(index: Any, device: torch.device) -> Any:
-    """An index with tensors in place of lists of numbers.
-
-    torch would make a tensor of each list by itself, by no recorded operation.
-    """
-    if type(index) is tuple:
-        return tuple(_with_index_tensors(item, device) for item in index)
-    is_list = type(index) is list and all(type(i) is int for i in pytree.tree_leaves(index))
-    return torch.tensor(index).to(device) if is_list else index
-
-
-def _as_slices(index: Any) -> Any:
-    """An index whose only list of numbers, which are evenly spaced, is a slice; ``None`` if it has
-    none such, or a tensor beside it.
-
-    ``x[:, [2]]`` holds a copy of ``x[:, 2:3]``, and a slice has the same form in all recordings.
-    """
-    items = index if type(index) is tuple else (index,)
-    lists = [item for item in items if type(item) is list]
-    others = {int, slice, type(None), type(...), list}
-    if len(lists) != 1 or not others.issuperset(map(type, items)):
-        return None
-    numbers = lists[0]
-    if not numbers or any(type(number) is not int for number in numbers):
-        return None
-    first, last = numbers[0], numbers[-1]
-    step = numbers[1] - first if len(numbers) > 1 else 1
-    if step < 1 or (first < 0) != (last < 0) or numbers != list(range(first, last + 1, step)):
-        return None
-    taken = slice(first, last + 1 or None, step)
-    return tuple(taken if item is numbers else item for item in items)
-
-
-class _NoReads(TorchFunctionMode):
-    """Notes when reading a value of a tensor fails, even if the model catches the exception."""
-
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.__getitem__ and (slices := _as_slices(args[1])) is not None:
-            return func(args[0], slices).clone(memory_format=torch.contiguous_format)
-        if func in _INDEXED and not self._recorder.lenient:
-            with self:
-                args = (args[0], _with_index_tensors(args[1], args[0].device), *args[2:])
-        if func is torch.Tensor.__deepcopy__ and self._recorder.symbols is not None:
-            self._recorder.sure = False
-            raise NotRecorded("a deep copy of a tensor needs memory, which no symbol has")
-        written = func is torch.tensor and not _holds_tensor((args, kwargs))
-        if not written and getattr(func, "__name__", "") not in READS:
-            return func(*args, **kwargs)
-        self._recorder.writing = written
-        try:
-            return func(*args, **kwargs)
-        except BaseException:
-            self._recorder.sure = False
-            raise
-        finally:
-            self._recorder.writing = False

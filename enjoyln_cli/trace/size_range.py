@@ -41,7 +41,7 @@ from enjoyln_cli.plan.covered_calls import (
 from enjoyln_cli.plan.size_conditions import holds, names_in, require_condition
 from enjoyln_cli.trace.annotate import CallToTrace
 from enjoyln_cli.trace.recorder import Symbols, record_symbolic
-from enjoyln_cli.trace.steps import Steps, quiet, watch
+from enjoyln_cli.trace.steps import Steps, quiet
 from enjoyln_cli.trace.trace import Trace
 
 
@@ -131,7 +131,7 @@ def _general_forms(model: nn.Module, call: Call, trace: Trace) -> tuple[CallForm
     sizes = Symbols()
     try:
         bare = copy_without_weights(model)
-        watch(bare, call.training)
+        bare.train(call.training)
         before = _Before(bare, sizes)
         oblivious = symbolic.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
         runner = Steps(bare, call.flags, None, cache=call.cache, before=before)

@@ -1,9 +1,9 @@
 """Run a model's calls for a trace, and return every value that leaves them.
 
 ``Steps`` runs the calls in one graph, on a copy of the model without weights. ``watch`` prepares
-that copy: its norms are observed, and its insertion points marked. The copy is thrown away after
-the trace, so the model itself stays as it is. ``quiet`` is all that a trace changes in the process
-meanwhile.
+that copy: its insertion points are marked, and what its hooks see is noted. The copy is thrown away
+after the trace, so the model itself stays as it is. ``quiet`` is all that a trace changes in the
+process meanwhile.
 
 A call passes values on by returning them, in caches, by replacing buffers, and by writing into
 parameters, buffers and inputs. If it leaves something behind, the next call may use it, so a second
@@ -35,11 +35,9 @@ from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.graph.insertion_points import Places, mark_insertion_points
 from enjoyln_cli.models.known_answers import KnownAnswers
 from enjoyln_cli.models.meta_device import answers_without_values
-from enjoyln_cli.models.norm_modules import NormRuns, watch_norms
 from enjoyln_cli.models.outputs import by_field, tensors_in
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument, returned_cache
 from enjoyln_cli.plan.trusted_code import foreign_hooks
-from enjoyln_cli.trace.escapes import WatchReads
 
 _LATER = (Iterator, FunctionType, MethodType, BuiltinMethodType, partial, ReferenceType)
 """Types of results whose tensors come to light after the call."""
@@ -49,7 +47,6 @@ _LATER = (Iterator, FunctionType, MethodType, BuiltinMethodType, partial, Refere
 class Watchers:
     """Records about a model while it is captured."""
 
-    norms: NormRuns
     places: Places
     hooked: list[Any] = field(default_factory=list)
     """Inputs and outputs of modules that hooks of other code get to see."""
@@ -84,27 +81,23 @@ class Steps(nn.Module):
         """Names of parameters that a call replaces by other tensors."""
         self.written: set[str] = set()
         """Names of parameters that a call writes in place."""
-        self.read_values = False
-        """Whether Python read a tensor's value, so that other values may lead to another path."""
 
     def forward(self, *steps: Any) -> list[tuple[dict[str, list[torch.Tensor]], Any]]:
         """Run the steps; returns for each the output by field, and what ``inner`` returned.
 
         The last entry of the result holds the values that leave the calls without being returned:
-        buffers that were replaced, buffers and inputs that were written, values that hooks see, and
-        those that Python read. Parameters are not among them: ``written`` names those that a call
-        writes. If a call writes something or replaces a buffer, the same steps run once more.
+        buffers that were replaced, buffers and inputs that were written, and values that hooks see.
+        Parameters are not among them: ``written`` names those that a call writes. If a call writes
+        something or replaces a buffer, the same steps run once more.
         """
         weights = dict(self.model.named_parameters(remove_duplicate=False))
         given = [*weights.values(), *self.model.buffers(), *tensors_in(steps)]
         with torch._C.DisableTorchFunction():  # the model does not read them
             versions = [version(tensor) for tensor in given]
-        with WatchReads() as watch:
-            returned = self._run(steps)
-            if self._changed(given, versions) or self._replaced(given):
-                returned = returned + self._run(steps)
+        returned = self._run(steps)
+        if self._changed(given, versions) or self._replaced(given):
+            returned = returned + self._run(steps)
         written = self._changed(given, versions)
-        self.read_values |= watch.read_values
         now = dict(self.model.named_parameters(remove_duplicate=False))
         if added := now.keys() - weights.keys():
             raise TraceFailed(f"forward creates a parameter, {min(added)}")
@@ -112,7 +105,7 @@ class Steps(nn.Module):
         changed = {*map(id, written)}
         self.written |= {name for name, tensor in weights.items() if id(tensor) in changed}
         hooked = tensors_in(self.watchers.hooked) if self.watchers else []
-        left = (*written, *self._replaced(given), *hooked, *watch.read)
+        left = (*written, *self._replaced(given), *hooked)
         others = {id(tensor): tensor for tensor in left}
         for tensor in (*weights.values(), *tensors_in([fields for fields, _ in returned])):
             others.pop(id(tensor), None)
@@ -165,9 +158,9 @@ def _fresh(cache: Any) -> Any:
 
 
 def watch(bare: nn.Module, training: bool = False) -> Watchers:
-    """Set the mode of a copy of a model, and observe its norms, its places and its hooks."""
+    """Set the mode of a copy of a model, and observe its places and its hooks."""
     bare.train(training)
-    watchers = Watchers(watch_norms(bare), mark_insertion_points(bare))
+    watchers = Watchers(mark_insertion_points(bare))
 
     def see(module: nn.Module, *values: Any) -> None:
         watchers.hooked.append(values)

@@ -43,9 +43,8 @@ class Trace:
     fed_back: frozenset[str]
     """Output fields that a later call may take as inputs."""
     call: Call
-    unseen: Mapping[str, str] = field(default_factory=dict)
-    """Norms with runs that the graph does not show, or that are not calls of the module, with the
-    reason."""
+    called_with_more: frozenset[str] = frozenset()
+    """Modules without children that a call passes other arguments than one tensor."""
     locked: Mapping[str, str] = field(default_factory=dict)
     """Parameters that must not be edited, with the reason: they are read through other tensors, or
     a call changes them."""
