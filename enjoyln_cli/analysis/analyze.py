@@ -6,7 +6,6 @@ read are not proven, and the plan lists them.
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +38,7 @@ from enjoyln_cli.proof import explain
 from enjoyln_cli.proof.explain import Tree
 from enjoyln_cli.proof.layer_norms import layer_norms
 from enjoyln_cli.proof.min_cut import Cut, Problem, solve
+from enjoyln_cli.text import did_you_mean
 from enjoyln_cli.trace.capture import Captures
 from enjoyln_cli.trace.failure_reasons import foreign_code
 from enjoyln_cli.trace.size_range import in_two_rows
@@ -83,8 +83,8 @@ class Analysis:
         verdict = next((v for v in self.plan.norms if v.norm == norm), None)
         if verdict is None:
             names = [v.norm for v in self.plan.norms]
-            near = difflib.get_close_matches(norm, names, cutoff=0.4) or names[:3]
-            raise EnjoyLNError(f"no LayerNorm is called {norm}; there is {', '.join(near)}")
+            hint = did_you_mean(norm, names) or f"there is {', '.join(names[:3])}"
+            raise EnjoyLNError(f"no LayerNorm is called {norm}; {hint}")
         if norm not in self.problem.norms:
             return Tree(f"{norm} stays LayerNorm: {verdict.reason}", False)
         tree = explain.tree(self.problem, self.cut, norm)
@@ -198,14 +198,16 @@ def _analysis_of_classes(
     first, *others = loading
     inner = classes.base_path(first.model)
     within = inner and is_stock(first.model)  # custom code may call its base model in other ways
-    inner_classes = [o for o in others if within and type(o.model) is _type_at(first.model, inner)]
+    base = type(first.model.get_submodule(inner)) if within else None
+    inner_classes = [other for other in others if type(other.model) is base]
     traced = [_trace_class(first, first, inner if inner_classes else None, apart, more)]
     proven = [first.name, *(other.name for other in inner_classes)]
+    optional = [replace(call, required=False) for call in more]
     for other in others:
         if other in inner_classes:
             continue
         try:
-            traced.append(_trace_class(other, first, None, apart, _not_required(more)))
+            traced.append(_trace_class(other, first, None, apart, optional))
         except (TraceFailed, UnsupportedModel):
             continue
         proven.append(other.name)
@@ -315,14 +317,6 @@ def family_in_memory(
         outputs=outputs,
         training=training,
     )
-
-
-def _type_at(model: nn.Module, path: str) -> type:
-    return type(model.get_submodule(path))
-
-
-def _not_required(calls: Iterable[Call]) -> list[Call]:
-    return [replace(call, required=False) for call in calls]
 
 
 def _trace_class(

@@ -43,7 +43,7 @@ def resize_search(
         found: list[Resize] = []
         for size in dict.fromkeys(mlp.size for mlp in wanted):
             to = next_multiple(size, multiple)
-            for name in _equal(_numbers(config), size):
+            for name in [name for name, value in _numbers(config) if value == size]:
                 left = {mlp for mlp in wanted if mlp.size == size}
                 left -= {mlp for resize in found for mlp in resize.mlps}
                 changed = _changed(config, name, to)
@@ -141,10 +141,6 @@ def _numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
             yield f"{prefix}{name}", value
         elif hasattr(value, "to_dict") or (isinstance(value, Mapping) and isinstance(name, str)):
             yield from _numbers(value, f"{prefix}{name}.")
-
-
-def _equal(numbers: Iterable[tuple[str, int]], size: int) -> list[str]:
-    return [name for name, value in numbers if value == size]
 
 
 def _changed(config: Any, name: str, value: int) -> Any:

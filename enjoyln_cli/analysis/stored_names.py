@@ -150,7 +150,8 @@ def candidate(model: Any, shapes: Mapping[str, Shape], checkpoint: Checkpoint | 
         if target in filled or source in filled:
             filled |= {target, source}
     ignored = tuple(model._keys_to_ignore_on_load_missing or ())
-    missing = tuple(k for k in state if k not in filled and not _matches(k, ignored))
+    left = (name for name in state if name not in filled)
+    missing = tuple(n for n in left if not any(re.search(pattern, n) for pattern in ignored))
     names = {key: tuple(found) for key, found in stored.items()}
     return Candidate(model, names, converted, missing, checkpoint)
 
@@ -162,10 +163,6 @@ def _check_shape(name: str, checkpoint: Checkpoint, shape: tuple[int, ...]) -> N
             f"{entry.file}: {name} has shape {list(entry.shape)}, but config.json implies "
             f"{list(shape)}; this config.json does not belong to these weights"
         )
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _untie(model: Any, target: str) -> None:

@@ -79,7 +79,7 @@ def _flags_off(
     config: Any, tied: Sequence[Candidate], checkpoint: Checkpoint | None
 ) -> tuple[tuple[Setting, ...], list[Any]]:
     """The fewest config entries to set to false to untie all that can be, and the models then."""
-    names = [name for name, part in _parts(config) if getattr(part, FLAG, None)]
+    names = _flags_on(config)
     models = _build_models(config, names, tied)
     left = [_shared(model) for model in models]
     together = next(iter([names for candidate in tied for names in _shared(candidate.model)]))
@@ -114,18 +114,14 @@ def _true_when_loaded(config: Any, names: Iterable[str], checkpoint: Checkpoint 
     """The first of these entries that loads as true although ``config.json`` has false."""
     raw = checkpoint.raw_config if checkpoint else config.to_dict()
     loaded = type(config).from_dict(with_entries(raw, dict.fromkeys(names, False)))
-    on = [name for name, part in _parts(loaded) if getattr(part, FLAG, None)]
+    on = _flags_on(loaded)
     return next((name for name in names if name in on), "")
 
 
-def _parts(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """The config and its nested configs, each with the dotted name of its ``FLAG`` entry."""
-    parts = [(prefix + FLAG, config)]
-    for name in getattr(config, "sub_configs", ()):
-        inner = getattr(config, name, None)
-        if hasattr(inner, "to_dict"):
-            parts += _parts(inner, f"{prefix}{name}.")
-    return parts
+def _flags_on(config: Any) -> list[str]:
+    """The dotted names of the entries ``FLAG`` that are true, of the config and those inside it."""
+    parts = classes.nested_configs(config)
+    return [prefix + FLAG for prefix, part in parts if getattr(part, FLAG, None)]
 
 
 def _names(candidate: Candidate, model: Any) -> dict[str, str]:

@@ -40,8 +40,8 @@ from enjoyln_cli.proof import explain
 from enjoyln_cli.proof.layer_norms import rms_norms
 from enjoyln_cli.proof.min_cut import Cut, Parameter, Problem
 from enjoyln_cli.proof.pullback import Opaque
-from enjoyln_cli.rotation.affine_merge import find_merges
-from enjoyln_cli.rotation.bases import FoundBasis
+from enjoyln_cli.rotation.affine_merge import Move, find_merges
+from enjoyln_cli.rotation.found_basis import FoundBasis
 from enjoyln_cli.rotation.turning import Rotations, bases_of, rotations
 from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import covered_calls, unproven_inputs
@@ -149,12 +149,13 @@ def _merges(
     Folded norms are asked for; if no norm is to be folded, all LayerNorms are.
     """
     problem, reference = statement.problem, family.reference
-    forms, moves = dict(turns.forms), dict(turns.moves)
+    forms = turns.forms
+    moves: dict[str, Move] = dict.fromkeys(forms, "weight")
     if options.merge is not None:
         asked = cut.folded.keys() if options.fold else statement.forms.keys()
         forms |= {norm: form for norm, form in statement.forms.items() if norm in asked}
         for norm in asked:
-            moves[norm] = "affine" if norm in turns.moves else options.merge
+            moves[norm] = "affine" if norm in moves else options.merge
     baked = {norm.weight for norm in problem.baked.values()}
     forms = {norm: form for norm, form in forms.items() if f"{norm}.weight" not in baked}
     if not forms:

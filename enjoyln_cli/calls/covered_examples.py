@@ -38,7 +38,11 @@ def covered_examples(model: nn.Module, covered: CoveredCalls) -> list[tuple[Call
     found for one.
     """
     forms = covered.calls_of(model).forms
-    examples = [(form, _call(model, form)) for form in forms if not _takes_object(form)]
+    examples = [
+        (form, _call(model, form))
+        for form in forms
+        if not any(_has_object(argument) for _, argument in form.arguments)
+    ]
     if not examples:
         raise UnsupportedModel(
             f"{type(model).__name__}: the plan covers no call of it with tensors alone"
@@ -46,12 +50,8 @@ def covered_examples(model: nn.Module, covered: CoveredCalls) -> list[tuple[Call
     return examples
 
 
-def _takes_object(form: CallForm) -> bool:
-    """Whether an argument is an object of transformers, such as a cache."""
-    return any(_has_object(argument) for _, argument in form.arguments)
-
-
 def _has_object(form: Form) -> bool:
+    """Whether an argument is or holds an object of transformers, such as a cache."""
     if not isinstance(form, Items):
         return False
     return form.kind not in ("list", "tuple", "dict") or any(map(_has_object, form.values))

@@ -25,6 +25,12 @@ def op_name(node: Node) -> str:
     return str(getattr(packet(node), "__name__", packet(node)))
 
 
+def depends_on_values(target: Any) -> bool:
+    """Whether an op returns a number to Python, or a tensor whose shape depends on values."""
+    told = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return not told.isdisjoint(getattr(target, "tags", ()))
+
+
 _INT = frozenset({int})
 
 
@@ -66,6 +72,42 @@ def occurrences(node: Node, operand: Node) -> int:
     found: list[Node] = []
     torch.fx.map_arg((whole.args, whole.kwargs), lambda argument: found.append(argument))
     return sum(argument is operand for argument in found)
+
+
+SHAPE_ONLY = {
+    aten._assert_tensor_metadata,
+    aten.empty_like,
+    aten.full_like,
+    aten.new_empty,
+    aten.new_full,
+    aten.new_ones,
+    aten.new_zeros,
+    aten.ones_like,
+    aten.sym_numel,
+    aten.sym_size,
+    aten.zeros_like,
+}
+LIKE = {aten.type_as, aten.view_as, aten.expand_as, aten.reshape_as}
+"""Ops that read the dtype or shape of their second operand, not its values."""
+
+
+def reads_no_values(node: Node, operand: Node) -> bool:
+    """Whether an op reads nothing of ``operand`` but its shape and dtype.
+
+    How many elements an index chooses depends on the index alone.
+    """
+    op = packet(node)
+    if op is aten.copy:
+        return node.args[0] is operand and node.args[1] is not operand
+    if op is aten.index and occurrences(node, operand) == 1:
+        sized = all(packet(user) in SHAPE_ONLY for user in node.users)
+        return node.args[0] is operand and sized
+    return op in SHAPE_ONLY or (op in LIKE and node.args[0] is not operand)
+
+
+def readers_of(node: Node) -> set[Node]:
+    """The nodes that read the values of another, not just its shape."""
+    return {user for user in node.users if packet(user) not in SHAPE_ONLY}
 
 
 def constant_along(value: Any, axis: Axis, rank: int) -> bool:

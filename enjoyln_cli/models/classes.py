@@ -70,6 +70,17 @@ def leave_out_cache(model: Any) -> None:
             part.use_cache = False
 
 
+def nested_configs(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A config and all configs inside it, each with the dotted prefix of the names of its entries.
+
+    The names of ``text_config`` begin with ``text_config.``.
+    """
+    yield prefix, config
+    for name, part in list(vars(config).items()):
+        if hasattr(part, "model_type"):
+            yield from nested_configs(part, f"{prefix}{name}.")
+
+
 def class_named(name: str) -> type:
     """The transformers model class ``name``. Raises ``UnsupportedModel`` with similar names."""
     import transformers

@@ -223,6 +223,11 @@ def _known(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type != "meta"
 
 
+def is_mask(index: torch.Tensor) -> bool:
+    """Whether an index is a mask, whose values decide how many elements it selects."""
+    return index.dtype in (torch.bool, torch.uint8)
+
+
 def _is_real(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -266,8 +271,7 @@ def _whole_indices(indices: Any) -> list[Any]:
     """Replace masks with values by the positions that they select, so that shapes are known."""
     found: list[Any] = []
     for index in indices:
-        masks = _known(index) and index.dtype in (torch.bool, torch.uint8)
-        found.extend(index.nonzero().unbind(1) if masks else [index])
+        found.extend(index.nonzero().unbind(1) if _known(index) and is_mask(index) else [index])
     return found
 
 

@@ -21,6 +21,7 @@ from torch.nn.modules import module as hooks_of_all
 from enjoyln_cli.plan.trusted_code import foreign_hooks
 
 PLAIN = (torch.Tensor, nn.Parameter)
+"""Classes of tensors that a module usually holds, and that torch's operations return."""
 
 
 def interference(module: nn.Module) -> str | None:

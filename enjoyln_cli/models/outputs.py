@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from enjoyln_cli.errors import EnjoyLNError
+from enjoyln_cli.models.classes import nested_configs
 from enjoyln_cli.plan.cache_argument import NAMES as CACHES
 from enjoyln_cli.text import did_you_mean
 
@@ -39,8 +40,7 @@ def config_returning(config: Any, outputs: Iterable[str]) -> Any:
     if not any(STATES in pattern for pattern in outputs):
         return config
     config = copy.deepcopy(config)
-    inner = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
-    for part in (config, *(found for found in inner if found is not None)):
+    for _, part in nested_configs(config):
         part.output_hidden_states = True
     return config
 

@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from enjoyln_cli.graph.nodes import (
+    SHAPE_ONLY,
     SPLITS,
     argument,
     aten,
@@ -30,13 +31,20 @@ from enjoyln_cli.graph.nodes import (
     offsets,
     op_name,
     packet,
+    reads_no_values,
     shape_of,
     slice_bounds,
 )
-from enjoyln_cli.plan.axis import Axis, on_dimension, through_view
+from enjoyln_cli.plan.axis import Axis, on_dimension
 from enjoyln_cli.proof import index_rules, rules, weight_rules  # noqa: F401  (they fill pull's table)
 from enjoyln_cli.proof.pullback import WRITTEN, Opaque, Pull, pull
-from enjoyln_cli.proof.views import MOVES, pull_through_view, push_through_view, source_of
+from enjoyln_cli.proof.views import (
+    MOVES,
+    pull_through_view,
+    push_through_view,
+    source_of,
+    through_view,
+)
 from enjoyln_cli.trace.trace import Trace
 
 
@@ -292,44 +300,8 @@ def outcomes(
 
 TAKEN_APART = SPLITS | {aten.unbind, aten.embedding_bag}
 """Ops with several results, each of which has a rule."""
-SHAPE_ONLY = {
-    aten._assert_tensor_metadata,
-    aten.empty_like,
-    aten.full_like,
-    aten.new_empty,
-    aten.new_full,
-    aten.new_ones,
-    aten.new_zeros,
-    aten.ones_like,
-    aten.sym_numel,
-    aten.sym_size,
-    aten.zeros_like,
-}
-LIKE = {aten.type_as, aten.view_as, aten.expand_as, aten.reshape_as}
-"""Ops that read the dtype or shape of their second operand, not its values."""
-
-
-def reads_no_values(node: Node, operand: Node) -> bool:
-    """Whether an op reads nothing of ``operand`` but its shape and dtype.
-
-    How many elements an index chooses depends on the index alone.
-    """
-    op = packet(node)
-    if op is aten.copy:
-        return node.args[0] is operand and node.args[1] is not operand
-    if op is aten.index and occurrences(node, operand) == 1:
-        sized = all(packet(user) in SHAPE_ONLY for user in node.users)
-        return node.args[0] is operand and sized
-    return op in SHAPE_ONLY or (op in LIKE and node.args[0] is not operand)
-
-
 _SOFTMAX = {aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax}
 _SPREADS = {aten.var, aten.std}
-
-
-def readers_of(node: Node) -> set[Node]:
-    """The nodes that read the values of another, not just its shape."""
-    return {user for user in node.users if packet(user) not in SHAPE_ONLY}
 
 
 def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:

@@ -31,9 +31,16 @@ from typing import Any
 
 from torch.fx import Node
 
-from enjoyln_cli.graph.nodes import argument, aten, broadcast, is_whole, packet, shape_of
+from enjoyln_cli.graph.nodes import (
+    argument,
+    aten,
+    broadcast,
+    is_whole,
+    packet,
+    readers_of,
+    shape_of,
+)
 from enjoyln_cli.plan.axis import Axis, feature_axis
-from enjoyln_cli.proof.flow import readers_of
 from enjoyln_cli.proof.linear_layers import follow_back, linear_layer, parameter_names
 from enjoyln_cli.proof.pullback import Opaque, pull
 from enjoyln_cli.trace.trace import Trace

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from enjoyln_cli.graph.nodes import argument, aten, op_name, packet, rank_of, shape_of
+from enjoyln_cli.models.meta_device import is_mask
 from enjoyln_cli.plan.axis import Axis, on_dimension
 from enjoyln_cli.proof.pullback import Opaque, Pull, rule
 
@@ -31,9 +31,8 @@ REPEATS = {
 def _indexed_dims(indices: list[Node | None]) -> int:
     """How many leading dimensions are indexed; a mask counts for as many as it has itself."""
     used = max((place + 1 for place, index in enumerate(indices) if index is not None), default=0)
-    masks = (torch.bool, torch.uint8)
     return sum(
-        rank_of(index) if index is not None and index.meta["val"].dtype in masks else 1
+        rank_of(index) if index is not None and is_mask(index.meta["val"]) else 1
         for index in indices[:used]
     )
 

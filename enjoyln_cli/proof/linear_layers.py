@@ -8,7 +8,7 @@ same matrix transposed, so a layer records which dimension of its weight is that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -22,11 +22,11 @@ from enjoyln_cli.graph.nodes import (
     occurrences,
     packet,
     rank_of,
+    readers_of,
     shape_of,
     slice_bounds,
 )
 from enjoyln_cli.plan.axis import Axis, feature_axis
-from enjoyln_cli.proof.flow import readers_of
 from enjoyln_cli.proof.pullback import Opaque, pull
 from enjoyln_cli.proof.views import VIEWS, source_of
 from enjoyln_cli.trace.trace import Trace
@@ -119,6 +119,21 @@ class LinearLayer:
 def parameter_names(trace: Trace, groups: Mapping[str, str]) -> dict[Node, str]:
     """The name of each parameter node; ``groups`` maps any name to the first of its tied names."""
     return {node: groups[names[0]] for node, names in trace.parameters.items()}
+
+
+def parameter_nodes(
+    traces: Sequence[Trace], groups: Mapping[str, str]
+) -> tuple[list[dict[Node, str]], dict[str, list[tuple[int, Node]]]]:
+    """For each trace the name of each parameter's node, and for each name its nodes in all traces.
+
+    ``groups`` maps any parameter name to the first of its tied names.
+    """
+    named = [parameter_names(trace, groups) for trace in traces]
+    nodes: dict[str, list[tuple[int, Node]]] = {}
+    for position, names in enumerate(named):
+        for node, name in names.items():
+            nodes.setdefault(name, []).append((position, node))
+    return named, nodes
 
 
 def linear_layer(node: Node, named: Mapping[Node, str]) -> LinearLayer | None:

@@ -28,6 +28,7 @@ from enjoyln_cli.graph.nodes import rank_of, shape_of
 from enjoyln_cli.plan.axis import Axis, feature_axis, on_dimension
 from enjoyln_cli.proof.flow import Flow, Observer, Value
 from enjoyln_cli.proof.identity_ops import NormBehindTable
+from enjoyln_cli.proof.linear_layers import parameter_nodes
 from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.proof.widening import Edge, Mlp, Widenings
 
@@ -74,23 +75,23 @@ class Problem:
     """Maps embedding tables to the norm that is baked into them before they are centred."""
     widenings: Widenings = field(default_factory=Widenings)
     """Which MLPs can subtract which means."""
-    _readers: dict[str, list[tuple[int, Node]]] = field(default_factory=dict)
+    nodes: Mapping[str, list[tuple[int, Node]]] = field(init=False)
+    """The nodes of each parameter, each with the index of its trace."""
     _carried: dict[Spot, list[tuple[int, Node]]] = field(default_factory=dict)
     _spots: dict[tuple[int, Node], Spot] = field(default_factory=dict)
     _carriers: dict[Value, Carrier | None] = field(default_factory=dict)
     _sources: dict[Item, tuple[Item, ...] | Opaque] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        readers, carried = defaultdict(list), defaultdict(list)
+        carried = defaultdict(list)
+        self.nodes = parameter_nodes(self.flow.traces, self.groups)[1]
         lost = {spot for trace in self.flow.traces for spot in trace.lost}
         for position, trace in enumerate(self.flow.traces):
-            for node, names in trace.parameters.items():
-                readers[self.groups[names[0]]].append((position, node))
             for node, spot in trace.places.items():
                 if spot not in lost:
                     carried[spot].append((position, node))
                     self._spots[position, node] = spot
-        self._readers, self._carried = dict(readers), dict(carried)
+        self._carried = dict(carried)
 
     def item(self, value: Value) -> Item:
         """The parameter that a value is; the value itself if it is none."""
@@ -143,7 +144,7 @@ class Problem:
         """An op that would notice a shift of ``item``, in any trace; ``None`` if none would."""
         if isinstance(item, Value):
             return self.flow.observer(item)
-        values = (Value(t, node, item.axis) for t, node in self._readers.get(item.name, ()))
+        values = (Value(t, node, item.axis) for t, node in self.nodes.get(item.name, ()))
         return next((seen for v in values if (seen := self.flow.observer(v))), None)
 
     def place(self, observer: Observer) -> str:

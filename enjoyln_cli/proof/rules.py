@@ -35,9 +35,9 @@ from enjoyln_cli.graph.nodes import (
     shape_of,
     slice_bounds,
 )
-from enjoyln_cli.plan.axis import Axis, on_dimension, through_view
+from enjoyln_cli.plan.axis import Axis, on_dimension
 from enjoyln_cli.proof.pullback import Opaque, Pull, rule
-from enjoyln_cli.proof.views import VIEWS, axis_on_source
+from enjoyln_cli.proof.views import VIEWS, through_view
 
 
 @rule(*VIEWS)
@@ -49,7 +49,7 @@ def _view(node: Node, axis: Axis) -> Pull:
         return Opaque("a view of something that is not a tensor")
     if source.meta["val"].dtype != node.meta["val"].dtype:
         return Opaque("a view of the bits as another dtype")
-    found = through_view(axis, shape, into) or axis_on_source([node], source, axis)
+    found = through_view(axis, shape, into)
     if found is None:
         return Opaque(
             f"{op_name(node)} from {into} to {shape} mixes the features with other dimensions"

@@ -12,7 +12,7 @@ strides off the tensor that torch's own ops return on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -125,8 +125,21 @@ def _find_taken_elements(node: Node, source: Node) -> tuple[list[Node], list[Pla
 def axis_on_source(chain: list[Node], source: Node, axis: Axis) -> Axis | None:
     """The axis of ``source`` that ``axis`` of ``chain[0]`` is; ``None`` if no single one is."""
     found, shape = _places(chain, source, axis), shape_of(source)
-    if found is None or shape is None:
-        return None
+    return None if found is None or shape is None else _axis_of(found, shape)
+
+
+def through_view(axis: Axis, shape: tuple[int, ...], into: tuple[int, ...]) -> Axis | None:
+    """The axis over the same groups after a row-major reshape from ``shape`` to ``into``.
+
+    ``None`` if the groups do not lie on a single dimension of ``into`` with a constant stride.
+    """
+    offset, factors = _factors(shape, _row_major(shape), axis)
+    found = None if 0 in shape else _spread(factors, offset, into)
+    return None if found is None else _axis_of(found, into)
+
+
+def _axis_of(found: list[Place], shape: tuple[int, ...]) -> Axis | None:
+    """The axis that takes its mean over these elements of a value of this ``shape``."""
     dims = [dim for dim, (_, factors) in enumerate(found) if any(f.mean for f in factors)]
     if len(dims) != 1:
         return None
@@ -155,8 +168,16 @@ def _places(chain: list[Node], source: Node, axis: Axis | None = None) -> list[P
     shape, taken = shape_of(source), _on_meta(chain, source)
     if shape is None or taken is None or 0 in shape or 0 in taken.shape:
         return None
-    offset, factors = int(taken.storage_offset()), []
-    for dim, (count, stride) in enumerate(zip(taken.shape, taken.stride(), strict=True)):
+    first, factors = _factors(taken.shape, taken.stride(), axis)
+    return _spread(factors, int(taken.storage_offset()) + first, shape)
+
+
+def _factors(
+    shape: Sequence[int], strides: Sequence[int], axis: Axis | None
+) -> tuple[int, list[Factor]]:
+    """The offset of the first element of a tensor with these strides, and those of the others."""
+    offset, factors = 0, []
+    for dim, (count, stride) in enumerate(zip(shape, strides, strict=True)):
         if axis is None or dim != axis.dim:
             factors.append(Factor(count, stride))
             continue
@@ -167,7 +188,11 @@ def _places(chain: list[Node], source: Node, axis: Axis | None = None) -> list[P
             Factor(axis.size, axis.inner * stride, True),
             Factor(axis.inner, stride),
         ]
-    return _spread([f for f in factors if f.many > 1], offset, shape)
+    return offset, _merged([factor for factor in factors if factor.many > 1])
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 def _on_meta(chain: list[Node], source: Node) -> torch.Tensor | None:
@@ -192,7 +217,7 @@ def _on_meta(chain: list[Node], source: Node) -> torch.Tensor | None:
 
 def _spread(factors: list[Factor], offset: int, shape: tuple[int, ...]) -> list[Place] | None:
     """Turn offsets into the row-major elements of ``shape`` into places along each dimension."""
-    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    strides = _row_major(shape)
     found: list[list[Factor]] = [[] for _ in shape]
     for factor in factors:
         for dim, part in _divided(factor, shape, strides):

@@ -10,7 +10,6 @@ result: ``P (W x + b) = (P W) x + P b``.
 
 from __future__ import annotations
 
-import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,24 +112,6 @@ def _matmul(node: Node, axis: Axis) -> Pull:
 def _einsum(node: Node, axis: Axis) -> Pull:
     """The equation says which factor each dimension of the result comes from."""
     return _product(node, axis, node.args[0], node.args[1])
-
-
-@rule(aten.tensordot)
-def _tensordot(node: Node, axis: Axis) -> Pull:
-    """As the einsum whose result has all dimensions that are not summed: left ones, then right."""
-    left, right = node.args[:2]
-    n, m = rank_of(left), rank_of(right)
-    pairs = [(i % n, j % m) for i, j in zip(*node.args[2:4], strict=True)]
-    letters = string.ascii_letters
-    if n + m > len(letters):
-        return Opaque("a product of tensors with more than 52 dimensions in all")
-    first, second = list(letters[:n]), list(letters[n : n + m])
-    for i, j in pairs:
-        second[j] = first[i]
-    summed = {first[i] for i, _ in pairs}
-    output = [letter for letter in first + second if letter not in summed]
-    equation = f"{''.join(first)},{''.join(second)}->{''.join(output)}"
-    return _product(node, axis, equation, (left, right))
 
 
 @rule(*GROUPED_PRODUCTS)

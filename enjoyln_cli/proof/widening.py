@@ -27,10 +27,11 @@ from enjoyln_cli.graph.nodes import (
     is_part,
     op_name,
     packet,
+    readers_of,
     shape_of,
 )
 from enjoyln_cli.plan.axis import feature_axis
-from enjoyln_cli.proof.flow import Flow, Value, readers_of
+from enjoyln_cli.proof.flow import Flow, Value
 from enjoyln_cli.proof.linear_layers import LinearLayer, linear_layer, parameter_names
 from enjoyln_cli.proof.rules import VIEWS
 from enjoyln_cli.trace.trace import Trace

@@ -31,8 +31,8 @@ from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.plan.axis import Axis, feature_axis, on_dimension
 from enjoyln_cli.plan.plan import Merge, NamedParameter, Reader, UnmergedNorm
 from enjoyln_cli.proof.flow import Flow, Value
-from enjoyln_cli.proof.linear_layers import WHOLE_FEATURE_OPS, linear_layer
-from enjoyln_cli.rotation.bases import LayerObstacle, parameter_nodes
+from enjoyln_cli.proof.linear_layers import WHOLE_FEATURE_OPS, linear_layer, parameter_nodes
+from enjoyln_cli.rotation.found_basis import LayerObstacle
 from enjoyln_cli.rotation.norm_readers import ToEdit, Use, find_readers, nodes_that_read
 from enjoyln_cli.trace.trace import Trace, uncast
 
@@ -51,7 +51,7 @@ class _MergeSearch:
     """For each trace, the name of each parameter node: the first of its tied names."""
     readers: Mapping[str, set[tuple[int, Node]]]
     """The readers of each parameter, each with the index of its trace."""
-    single: Callable[[str], bool]
+    stored: Mapping[str, str]
     stored_weight: StoredWeight
     centred: AbstractSet[Node]
     why_not_divided: Callable[[str, str, float], str]
@@ -81,7 +81,7 @@ def find_merges(
     trace; without them, the norm's module must have no other result. Norms without such parameters
     are in neither result.
     """
-    named, nodes = parameter_nodes(flow, groups)
+    named, nodes = parameter_nodes(flow.traces, groups)
     readers = {
         name: {(position, user) for position, node in found for user in nodes_that_read(node)}
         for name, found in nodes.items()
@@ -90,7 +90,7 @@ def find_merges(
         flow=flow,
         named=tuple(named),
         readers=readers,
-        single=stored.__contains__,
+        stored=stored,
         stored_weight=stored_weight,
         centred=centred,
         why_not_divided=why_not_divided,
@@ -99,7 +99,6 @@ def find_merges(
     )
     merged, unmerged = [], []
     for norm, form in norms.items():
-        _weight, _bias = f"{norm}.weight", f"{norm}.bias"
         gain, biased, move = form.gain != "1", form.biased, moves[norm]
         if not (gain and move != "bias") and not (biased and move != "weight"):
             continue
@@ -110,7 +109,7 @@ def find_merges(
         ways: tuple[Move, ...] = _WAYS[move] if gain else ("bias",)
         obstacles: dict[Move, LayerObstacle] = {}
         for way in ways:
-            found = _merge(search, norm, form, stored, way)
+            found = _merge(search, norm, form, way)
             if isinstance(found, Merge):
                 merged.append(found)
                 break
@@ -130,10 +129,10 @@ _WAYS: Mapping[Move, tuple[Move, ...]] = {
 
 
 def _merge(
-    search: _MergeSearch, norm: str, form: LayerNormForm, stored: Mapping[str, str], way: Move
+    search: _MergeSearch, norm: str, form: LayerNormForm, way: Move
 ) -> Merge | LayerObstacle:
     """The merge of one norm; with ``way == "weight"``, a bias stays, divided by the weight."""
-    weight, bias = f"{norm}.weight", f"{norm}.bias"
+    weight, bias, stored = f"{norm}.weight", f"{norm}.bias", search.stored
     own = [weight] * (way != "bias") + [bias] * form.biased
     found = _own_obstacle(search, norm, own)
     offset = 1.0 if form.gain == "1 + weight" else 0.0
@@ -151,7 +150,7 @@ def _merge(
             weight=NamedParameter(weight_name, tensor),
             dim=dim,
             bias=NamedParameter(bias_name, stored[bias_name]) if bias_name else None,
-            held=None if search.single(weight_name) else held,
+            held=None if weight_name in stored else held,
             outer=outer,
             inner=inner,
             outputs=outputs,
@@ -203,7 +202,7 @@ def _is_cast_outside_value(
 def _own_obstacle(search: _MergeSearch, norm: str, moving: Iterable[str]) -> LayerObstacle | None:
     """Why the parameters of a norm cannot change; ``None`` if they can."""
     for name in moving:
-        if not search.single(name):
+        if name not in search.stored:
             return LayerObstacle("its parameters are tied, or stored in another layout", name)
         for position, node in search.readers.get(name, ()):
             if norm not in dict(search.flow.traces[position].calls_of(node)).values():
@@ -318,7 +317,7 @@ def _layers_obstacle(search: _MergeSearch, uses: list[Use], biased: bool) -> Lay
                 return LayerObstacle(elsewhere_reason, name)
             # what a bias adds is computed from one stored matrix, and so are parts of a weight
             as_one = name == bias or biased or outputs is not None
-            if not search.single(name) and (as_one or not search.stored_weight(name, dim)):
+            if name not in search.stored and (as_one or not search.stored_weight(name, dim)):
                 reason = "a linear layer that reads it has a tied or differently stored parameter"
                 return LayerObstacle(reason, name)
     edits = [

@@ -13,7 +13,7 @@ that reads it is turned by the same ``Q``, no output changes:
 * Where ``k`` tokens become one of ``k`` times as many features (pixel shuffle, patch merger), these
   turn by ``diag(Q, ..., Q)``: an axis of ``k`` groups. Each group keeps its sum and its sum of
   squares, so a norm over all of them passes the matrix on as well.
-* A norm's weight has to be merged into the layers that read the norm first (``Gain``). Its bias
+* A norm's weight has to be merged into the layers that read the norm first (``NormGain``). Its bias
   becomes ``Q (bias / weight)``.
 
 A basis with any other reader or source stays as it is, and says which one. A program that can carry
@@ -42,20 +42,12 @@ from enjoyln_cli.graph.nodes import (
     op_name,
     packet,
     rank_of,
+    reads_no_values,
     shape_of,
 )
 from enjoyln_cli.plan.axis import Axis, on_dimension
-from enjoyln_cli.proof.flow import (
-    Flow,
-    Value,
-    consumers,
-    origin,
-    outcomes,
-    readers_of,
-    reads_no_values,
-    takes_other_elements,
-)
-from enjoyln_cli.proof.linear_layers import parameter_names
+from enjoyln_cli.proof.flow import Flow, Value, consumers, origin, outcomes, takes_other_elements
+from enjoyln_cli.proof.linear_layers import parameter_nodes
 from enjoyln_cli.proof.min_cut import Parameter
 from enjoyln_cli.proof.pullback import WRITTEN, Opaque, commutes_with_every_matrix
 from enjoyln_cli.rotation.added_products import heads_of, is_product, misplaced_product
@@ -66,56 +58,10 @@ from enjoyln_cli.rotation.feature_sums import (
     is_sum_of_squares,
     summed_with,
 )
+from enjoyln_cli.rotation.found_basis import FoundBasis, LayerObstacle, NormGain, writers_in
 from enjoyln_cli.rotation.starts import starting_values
 from enjoyln_cli.rotation.tensor_uses import TensorUses, computed_from_inputs, tensor_uses
 from enjoyln_cli.trace.trace import uncast
-
-
-@dataclass(frozen=True)
-class Gain:
-    """The weight of a norm, which multiplies features that are to be turned."""
-
-    module: str
-    """Path of the norm module."""
-    weight: str
-    """The first of the weight's tied names."""
-    bias: str | None
-    offset: float
-    """1 if the norm multiplies by ``1 + weight``."""
-
-
-@dataclass(frozen=True)
-class LayerObstacle:
-    """What keeps a basis from being turned, or a norm from being merged."""
-
-    reason: str
-    culprit: str
-    """The module path or parameter."""
-
-
-@dataclass(eq=False, kw_only=True)
-class FoundBasis:
-    """One basis: what has to be turned, and the first obstacle if there is one."""
-
-    size: int
-    carries_values: bool
-    """Whether it was found at the values of an attention, and not at the input of a norm."""
-    parameters: dict[Parameter, TensorUses] = field(default_factory=dict)
-    """What has to be turned, and whether it writes or reads the basis."""
-    gains: dict[Gain, dict[tuple[int, Node], None]] = field(default_factory=dict)
-    """For each norm with a weight: the ops that multiply by it, with the index of the trace."""
-    merged: dict[Node, None] = field(default_factory=dict)
-    """Ops that become the identity since weights take over what they do (see ``Flow.products``)."""
-    fixes_ones: bool = False
-    inputs: dict[str, None] = field(default_factory=dict)
-    """Optional inputs of the model that have to be turned, such as ``inputs_embeds``."""
-    outputs: dict[str, None] = field(default_factory=dict)
-    """Output fields that change with the basis."""
-    obstacle: LayerObstacle | None = None
-    values: set[Value] = field(default_factory=set)
-    """All values that are turned."""
-    product: str = ""
-    """Path of the block whose first input is multiplied by the matrix; empty if no op is needed."""
 
 
 @dataclass(eq=False)
@@ -213,13 +159,13 @@ class _BasisSearch:
         elif weight is not None:
             path = self.flow.traces[trace].module_of(node)
             of_bias = None if bias is None else names[bias]
-            gain = Gain(path, names[weight], of_bias, 0.0)
+            gain = NormGain(path, names[weight], of_bias, 0.0)
             self.found.gains.setdefault(gain, {})[trace, node] = None
         if bias is not None and bias in names:
             self.parameter(Parameter(names[bias], on_dimension(value.axis, 0)))
         return node.args[0]
 
-    def gain(self, product: Value, factor: Node) -> Gain | None:
+    def gain(self, product: Value, factor: Node) -> NormGain | None:
         """The weight that a product multiplies by: a vector parameter, or 1 plus one."""
         inner, offset = uncast(factor), 0.0
         if packet(inner) is aten.add and not inner.kwargs and 1 in inner.args:
@@ -231,7 +177,7 @@ class _BasisSearch:
         if name is None or shape_of(inner) != (product.axis.length,):
             return None
         module = self.flow.traces[product.trace].module_of(product.node)
-        return Gain(module, name, None, offset)
+        return NormGain(module, name, None, offset)
 
     def parameter(self, parameter: Parameter) -> None:
         """Turn a parameter, wherever a trace reads it."""
@@ -362,47 +308,6 @@ def _in_words(found: Opaque, node: Node) -> str:
     return f"{op_name(whole)} acts on single features, so it does not commute with a rotation"
 
 
-def writers_in(basis: FoundBasis) -> list[Parameter]:
-    """The parameters that write a basis, without the biases of its norms."""
-    biases = {gain.bias for gain in basis.gains}
-    return [p for p, uses in basis.parameters.items() if uses.writes and p.name not in biases]
-
-
-def is_read_elsewhere(
-    parameter: str, basis: FoundBasis, gain: Gain, nodes: Sequence[tuple[int, Node]]
-) -> bool:
-    """Whether anything but the products of ``gain`` reads one of its parameters.
-
-    ``nodes`` are those of the parameter in all traces.
-    """
-    products = {node for _, node in basis.gains[gain]}
-    waiting = [node for _, node in nodes]
-    while waiting:
-        for reader in readers_of(waiting.pop()):
-            if reader in products or reader.meta.get("unread"):
-                continue
-            plus_one = packet(reader) is aten.add and 1 in reader.args and parameter == gain.weight
-            if packet(reader) not in (aten.to, aten._to_copy, aten.alias) and not plus_one:
-                return True
-            waiting.append(reader)
-    return False
-
-
-def parameter_nodes(
-    flow: Flow, groups: Mapping[str, str]
-) -> tuple[list[dict[Node, str]], dict[str, list[tuple[int, Node]]]]:
-    """For each trace the name of each parameter's node, and for each name its nodes in all traces.
-
-    ``groups`` maps any parameter name to the first of its tied names.
-    """
-    named = [parameter_names(trace, groups) for trace in flow.traces]
-    nodes: dict[str, list[tuple[int, Node]]] = {}
-    for position, names in enumerate(named):
-        for node, name in names.items():
-            nodes.setdefault(name, []).append((position, node))
-    return named, nodes
-
-
 def find_bases(
     flow: Flow, groups: Mapping[str, str], *, values: bool, products: bool = False
 ) -> list[FoundBasis]:
@@ -412,7 +317,7 @@ def find_bases(
     norm reads as a whole is no basis of its own if its groups can be turned. ``groups`` maps any
     parameter name to the first of its tied names.
     """
-    named, nodes = parameter_nodes(flow, groups)
+    named, nodes = parameter_nodes(flow.traces, groups)
     computed = [computed_from_inputs(trace.inputs) for trace in flow.traces]
     found: dict[Value, FoundBasis] = {}
     seen: set[Value] = set()

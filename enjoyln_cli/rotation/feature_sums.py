@@ -5,7 +5,7 @@
 """
 
 # Arguments of fx nodes are typed as a wide union.
-# mypy: disable-error-code="arg-type,union-attr,misc,index"
+# mypy: disable-error-code="arg-type,union-attr,misc,index,return-value"
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from enjoyln_cli.plan.axis import Axis, on_dimension
 from enjoyln_cli.proof.weight_rules import is_grouped_product, letters_of
 
 _PRODUCTS = {
-    aten.matmul: "...ij,...jk->...ik",
-    aten.mm: "...ij,...jk->...ik",
-    aten.bmm: "...ij,...jk->...ik",
+    aten.linear: ("...j,ij->...i", 0),
+    aten.matmul: ("...ij,...jk->...ik", 0),
+    aten.mm: ("ij,jk->ik", 0),
+    aten.bmm: ("bij,bjk->bik", 0),
+    aten.addmm: ("ij,jk->ik", 1),
+    aten.scaled_dot_product_attention: ("...ij,...kj->...ik", 0),
 }
-_GROUPED = "ij,ejk->ik"
-"""A grouped product, which chooses a matrix ``e`` for each row."""
+"""What each op sums, in einsum's notation, and where its two factors begin in its arguments."""
 _CONVOLUTIONS = {aten.conv1d, aten.conv2d, aten.conv3d}
 _SUMS = {aten.sum, aten.mean}
 _STATISTICS = {aten.mean, aten.var, aten.std}
@@ -88,45 +90,31 @@ def summed_with(reader: Node, node: Node, axis: Axis) -> tuple[Node, Axis] | Non
 
     The reader's result depends on neither factor but through this sum.
     """
-    op, args = packet(reader), reader.args
-    rank = rank_of(node)
-    if op is aten.linear and args[0] is node and axis.dim == rank - 1 and rank_of(args[1]) == 2:
-        return _once(reader, node, (args[1], on_dimension(axis, 1)))
-    if op is aten.linear and args[1] is node and axis.dim == 1 and rank == 2:
-        return _once(reader, node, (args[0], on_dimension(axis, rank_of(args[0]) - 1)))
-    if op in _CONVOLUTIONS and argument(reader, 6, "groups", 1) == 1:
+    if occurrences(reader, node) != 1:
+        return None
+    args = reader.args
+    if packet(reader) in _PRODUCTS:
+        equation, first = _PRODUCTS[packet(reader)]
+        return _einsum_partner(equation, args[first : first + 2], node, axis)
+    if packet(reader) is aten.einsum:
+        return _einsum_partner(args[0], args[1], node, axis)
+    if is_grouped_product(reader):  # an index chooses the matrix for each row
+        return _einsum_partner("ij,ejk->ik", args[:2], node, axis)
+    if packet(reader) in _CONVOLUTIONS and argument(reader, 6, "groups", 1) == 1:
         channels = rank_of(args[0]) - rank_of(args[1]) + 1
         if args[0] is node and axis.dim == channels:
-            return _once(reader, node, (args[1], on_dimension(axis, 1)))
+            return args[1], on_dimension(axis, 1)
         if args[1] is node and axis.dim == 1:
-            return _once(reader, node, (args[0], on_dimension(axis, channels)))
-    if op in _PRODUCTS and min(map(rank_of, args[:2])) > 1:
-        return _einsum_partner(_PRODUCTS[op], args[:2], node, axis)
-    if is_grouped_product(reader) and (rank_of(args[0]), rank_of(args[1])) == (2, 3):
-        pair = _einsum_partner(_GROUPED, args[:2], node, axis)
-        return pair and _once(reader, node, pair)
-    if op is aten.addmm and args[0] is not node:
-        return _einsum_partner("ij,jk->ik", args[1:3], node, axis)
-    if op is aten.einsum:
-        return _einsum_partner(args[0], args[1], node, axis)
-    if op is aten.scaled_dot_product_attention and axis.dim == rank - 1:
-        queries, keys = args[:2]
-        if node in (queries, keys):
-            other = keys if node is queries else queries
-            return _once(reader, node, (other, on_dimension(axis, rank_of(other) - 1)))
+            return args[0], on_dimension(axis, channels)
     return None
-
-
-def _once(reader: Node, node: Node, pair: tuple[Node, Axis]) -> tuple[Node, Axis] | None:
-    """The pair, if the node is an operand only once."""
-    return pair if occurrences(reader, node) == 1 else None
 
 
 def _einsum_partner(
     equation: str, factors: Sequence[Any], node: Node, axis: Axis
 ) -> tuple[Node, Axis] | None:
+    """The factor that is multiplied by ``node`` and summed over its ``axis``, with its axis."""
     spelled = letters_of(equation, [rank_of(factor) for factor in factors])
-    if spelled is None or [*factors].count(node) != 1:
+    if spelled is None or node not in factors:
         return None
     terms, output = spelled
     at = [*factors].index(node)

@@ -24,16 +24,11 @@ from enjoyln_cli.graph.nodes import (
     op_name,
     packet,
     rank_of,
+    reads_no_values,
     shape_of,
 )
 from enjoyln_cli.plan.axis import Axis, on_dimension
-from enjoyln_cli.proof.flow import (
-    Flow,
-    Value,
-    candidates,
-    consumers,
-    reads_no_values,
-)
+from enjoyln_cli.proof.flow import Flow, Value, candidates, consumers
 from enjoyln_cli.proof.linear_layers import (
     WHOLE_FEATURE_OPS,
     ReadParameter,
@@ -41,8 +36,8 @@ from enjoyln_cli.proof.linear_layers import (
     with_added_bias,
 )
 from enjoyln_cli.proof.pullback import Opaque, commutes_with_every_matrix, pull
-from enjoyln_cli.rotation.bases import LayerObstacle
 from enjoyln_cli.rotation.feature_sums import summed_with
+from enjoyln_cli.rotation.found_basis import LayerObstacle
 
 _TRANSPARENT = WHOLE_FEATURE_OPS | {
     aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.broadcast_to, aten.cat, aten.expand,

@@ -11,19 +11,17 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
+from enjoyln_cli.graph.nodes import readers_of
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import Basis, BasisKind, Merge, Options, TurnedTensor, UnmergedNorm
-from enjoyln_cli.proof.flow import readers_of
 from enjoyln_cli.proof.min_cut import Parameter, Problem
-from enjoyln_cli.rotation.affine_merge import Move
-from enjoyln_cli.rotation.bases import (
+from enjoyln_cli.rotation.bases import find_bases
+from enjoyln_cli.rotation.found_basis import (
     FoundBasis,
-    Gain,
     LayerObstacle,
-    find_bases,
+    NormGain,
     is_read_elsewhere,
-    parameter_nodes,
     writers_in,
 )
 from enjoyln_cli.rotation.tensor_uses import TensorUses
@@ -79,11 +77,6 @@ class Rotations:
         turned = tuple(found for found, basis in pairs if basis.turns)
         return replace(self, found=turned)
 
-    @property
-    def moves(self) -> dict[str, Move]:
-        """What moves out of the norms in ``forms``."""
-        return dict.fromkeys(self.forms, "weight")
-
 
 def rotations(problem: Problem, options: Options, table: Parameter | None) -> Rotations:
     """All bases of the stated model that the options allow.
@@ -94,15 +87,14 @@ def rotations(problem: Problem, options: Options, table: Parameter | None) -> Ro
     found = find_bases(
         problem.flow, problem.groups, values=options.values, products=options.products
     )
-    nodes = parameter_nodes(problem.flow, problem.groups)[1]
-    if table and not any(readers_of(node) for _, node in nodes.get(table.name, ())):
+    if table and not any(readers_of(node) for _, node in problem.nodes.get(table.name, ())):
         for basis in found:
             if "inputs_embeds" in basis.inputs and _lacks(basis, table):
                 basis.parameters[table] = TensorUses(writes=True, reads=False)
     turned: dict[str, list[Parameter]] = {}
     for basis in found:
         if basis.obstacle is None:
-            basis.obstacle = _obstacle(basis, problem, nodes, turned)
+            basis.obstacle = _obstacle(basis, problem, turned)
         if basis.obstacle is None:
             for parameter in basis.parameters:
                 turned.setdefault(parameter.name, []).append(parameter)
@@ -114,20 +106,17 @@ def _lacks(basis: FoundBasis, table: Parameter) -> bool:
 
 
 def _obstacle(
-    basis: FoundBasis,
-    problem: Problem,
-    nodes: Mapping[str, list[tuple[int, Node]]],
-    turned: Mapping[str, list[Parameter]],
+    basis: FoundBasis, problem: Problem, turned: Mapping[str, list[Parameter]]
 ) -> LayerObstacle | None:
     """Why the parameters of a basis cannot be turned; ``None`` if they can.
 
-    ``nodes`` are those of each parameter, and ``turned`` the parameters of earlier bases by name.
+    ``turned`` are the parameters of earlier bases by name.
     """
     for gain in basis.gains:
         for own_name in filter(None, (gain.weight, gain.bias)):
-            if is_read_elsewhere(own_name, basis, gain, nodes[own_name]):
+            if is_read_elsewhere(own_name, basis, gain, problem.nodes[own_name]):
                 return LayerObstacle("the parameters of a norm are also used elsewhere", own_name)
-        usual = Gain(gain.module, f"{gain.module}.weight", gain.bias, gain.offset)
+        usual = NormGain(gain.module, f"{gain.module}.weight", gain.bias, gain.offset)
         if gain != usual or gain.bias not in (None, f"{gain.module}.bias"):
             reason = "a vector multiplies it that is not the weight of a norm, or is tied"
             return LayerObstacle(reason, gain.weight)

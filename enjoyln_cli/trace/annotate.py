@@ -27,27 +27,24 @@ from enjoyln_cli.trace.steps import Steps, Watchers
 from enjoyln_cli.trace.trace import Naming, Trace, path_in_model
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Facts about the parameters of a traced model, by the model's own names."""
-
-    model: nn.Module
-    ties: Mapping[str, tuple[str, ...]]
-    """All names of each parameter, by each of them."""
-    locked: Mapping[str, str]
-    """Parameters that must not be edited, and why."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class CallToTrace:
-    """A call of a model that is about to be traced, and a copy of the model for that."""
+    """A call of a model that is about to be traced, and a copy of the model for that.
 
+    Parameters have the model's own names.
+    """
+
+    original: nn.Module
     model: nn.Module
+    """The copy."""
     call: Call
     naming: Naming
     inner: str | None
     """Path of a submodule whose outputs count as returned, too."""
-    weights: Weights
+    ties: Mapping[str, tuple[str, ...]]
+    """All names of each parameter, by each of them."""
+    locked: Mapping[str, str]
+    """Parameters that must not be edited, and why."""
     watchers: Watchers
 
     def runner(self) -> Steps:
@@ -75,12 +72,12 @@ def annotate(
     results: Any = recording.graph.output_node().args[0]
     returned = _fields_of(list(results), recording.layout)
     lost = this.watchers.places.lost | lost_places(recording.graph)
-    locked = {**_locked_by_call(this, changed, recording.constants.values()), **this.weights.locked}
+    locked = {**_locked_by_call(this, changed, recording.constants.values()), **this.locked}
     return Trace(
         label=this.call.label,
         graph=recording.graph,
         parameters={
-            node: tuple(dict.fromkeys(map(naming, this.weights.ties[name])))
+            node: tuple(dict.fromkeys(map(naming, this.ties[name])))
             for node, name in recording.parameters.items()
         },
         inputs=dict(zip(recording.inputs, names, strict=True)),
@@ -115,7 +112,7 @@ def _locked_by_call(
     """
     tensors = [value for value in pytree.tree_leaves(list(outside)) if torch.is_tensor(value)]
     reasons = dict.fromkeys(changed, "a call of the model changes it")
-    if around := reason_outside(this.weights.model, tensors):
+    if around := reason_outside(this.original, tensors):
         raise TraceFailed(
             f"its code reads {min(around)} through a global or a weak reference; read it as an "
             "attribute of the module"

@@ -33,18 +33,20 @@ from enjoyln_cli.graph.in_place import (
     replace_scalings,
 )
 from enjoyln_cli.graph.insertion_points import settle
+from enjoyln_cli.graph.nodes import depends_on_values
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import (
     copy_without_weights,
     forget_buffers,
+    is_mask,
     on_cpu,
     weightless,
 )
 from enjoyln_cli.models.norm_modules import first_names
 from enjoyln_cli.plan.trusted_code import is_stock
-from enjoyln_cli.trace.annotate import CallToTrace, Weights, annotate
+from enjoyln_cli.trace.annotate import CallToTrace, annotate
 from enjoyln_cli.trace.failure_reasons import say_why
-from enjoyln_cli.trace.recorder import record, record_example, selects
+from enjoyln_cli.trace.recorder import record, record_example
 from enjoyln_cli.trace.shared_storage import reason_of_sharing, reason_outside, ties
 from enjoyln_cli.trace.size_range import holds_for_all_values
 from enjoyln_cli.trace.steps import Steps, quiet, watch
@@ -104,13 +106,14 @@ class Captures:
         bare = copy_without_weights(self.model, copied)
         own = {*map(id, stored_weights(self.model).values())}
         others = [tensor for tensor in copied if id(tensor) not in own]
-        locked = {**reason_outside(self.model, others), **self._weights.locked}
         return CallToTrace(
+            original=self.model,
             model=bare,
             call=call,
             naming=self._named,
             inner=self.inner,
-            weights=replace(self._weights, locked=locked),
+            ties=self._ties,
+            locked={**reason_outside(self.model, others), **self._locked},
             watchers=watch(bare, call.training),
         )
 
@@ -126,8 +129,12 @@ class Captures:
         return None
 
     @cached_property
-    def _weights(self) -> Weights:
-        return Weights(self.model, ties(self.model), reason_of_sharing(self.model))
+    def _ties(self) -> Mapping[str, tuple[str, ...]]:
+        return ties(self.model)
+
+    @cached_property
+    def _locked(self) -> Mapping[str, str]:
+        return reason_of_sharing(self.model)
 
     @cached_property
     def _aliases(self) -> Mapping[str, str]:
@@ -174,7 +181,9 @@ def record_example_call(this: CallToTrace) -> Trace:
     if any(map(computed.holds_real, constants)):
         raise TraceFailed("a value leaves the graph as a parameter or a tensor of another class")
     names = recording.parameters
-    tied_or_locked = [node for node, name in names.items() if _is_shared(this.weights, name)]
+    tied_or_locked = [
+        node for node, name in names.items() if name in this.locked or len(this.ties[name]) > 1
+    ]
     scaled = replace_scalings(recording.graph, names.keys() - {*tied_or_locked})
     scaled_names = {names[node] for node in scaled} - runner.replaced
     mark_written(recording.graph, tied_or_locked)
@@ -188,11 +197,5 @@ def _tells_python(node: Node) -> bool:
     """Whether the node's result makes later code depend on values: as a number or as a shape."""
     if node.target is torch.ops.aten.index.Tensor:
         indices: Any = node.args[1]
-        return any(index is not None and selects(index.meta["val"]) for index in indices)
-    told = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    return not told.isdisjoint(getattr(node.target, "tags", ()))
-
-
-def _is_shared(weights: Weights, name: str) -> bool:
-    """Whether a parameter shares memory with another tensor."""
-    return name in weights.locked or len(weights.ties[name]) > 1
+        return any(index is not None and is_mask(index.meta["val"]) for index in indices)
+    return depends_on_values(node.target)

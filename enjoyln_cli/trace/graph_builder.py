@@ -14,10 +14,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from enjoyln_cli.models.norm_modules import first_input, only_input
-
-PLAIN = (torch.Tensor, nn.Parameter)
-"""Classes of tensors that recorded operations return."""
+from enjoyln_cli.models.norm_modules import PLAIN, first_input, only_input
 
 
 class NotRecorded(Exception):

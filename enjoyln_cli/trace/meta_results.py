@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
+from enjoyln_cli.models.norm_modules import PLAIN
+
 MAX_RESULTS = 20_000
-_PLAIN = (torch.Tensor, nn.Parameter)
 _VALUES = (
     bool, int, float, complex, str, type(None),
     torch.device, torch.dtype, torch.layout, torch.memory_format,
@@ -80,7 +80,7 @@ def _described(value: Any) -> Any:
     kind = type(value)
     if kind in _VALUES:
         return kind, value
-    if kind in _PLAIN and _is_simple(value):
+    if kind in PLAIN and _is_simple(value):
         return value.shape, value.stride(), value.storage_offset(), value.dtype
     if kind is tuple or kind is list:
         return kind, *[_described(part) for part in value]

@@ -39,17 +39,17 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from enjoyln_cli.graph.nodes import packet
+from enjoyln_cli.graph.nodes import depends_on_values, packet
 from enjoyln_cli.models.load import stored_weights
-from enjoyln_cli.models.meta_device import Memory, on_cpu, weightless
+from enjoyln_cli.models.meta_device import Memory, is_mask, on_cpu, weightless
+from enjoyln_cli.models.norm_modules import PLAIN
 from enjoyln_cli.trace import meta_results
 from enjoyln_cli.trace.escapes import PythonReads
-from enjoyln_cli.trace.graph_builder import PLAIN, GraphBuilder, NotRecorded
+from enjoyln_cli.trace.graph_builder import GraphBuilder, NotRecorded
 from enjoyln_cli.trace.steps import Steps
 
 aten = torch.ops.aten
 
-_MASKS = (torch.bool, torch.uint8)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _CONSTANT = {aten.lift_fresh_copy, aten.detach, aten._to_copy, aten.to}
 """Ops whose result is a constant if their operand is one."""
@@ -247,7 +247,7 @@ class _Recorder(ProxyTorchDispatchMode):
         if self.lenient:
             return self._record_any(func, args, kwargs)
         if func is aten.index.Tensor:
-            if any(index is not None and selects(index) for index in args[1]):
+            if any(index is not None and is_mask(index) for index in args[1]):
                 raise NotRecorded("the number of selected elements depends on a mask")
             kind = ""
         else:
@@ -366,17 +366,11 @@ def _inside_a_transform(recorder: _Recorder, *args: Any, **kwargs: Any) -> Any:
     return custom_function_call(*args, **kwargs)
 
 
-def selects(index: torch.Tensor) -> bool:
-    """Whether an index is a mask, whose values decide how many elements it selects."""
-    return index.dtype in _MASKS
-
-
 @cache
 def _kind_of(func: Any) -> str:
     """``"reads"`` for an op that returns values, ``"writes"`` for an in-place op, else ``""``."""
     schema = func._schema
     tensors = all(str(result.type) in ("Tensor", "List[Tensor]") for result in schema.returns)
-    told = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    if not tensors or not schema.returns or not told.isdisjoint(func.tags):
+    if not tensors or not schema.returns or depends_on_values(func):
         return "reads"
     return "writes" if schema.is_mutable else ""

@@ -120,8 +120,7 @@ class Trace:
         """Whether a value is a parameter of the module at ``path``, or a constant."""
         names = self.parameters.get(node)
         if names is None:
-            given = node.op == "placeholder" and node not in self.inputs
-            return given or node.op == "get_attr"
+            return node.op == "placeholder" and node not in self.inputs
         return any(name.rpartition(".")[0] == path for name in names)
 
 

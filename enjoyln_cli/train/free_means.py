@@ -17,7 +17,8 @@ of what the other layers add. At a rate of zero every layer runs, whatever is dr
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from enjoyln_cli.calls.labels import calls_with_labels
 from enjoyln_cli.checkpoint.marker import CentredTensor
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.garbage import no_collections
-from enjoyln_cli.graph.nodes import DROPOUTS, argument, aten, packet
+from enjoyln_cli.graph.nodes import DROPOUTS, argument, aten, depends_on_values, packet
 from enjoyln_cli.models import classes
 from enjoyln_cli.models.meta_device import without_weights
 from enjoyln_cli.models.outputs import config_returning
@@ -96,25 +97,15 @@ def _without_dropout(model: nn.Module, plan: Plan, config: Any) -> nn.Module:
             )
         bare = classes.build(cls, config_returning(config, plan.outputs))
     rates = [(values, name, value) for _, values, name, value in dropout_rates(bare)]
-    for config in _configs_of(bare):
-        entries: dict[str, Any] = vars(config)
+    held = (getattr(module, "config", None) for module in bare.modules())
+    configs = (config for config in held if hasattr(config, "to_dict"))
+    for _, part in chain.from_iterable(map(classes.nested_configs, configs)):
+        entries: dict[str, Any] = vars(part)
         rates += [(entries, name, value) for name, value in entries.items() if "drop" in name]
     for values, name, value in rates:
         if type(value) is float and 0 < value <= 1:
             values[name] = 0.0
     return bare
-
-
-def _configs_of(model: nn.Module) -> Iterator[Any]:
-    """The configs that modules of ``model`` hold, and the configs inside these."""
-    waiting = [getattr(module, "config", None) for module in model.modules()]
-    seen: set[int] = set()
-    while waiting:
-        config = waiting.pop()
-        if id(config) not in seen and hasattr(config, "to_dict"):
-            seen.add(id(config))
-            waiting += vars(config).values()
-            yield config
 
 
 def _losses(traced: TracedModel) -> list[str]:
@@ -134,13 +125,12 @@ def _remove_dropout(graph: Graph) -> None:
 def _reads_draws(graph: Graph) -> bool:
     """Whether Python reads a random number, or a value that was computed from one."""
     drawn: set[Node] = set()
-    told = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     for node in graph.nodes:
-        tags = set(getattr(node.target, "tags", ()))
+        tags = getattr(node.target, "tags", ())
         random = torch.Tag.nondeterministic_seeded in tags and packet(node) not in _NO_NOISE
         if random or not drawn.isdisjoint(node.all_input_nodes):
             drawn.add(node)
-            if tags & told:
+            if depends_on_values(node.target):
                 return True
     return False
 

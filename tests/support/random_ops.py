@@ -551,20 +551,6 @@ def matrices(r: Random) -> Case:
 
 
 @family
-def contractions(r: Random) -> Case:
-    i, j, k = (r.choice((2, 3, 4)) for _ in range(3))
-    at = r.choice(
-        (([1], [0], (i, j), (j, k)), ([0], [1], (j, i), (k, j)), (
-            [1, 0], [0, 1], (i, j, k), (j, i, k)), ([2, 1], [1, 2], (k, i, j), (2, j, i)),
-         ([], [], (i, j), (k,)), ([-1], [-2], (2, i, j), (j, k)), ([0, 1], [0, 1], (1, j), (i, j))),
-    )  # fmt: skip
-    return (
-        lambda x, y: aten.tensordot(x, y, at[0], at[1]),
-        (tensor(r, *at[2]), tensor(r, *at[3])),
-    )
-
-
-@family
 def equations(r: Random) -> Case:
     size = {letter: r.choice((2, 3, 4)) for letter in "abcd"}
     count = r.choice((1, 2, 2, 3))

@@ -1,0 +1,86 @@
+"""One basis that was found: the values that turn together, and what writes and reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from enjoyln_cli.graph.nodes import aten, packet, readers_of
+from enjoyln_cli.proof.flow import Value
+from enjoyln_cli.proof.min_cut import Parameter
+from enjoyln_cli.rotation.tensor_uses import TensorUses
+
+
+@dataclass(frozen=True)
+class NormGain:
+    """The weight of a norm, which multiplies features that are to be turned."""
+
+    module: str
+    """Path of the norm module."""
+    weight: str
+    """The first of the weight's tied names."""
+    bias: str | None
+    offset: float
+    """1 if the norm multiplies by ``1 + weight``."""
+
+
+@dataclass(frozen=True)
+class LayerObstacle:
+    """What keeps a basis from being turned, or a norm from being merged."""
+
+    reason: str
+    culprit: str
+    """The module path or parameter."""
+
+
+@dataclass(eq=False, kw_only=True)
+class FoundBasis:
+    """One basis: what has to be turned, and the first obstacle if there is one."""
+
+    size: int
+    carries_values: bool
+    """Whether it was found at the values of an attention, and not at the input of a norm."""
+    parameters: dict[Parameter, TensorUses] = field(default_factory=dict)
+    """What has to be turned, and whether it writes or reads the basis."""
+    gains: dict[NormGain, dict[tuple[int, Node], None]] = field(default_factory=dict)
+    """For each norm with a weight: the ops that multiply by it, with the index of the trace."""
+    merged: dict[Node, None] = field(default_factory=dict)
+    """Ops that become the identity since weights take over what they do (see ``Flow.products``)."""
+    fixes_ones: bool = False
+    inputs: dict[str, None] = field(default_factory=dict)
+    """Optional inputs of the model that have to be turned, such as ``inputs_embeds``."""
+    outputs: dict[str, None] = field(default_factory=dict)
+    """Output fields that change with the basis."""
+    obstacle: LayerObstacle | None = None
+    values: set[Value] = field(default_factory=set)
+    """All values that are turned."""
+    product: str = ""
+    """Path of the block whose first input is multiplied by the matrix; empty if no op is needed."""
+
+
+def writers_in(basis: FoundBasis) -> list[Parameter]:
+    """The parameters that write a basis, without the biases of its norms."""
+    biases = {gain.bias for gain in basis.gains}
+    return [p for p, uses in basis.parameters.items() if uses.writes and p.name not in biases]
+
+
+def is_read_elsewhere(
+    parameter: str, basis: FoundBasis, gain: NormGain, nodes: Sequence[tuple[int, Node]]
+) -> bool:
+    """Whether anything but the products of ``gain`` reads one of its parameters.
+
+    ``nodes`` are those of the parameter in all traces.
+    """
+    products = {node for _, node in basis.gains[gain]}
+    waiting = [node for _, node in nodes]
+    while waiting:
+        for reader in readers_of(waiting.pop()):
+            if reader in products or reader.meta.get("unread"):
+                continue
+            plus_one = packet(reader) is aten.add and 1 in reader.args and parameter == gain.weight
+            if packet(reader) not in (aten.to, aten._to_copy, aten.alias) and not plus_one:
+                return True
+            waiting.append(reader)
+    return False
