@@ -2,9 +2,9 @@
 
 For programs that only call transformers, for example a ``pipeline``. Quantisers are the one
 extension point of transformers that sees a model both before and after its weights are loaded. This
-quantiser installs the norms before, checks the weights after, and removes itself from the config,
-so that ``save_pretrained`` writes nothing of it. It quantises nothing. Importing this module
-registers it.
+quantiser refuses a model before, calls ``optimize`` after, and removes itself from the config, so
+that ``save_pretrained`` writes nothing of it. It quantises nothing. Importing this module registers
+it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from enjoyln_cli.checkpoint.config import MARKER
-from enjoyln_cli.runtime.install import run_folded
 from enjoyln_cli.runtime.loading import marker_of, optimize
-from enjoyln_cli.runtime.weight_watch import unedited
 
 
 @register_quantization_config(MARKER)
@@ -33,7 +31,7 @@ class EnjoyLNLoader(HfQuantizer):
     """Does what ``optimize`` does while transformers loads a model. Raises as ``optimize`` does."""
 
     def preprocess_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        run_folded(model, marker_of(model), unedited(model))
+        marker_of(model)  # which refuses a model before its weights are loaded
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
         self.remove_quantization_config(model)
