@@ -7,6 +7,7 @@ measures anything.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.benchmark.speedups import Bench
     from enjoyln_cli.benchmark.speedups import Row as SpeedRow
     from enjoyln_cli.onnx_export.export import Exported
+    from enjoyln_cli.plan.plan import Plan
     from enjoyln_cli.proof.explain import Tree
     from enjoyln_cli.publish.push import Upload
     from enjoyln_cli.quantisation.quantize import Quantised
@@ -178,9 +180,18 @@ def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
         _say_before_quantising(checked["compute_dtype"] if checked else "", "matrices" in result)
     if plan.folded and (lost := lost_without_kernels()):
         say(lost)
-    is_partial = checked and checked["rows"] < checked["full_rows"]
-    which = f" (runs all {checked['full_rows']} {checked['inputs_are']})" if is_partial else ""
-    say(f"next: enjoyln verify {result['out']}{which}")
+    say(f"next: {_next_step(result, plan)}")
+
+
+def _next_step(result: Mapping[str, Any], plan: Plan) -> str:
+    """What to do with a new directory: load it if all was checked, otherwise check it."""
+    checked, out = result["verification"], shlex.quote(str(result["out"]))
+    if checked and checked["rows"] < checked["full_rows"]:
+        return f"enjoyln verify {out} (runs all {checked['full_rows']} {checked['inputs_are']})"
+    if checked and plan.folded:
+        load = f'enjoyln_cli.from_pretrained("{result["out"]}")'
+        return f"{load} computes RMSNorm; enjoyln bench {out} times it"
+    return f"enjoyln verify {out}"
 
 
 def _say_before_quantising(dtype: str, is_measured: bool) -> None:

@@ -15,6 +15,7 @@ from enjoyln_cli.cli.early_checks import (
     require_models,
     require_new_folder,
     require_one_source,
+    with_origin,
 )
 from enjoyln_cli.cli.group import show_transfers
 from enjoyln_cli.cli.options import (
@@ -22,6 +23,7 @@ from enjoyln_cli.cli.options import (
     FILE,
     FOLDER,
     OLD_FOLDER,
+    POSITIVE,
     WRITING,
     Options,
     all_of,
@@ -188,7 +190,7 @@ def _edit_like(
     require_new_folder(out, model, force=force)
     from enjoyln_cli.cli.progress import watch_job
 
-    with watch_job(quiet, f"opening {model}"):
+    with watch_job(quiet, f"opening {with_origin(model)}"):
         from enjoyln_cli.conversion.relatives import edit_like  # takes seconds
 
         edit_like(model, like, out, access=opening["access"], force=force)
@@ -233,7 +235,7 @@ def _convert(
         require_new_folder(out, model, force=options["force"], resume=options["resume"])
     from enjoyln_cli.cli.progress import watch_job
 
-    with watch_job(not chatty, f"opening {model}") as watch:
+    with watch_job(not chatty, f"opening {with_origin(model)}") as watch:
         from enjoyln_cli.conversion.fold import as_dtype, prepare, write
         from enjoyln_cli.conversion.results import fold_json
         from enjoyln_cli.report.model_report import ModelReport
@@ -352,7 +354,7 @@ def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any)
 )
 @click.option(
     "--max-ratio",
-    type=float,
+    type=POSITIVE,
     metavar="R",
     help="Fail above this error ratio (default: 1.25; 2 if OUT is rotated).",
 )
@@ -378,7 +380,7 @@ def export(
     require_models(out, options["against"])
     require_export(file, **{key: options[key] for key in ("force", "verify", "with_cache")})
     require_folded(out)
-    with watch_job(quiet or as_json, f"opening {out}") as watch:
+    with watch_job(quiet or as_json, f"opening {with_origin(out)}") as watch:
         from enjoyln_cli import export as write_onnx
         from enjoyln_cli.cli.console import write_export, write_json  # takes seconds
 

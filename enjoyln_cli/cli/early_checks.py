@@ -13,8 +13,9 @@ import click
 
 from enjoyln_cli.checkpoint import config
 from enjoyln_cli.checkpoint.model_name import local_folder
+from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.checkpoint.source import open_source
-from enjoyln_cli.errors import OutputError
+from enjoyln_cli.errors import OutputError, UnsupportedModel
 from enjoyln_cli.fs.staging import check_place, learning_state
 
 
@@ -25,9 +26,19 @@ def require_models(*names: str | Path | None) -> None:
             local_folder(str(name))
 
 
+def with_origin(model: str | Path) -> str:
+    """``model`` as the first line names it: whether it is looked for on the Hub."""
+    return f"{model}{' from the Hub' if local_folder(str(model)) is None else ''}"
+
+
 def require_folded(out: str | Path) -> None:
     """Refuse a directory that was not converted. A Hub id is left to the library."""
-    if local_folder(str(out)) is not None:
+    if (folder := local_folder(str(out))) is not None:
+        if (folder / QUANTISATION_FILE).is_file():
+            raise UnsupportedModel(
+                f"{out} was written by `enjoyln quantize`, and of these commands only "
+                "`enjoyln verify` takes such a result"
+            )
         config.require_folded(config.raw_config(open_source(str(out))), str(out))
 
 
@@ -43,11 +54,15 @@ def data_sources(data: Mapping[str, Any]) -> dict[str, Any]:
     return {option: value for option, value in sources.items() if value}
 
 
-def require_one_source(data: Mapping[str, Any], samples: Any = None) -> None:
-    """Refuse inputs from two sources."""
+def require_one_source(
+    data: Mapping[str, Any], samples: Any = None, *, is_needed: bool = False
+) -> None:
+    """Refuse inputs from two sources, and none if one ``is_needed``."""
     passed = [*data_sources(data), *["--samples with a file"] * isinstance(samples, Path)]
     if len(passed) > 1:
         raise click.UsageError(f"{passed[0]} and {passed[1]} cannot be combined.")
+    if is_needed and not data_sources(data):
+        raise click.UsageError("your data are needed: pass --text, --image, --audio or --tokens.")
 
 
 def require_choice(

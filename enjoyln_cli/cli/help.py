@@ -21,7 +21,12 @@ GROUPS = {
         "widen_to",
         "merge",
         "untie",
+        "rotate",
+        "seed",
+        "matrix",
+        "values",
     ),
+    "Your data": ("text", "images", "audio", "tokens"),
     "The Hub": (
         "revision",
         "token",
@@ -45,7 +50,7 @@ GROUPS = {
         "run_dtype",
         "device",
     ),
-    "Printing": ("as_json", "quiet", "paper", "why", "picture", "save"),
+    "Printing": ("as_json", "quiet", "paper", "why", "picture", "save", "mappings"),
 }
 """Sections of the help to the parameters in each; all other options come first."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ from enjoyln_cli.checkpoint.access import access_keywords
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
-    data_sources,
     require_folded,
     require_models,
     require_new_folder,
     require_one_source,
+    with_origin,
 )
 from enjoyln_cli.cli.group import complain
 from enjoyln_cli.cli.options import (
@@ -55,7 +54,7 @@ from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
 )
 @click.option(
     "--max-ratio",
-    type=float,
+    type=POSITIVE,
     metavar="R",
     help="Fail above this error ratio (default: 1.25; 2 if OUT is rotated).",
 )
@@ -84,14 +83,14 @@ def verify(
     For a result of `enjoyln quantize`: that its error on your data is within the limit that it was
     written with.
     """
-    require_one_source(data, options["samples"])
+    is_quantised = (out / QUANTISATION_FILE).is_file()
+    require_one_source(data, options["samples"], is_needed=is_quantised)
     from enjoyln_cli.cli.progress import watch_job
 
     require_models(out, options["against"])
-    is_quantised = (out / QUANTISATION_FILE).is_file()
     if not is_quantised:
         require_folded(out)
-    with watch_job(quiet or as_json, f"verifying {out}") as watch:
+    with watch_job(quiet or as_json, f"verifying {with_origin(out)}") as watch:
         if is_quantised:
             result: Any = _verify_quantised(out, data, opening, options["against"])
         else:
@@ -113,11 +112,11 @@ def verify(
 
 
 def _verify_quantised(out: Path, data: Options, opening: Options, against: str | None) -> Any:
-    from enjoyln_cli.comparison.user_data import read_user_data, require_data
+    from enjoyln_cli.comparison.user_data import read_user_data
     from enjoyln_cli.conversion.inspect import Opening
     from enjoyln_cli.quantisation.written_result import verify_quantised
 
-    user_data = require_data(read_user_data(**data))
+    user_data = read_user_data(**data)
     chosen = Opening(**opening) if against or opening["revision"] else None
     return verify_quantised(out, user_data, against=against, opening=chosen)
 
@@ -198,7 +197,7 @@ def bench(
 
     require_models(out, against)
     require_folded(out)
-    with watch_job(quiet or as_json, f"opening {out}") as watch:
+    with watch_job(quiet or as_json, f"opening {with_origin(out)}") as watch:
         from enjoyln_cli.benchmark.bench import bench as measure
         from enjoyln_cli.benchmark.cases import BenchOptions
         from enjoyln_cli.cli.console import write_bench, write_json
@@ -272,7 +271,7 @@ def pairs_to_time(batch_sizes: tuple[int, ...], seq_lens: tuple[int, ...]) -> Op
 )
 @click.option(
     "--max-error",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     metavar="R",
     help="Fail above this relative error of the outputs (default: that of the scheme).",
 )
@@ -300,20 +299,20 @@ def quantize(
     """
     from enjoyln_cli.cli.progress import watch_job
 
-    require_one_source(data)
+    require_one_source(data, is_needed=True)
     require_models(model)
     require_new_folder(out, model, force=options["force"])
     require_scheme(scheme, form)
-    with watch_job(quiet or as_json, f"opening {model}") as watch:
+    with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:
         from enjoyln_cli.cli.console import say, write_json, write_quantised
-        from enjoyln_cli.comparison.user_data import read_user_data, require_data
+        from enjoyln_cli.comparison.user_data import read_user_data
         from enjoyln_cli.conversion.inspect import Opening
         from enjoyln_cli.quantisation.quantize import quantize as run  # takes seconds
 
         result = run(
             model,
             out,
-            require_data(read_user_data(**data)),
+            read_user_data(**data),
             scheme=scheme,
             form=form,
             seeds=range(rotations),
@@ -327,5 +326,6 @@ def quantize(
         write_json(result.to_json())
     elif not quiet:
         write_quantised(result)
-        ((option, path),) = data_sources(data).items()
-        say(f"next: {shlex.join(['enjoyln', 'verify', str(out), option, str(path)])}")
+        is_checkpoint = FORMATS[form].is_checkpoint
+        loader = result.model_class if is_checkpoint else "exporters.ExportedModel"
+        say(f'next: transformers.{loader}.from_pretrained("{out}") loads it')

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import click
 
 from enjoyln_cli.cli import help
-from enjoyln_cli.cli.early_checks import require_models
+from enjoyln_cli.cli.early_checks import require_models, with_origin
 from enjoyln_cli.cli.group import complain
 from enjoyln_cli.cli.options import (
     NEW_FILE,
@@ -89,11 +89,13 @@ def report(
     if save:
         check_file(save)
     names = models or types
+    first = names[0]
     if len(models) == 1:
         require_models(*models)
+        first = with_origin(first)
     from enjoyln_cli.cli.progress import watch_job
 
-    with watch_job(as_json or bool(mappings), f"analysing {names[0]}") as watch:
+    with watch_job(as_json or bool(mappings), f"analysing {first}") as watch:
         from enjoyln_cli.cli.console import say, write_json, write_reports, write_tree
         from enjoyln_cli.conversion.inspect import mappings_text  # takes seconds
         from enjoyln_cli.recipe.write import recipe_text

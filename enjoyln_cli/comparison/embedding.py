@@ -39,8 +39,9 @@ def embedder(source: Source, event: Event) -> Callable[[Named, Batch], Named] | 
     try:
         modules = _modules(source)
     except Exception as error:  # the library does not check the files: any error is possible
-        first = first_line(error)
-        event("stage", f"comparing token embeddings, not sentence embeddings: {first}")
+        needs = "these need: pip install sentence-transformers"
+        why = needs if isinstance(error, ImportError) else first_line(error)
+        event("stage", f"comparing token embeddings, not sentence embeddings: {why}")
         return None
 
     def add(outputs: Named, batch: Batch) -> Named:

@@ -116,7 +116,7 @@ def _user_batches(runner: Runner, data: UserData) -> tuple[list[Batch], int | No
         found = user_data.from_tokens(model, data.tokens)
         is_scored = _has_score(model, mask_token)
     else:
-        tokenizer = user_data.tokenizer_of(runner.folder, runner.trust_remote_code)
+        tokenizer = user_data.tokenizer_of(model, runner.folder, runner.trust_remote_code)
         mask_token = tokenizer.mask_token_id
         if data.text is None:
             found = user_data.from_texts(model, tokenizer, data.texts)

@@ -104,11 +104,10 @@ def read_user_data(
     return UserData(texts=texts, number=len(texts))
 
 
-def require_data(data: UserData) -> UserData:
-    """``data``. Raises ``UnsupportedModel`` if there is none."""
+def require_data(data: UserData) -> None:
+    """Raise ``UnsupportedModel`` if there is none."""
     if not data.is_given:
         raise UnsupportedModel("no data: pass one of --text, --image, --audio, --tokens")
-    return data
 
 
 def files_of(folder: Path, what: str) -> tuple[Path, ...]:
@@ -167,10 +166,21 @@ def text_of(file: str | Path) -> str:
         ) from error
 
 
-def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer saved in ``folder``. Raises ``UnsupportedModel`` if there is none."""
+def require_input(model: Any, name: str, data: str) -> None:
+    """Raise ``UnsupportedModel`` if ``model`` has no input ``name``, which ``data`` become."""
+    if name not in accepted_by(model):
+        main = getattr(model, "main_input_name", "input_ids")
+        raise UnsupportedModel(f"{type(model).__name__} takes {main}, so it cannot run on {data}")
+
+
+def tokenizer_of(model: Any, folder: Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer saved in ``folder``.
+
+    Raises ``UnsupportedModel`` if there is none, or if ``model`` takes no token ids.
+    """
     from transformers import AutoTokenizer
 
+    require_input(model, "input_ids", "texts")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
@@ -241,9 +251,7 @@ def from_images(
     Raises ``UnsupportedModel`` if the model takes no images, the directory has no image processor,
     a file is not an image, or the library that reads images is missing.
     """
-    if "pixel_values" not in accepted_by(model):
-        main = getattr(model, "main_input_name", "input_ids")
-        raise UnsupportedModel(f"{type(model).__name__} takes {main}, so it cannot run on images")
+    require_input(model, "pixel_values", "images")
     from transformers import AutoImageProcessor
     from transformers.image_utils import load_image
 
@@ -272,6 +280,10 @@ def from_audio(
     accepted, batches = accepted_by(model), []
     try:
         extractor = AutoFeatureExtractor.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        text = f"recordings need a feature extractor, and {folder} contains none"
+        raise UnsupportedModel(text) from error
+    try:
         rate = extractor.sampling_rate
         for file in files:
             wave = load_audio(str(file), rate)
@@ -296,8 +308,10 @@ def from_audio(
 def from_tokens(model: Any, lists: Sequence[Sequence[int]]) -> list[Batch]:
     """The token ids cut into windows of at most 256, one window in each batch.
 
-    Raises ``UnsupportedModel`` for an id that the model has no embedding for.
+    Raises ``UnsupportedModel`` for an id that the model has no embedding for, and if the model
+    takes no token ids.
     """
+    require_input(model, "input_ids", "token ids")
     length = min(WINDOW, positions(model.config.get_text_config()))
     vocabulary = len(model.get_input_embeddings().weight)
     largest = max(map(max, filter(None, lists)))

@@ -25,10 +25,12 @@ def build(model_class: type, config: Any) -> nn.Module:
         with torch.device("meta"), KeepWhole(), _limited_modules():
             model: Any = model_class(copy.deepcopy(config)).eval()
     except Exception as error:  # for a wrong config, a model class may raise any exception
-        first = first_line(error)
+        wanted = getattr(model_class, "config_class", None) or object
+        why = f"{type(error).__name__}: {first_line(error)}"
+        if not isinstance(config, wanted):
+            why = f"it takes a {wanted.__name__}, and this is a {type(config).__name__}"
         raise UnsupportedModel(
-            f"{model_class.__name__} cannot be built from this config: "
-            f"{type(error).__name__}: {first}"
+            f"{model_class.__name__} cannot be built from this config: {why}"
         ) from error
     forget_buffers(model, keep_integers=True)
     apply_experts(model)

@@ -185,7 +185,7 @@ def _judge(
     if not math.isfinite(largest(relative(own))):
         failure = "the original itself overflows in this dtype; export another with --dtype"
     elif not ratio.least <= max_ratio:
-        limits = f"limit {max_ratio:g} x, by chance {max_ratio * ratio.chance:.3g} x"
+        limits = f"limit {max_ratio:g} x, with chance {max_ratio * ratio.chance:.3g} x"
         failure = f"error {ratio.value:.2f} x the original's own ({limits})"
     return RuntimeCheck(
         runtime="",

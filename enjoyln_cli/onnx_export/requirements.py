@@ -45,10 +45,15 @@ def require_transformers(oldest: tuple[int, int], what: str) -> None:
         )
 
 
-def require_packages(names: Iterable[str], what: str = "exporting to ONNX") -> None:
-    """Raise ``UnsupportedModel`` for libraries that are not installed; ``what`` needs them."""
+def require_packages(
+    names: Iterable[str], what: str = "exporting to ONNX", extra: str = "onnx", where: str = ""
+) -> None:
+    """Raise ``UnsupportedModel`` for libraries that are not installed; ``what`` needs them.
+
+    The message names the ``extra`` of enjoyln that installs them, and ``where`` to install it.
+    """
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise UnsupportedModel(
-            f"{what} needs {', '.join(missing)}: pip install {' '.join(missing)}"
+            f'{what} needs {", ".join(missing)}: pip install "enjoyln[{extra}]"{where}'
         )

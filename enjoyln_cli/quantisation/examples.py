@@ -21,6 +21,7 @@ from enjoyln_cli.comparison.text_scores import head_kind, with_predicted_tokens
 from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.load import silent
+from enjoyln_cli.text import counted
 
 FEWEST = 4
 """Fewest inputs in each half."""
@@ -61,10 +62,10 @@ def split(
     rows = [row for batch in batches for row in _rows(batch)][: 2 * most]
     if len(rows) < 2 * FEWEST:
         longest = max((row["input_ids"].shape[1] for row in rows if "input_ids" in row), default=0)
-        unit = f"inputs (windows of up to {longest} tokens)" if data.text else "inputs"
+        windows = f" (windows of up to {longest} tokens)" if data.text else ""
         raise UnsupportedModel(
-            f"too little data: {len(rows)} {unit}, but {2 * FEWEST} are needed: one half to choose "
-            "by, the other to measure on"
+            f"too little data: {counted(len(rows), 'input')}{windows}, but {2 * FEWEST} are "
+            "needed: one half to choose by, the other to measure on"
         )
     rows = [_with_decoder_inputs(model, _with_masks(model, row)) for row in rows]
     rows = user_data.runnable(model, rows, torch.float32, lambda batch: run(model, [batch]))
@@ -110,7 +111,7 @@ def _batches(
         return user_data.from_audio(model, data.audio[:most], folder, torch.float32), None
     if data.tokens:
         return user_data.from_tokens(model, data.tokens), None
-    tokenizer = user_data.tokenizer_of(folder, trust_remote_code)
+    tokenizer = user_data.tokenizer_of(model, folder, trust_remote_code)
     if kind:
         windows = user_data.from_text(model, tokenizer, data.text or "", most)
         return windows, tokenizer.mask_token_id

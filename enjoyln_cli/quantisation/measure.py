@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from enjoyln_cli.checkpoint.reader import Subject
+from enjoyln_cli.clock import Countdown, Progress
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.embedding import EMBEDDING, embedder
 from enjoyln_cli.comparison.metrics import distances_of, largest, pool_distances, relative
@@ -31,8 +32,6 @@ Embed = Callable[[Outputs, Batch], Outputs]
 LOGITS = "logits"
 TRIED_ON = 2
 """Inputs that each layer is rounded on: the order of layers is clear with few."""
-STAGES = 10
-"""How often the progress is told."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ def perplexity_in(exact: ExactOutputs) -> float | None:
 
 
 def costly_layers(
-    model: Any, scheme: QuantisationScheme, exact: ExactOutputs, event: Event
+    model: Any, scheme: QuantisationScheme, exact: ExactOutputs, on_progress: Progress
 ) -> list[str]:
     """The linear layers of ``model`` by path, the costliest first.
 
@@ -169,9 +168,9 @@ def costly_layers(
     rounding = Scheme(scheme.weight_bits, scheme.input_bits, per_token=False)
     few = replace(exact, examples=exact.examples[:TRIED_ON], outputs=exact.outputs[:TRIED_ON])
     layers, costs = list(linear_layers(model)), {}
-    for done, layer in enumerate(layers):
-        if done % max(1, len(layers) // STAGES) == 0:
-            event("stage", f"finding the layers that cost most: {done} of {len(layers)} tried")
+    countdown = Countdown(len(layers), on_progress)
+    for layer in layers:
         with simulated(model, rounding, only=layer):
             costs[layer] = differences(lambda batch: run(model, [batch])[0], few).cost
+        countdown.count()
     return sorted(costs, key=lambda layer: -costs[layer])

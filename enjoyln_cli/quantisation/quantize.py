@@ -25,7 +25,7 @@ from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.reader import other_files
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.clock import Countdown, Progress
-from enjoyln_cli.comparison.user_data import UserData
+from enjoyln_cli.comparison.user_data import UserData, require_data
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
@@ -161,6 +161,7 @@ def quantize(
     appears only if everything has succeeded.
     """
     begin, event = time.perf_counter(), on_event or default_listener
+    require_data(data)
     settings, opening = require_scheme(scheme, form), opening or Opening()
     if keep and form == OPENVINO:
         raise UnsupportedModel(f"--keep does not work for {form}")
@@ -197,12 +198,16 @@ def quantize(
         limit = settings.max_error if max_error is None else max_error
         measured = measure(work, chosen, held_out, limit)
         if not measured.chosen.error <= limit:
-            worst = costly_layers(original.load(chosen), settings, choosing, event)
+            event("stage", "finding the layers that cost most")
+            layers = costly_layers(original.load(chosen), settings, choosing, on_progress)
+            worst = ",".join(layers[:NAMED])
+            way = f"leave the layers that cost most more precise with --keep {worst}"
+            if form == OPENVINO:
+                way = f"choose another --scheme (the layers that cost most are {worst})"
             raise VerificationFailed(
-                f"{scheme} costs too much: error {number(measured.chosen.error)} of the "
-                f"outputs (limit {limit:g}); the layers that cost most are "
-                f"{', '.join(worst[:NAMED])}; --keep leaves layers more precise, --max-error "
-                "raises the limit; nothing was written"
+                f"{scheme} costs too much: error {number(measured.chosen.error)} of the outputs "
+                f"(limit {limit:g}), so nothing was written; {way}, or raise the limit with "
+                "--max-error"
             )
         result = Quantised(
             out=str(out),

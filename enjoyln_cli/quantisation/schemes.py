@@ -88,6 +88,8 @@ def require_scheme(scheme: str, form: str, to_run: bool = False) -> Quantisation
         raise UnsupportedModel(f"{form} cannot store {scheme}; choose one of {can}")
     target = FORMATS[form]
     packages = target.packages_to_run if to_run and target.packages_to_run else target.packages
-    require_packages(packages, f"{'running' if to_run else 'quantising to'} {form}")
+    what = f"{'running' if to_run else 'quantising to'} {form}"
+    where = " in an environment of its own" if form == COMPRESSED else ""
+    require_packages(packages, what, form, where)
     require_transformers(target.transformers, form)
     return SCHEMES[scheme]

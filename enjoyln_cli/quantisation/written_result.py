@@ -10,7 +10,7 @@ from typing import Any
 
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.comparison.embedding import embedder
-from enjoyln_cli.comparison.user_data import UserData
+from enjoyln_cli.comparison.user_data import UserData, require_data
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.events import default_listener
@@ -54,6 +54,7 @@ def verify_quantised(
     ``against`` is the original, if it has moved. Raises ``BadCheckpoint`` if the record in ``out``
     cannot be read, ``ModelNotFound`` and ``UnsupportedModel`` as ``quantize`` does.
     """
+    require_data(data)
     try:
         record = json.loads((out / QUANTISATION_FILE).read_text(encoding="utf-8"))
         form, name = str(record["format"]), str(record["model_class"])

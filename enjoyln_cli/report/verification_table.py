@@ -58,5 +58,5 @@ def _run_rows(verification: Mapping[str, Any]) -> list[Texts]:
 def _ratio_row(verification: Mapping[str, Any]) -> Texts:
     """The ratio and its limits: that for the true ratio, and what few inputs allow by chance."""
     limit = verification["max_ratio"]
-    note = f"limit {number(limit)}, by chance {number(limit * verification['chance'])}"
+    note = f"limit {number(limit)}, with chance {number(limit * verification['chance'])}"
     return ("ratio", number(verification["ratio"]), "1", note)

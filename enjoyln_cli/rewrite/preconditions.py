@@ -51,7 +51,10 @@ def why_nothing_changes(plan: Plan, model: str, ways: Sequence[str] = ()) -> str
         return f"nothing of {model} can be rotated: {why}"
     already = sum(count for _, count in plan.other_norms)
     if not plan.norms and already:
-        return f"{model} has nothing to convert: its {already} norms are RMSNorm already"
+        return (
+            f"{model} has nothing to convert: its {already} norms are RMSNorm already; "
+            "`enjoyln rotate` and `enjoyln quantize` take such models"
+        )
     if not plan.norms:
         return f"{model} has nothing to convert: there is no LayerNorm in it"
     counts = Counter(verdict.reason for verdict in plan.kept)

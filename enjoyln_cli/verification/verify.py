@@ -365,8 +365,8 @@ def _judge(
     if folds:
         ways.insert(0, ("as RMSNorm", done.runtime_error, done.ratio, done.chance))
     over = [
-        f"error {error:.1e} {way}, {times:.2f} x the original's (limit {max_ratio:g} x, by chance "
-        f"{max_ratio * chance:.3g} x)"
+        f"error {error:.1e} {way}, {times:.2f} x the original's (limit {max_ratio:g} x, with "
+        f"chance {max_ratio * chance:.3g} x)"
         for way, error, times, chance in ways
         if not times <= max_ratio * chance
     ]

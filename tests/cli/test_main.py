@@ -159,7 +159,9 @@ def test_fold_says_what_it_did_and_what_comes_next(folded: Path) -> None:
     )
     same = r"same outputs up to float32 rounding \(error \d\.\d\d x the original's own\)"
     assert re.search(rf"\nverified: {same}\n", out)
-    assert out.splitlines()[-1] == f"next: enjoyln verify {folded}"
+    load = f'enjoyln_cli.from_pretrained("{folded}")'
+    next_step = f"next: {load} computes RMSNorm; enjoyln bench {folded} times it"
+    assert out.splitlines()[-1] == next_step
     news = (folded.parent / "stderr").read_text().splitlines()
     assert news[0] == f"opening {GPT2}" and "verifying" in news
     assert "1.6 MB of 1.6 MB" in news

@@ -310,7 +310,7 @@ def test_an_existing_file_is_kept(outs: Outs, tmp_path: Path) -> None:
 
 
 def test_missing_libraries_are_named() -> None:
-    with pytest.raises(UnsupportedModel, match=r"needs no_such_b: pip install no_such_b$"):
+    with pytest.raises(UnsupportedModel, match=r'needs no_such_b: pip install "enjoyln\[onnx\]"$'):
         require_packages(("onnx", "no_such_b"))
     require_packages(("onnx", "onnxscript"))
 

@@ -181,7 +181,7 @@ def test_an_error_beyond_chance_fails_with_few_inputs(
     wrong = changed(outs["vit"], tmp_path / "wrong", lambda t: t[name].mul_(1.01))
     for samples in (1, 4):
         found = verify(wrong, write=False, samples=samples)
-        assert len(found.failures) == 2 and "limit 1.25 x, by chance " in found.failures[1]
+        assert len(found.failures) == 2 and "limit 1.25 x, with chance " in found.failures[1]
 
 
 def test_one_input_is_no_sample_and_says_so(outs: dict[str, Path]) -> None:
