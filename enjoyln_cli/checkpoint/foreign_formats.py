@@ -23,7 +23,12 @@ class Format:
 
 
 FORMATS = (
-    Format("a PEFT adapter", ("adapter_config.json",), "merge it into its base model first"),
+    Format(
+        "a PEFT adapter",
+        ("adapter_config.json",),
+        "merge it into its base model first, or edit it for a converted base model with `enjoyln "
+        "fold --like`",
+    ),
     Format("a diffusers pipeline", ("model_index.json",), "pass the folder of one of its models"),
     Format(
         "a GGUF model",

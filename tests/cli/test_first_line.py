@@ -103,6 +103,12 @@ WRONG = [
     (["verify", "full"], "error: full has no config.json; "),
     (["bench", "listed"], "error: listed/config.json holds a JSON list, not an object"),
     (["unfold", "pipeline", "-o", "new"], "error: pipeline was not folded"),
+    (["bench", "quantised"], "error: quantised was written by `enjoyln quantize`"),
+    (["push", "quantised", "me/model"], "error: quantised was written by `enjoyln quantize`"),
+    (["verify", "quantised"], "Usage: "),
+    (["quantize", GPT2, "-o", "new"], "Usage: "),
+    (["verify", "folded", "--max-ratio", "-1"], "Usage: "),
+    ([*ONNX, "a.onnx", "--max-ratio", "0"], "Usage: "),
     (["report", GPT2, "--save", "none/a.svg"], "error: none/a.svg cannot be written"),
     (["report", GPT2, "--write-recipe", "none/a.yaml"], "error: none/a.yaml cannot be"),
     *(
@@ -110,7 +116,16 @@ WRONG = [
         for name in ("a/b/c", "me/my model", "me/x.git")
     ),
 ]
-CASES = [*(([name, *words], text) for name, (words, text) in STARTS.items()), *OPTIONS, *WRONG]
+HUB = [
+    (["fold", "gpt2", "-o", "new"], "opening gpt2 from the Hub"),
+    (["report", "gpt2"], "analysing gpt2 from the Hub"),
+]
+CASES = [
+    *(([name, *words], text) for name, (words, text) in STARTS.items()),
+    *OPTIONS,
+    *HUB,
+    *WRONG,
+]
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +138,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "listed/config.json": "[]",
         "pipeline/modules.json": '[{"path": "0_Transformer"}]',
         "pipeline/0_Transformer/config.json": '{"enjoyln": null}',
+        "quantised/enjoyln_quantisation.json": "{}",
     }.items():
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text(content)

@@ -523,9 +523,19 @@ def test_verify_on_images(tmp_path: Path) -> None:
         verify(out, images=files)
 
 
-def test_images_for_a_model_of_text(outs: dict[str, Path]) -> None:
-    with pytest.raises(UnsupportedModel, match="takes input_ids"):
+def test_data_of_another_kind_than_the_model_takes(outs: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="takes input_ids, so it cannot run on images"):
         verify(outs["float32"], images=["x.png"])
+    (tmp_path / "a.wav").touch()
+    with pytest.raises(UnsupportedModel, match="recordings need a feature extractor, and .* none"):
+        verify(outs["float32"], audio=tmp_path)
+    vit, text, ids = CHECKPOINTS / "vit", tmp_path / "text.txt", tmp_path / "ids.jsonl"
+    text.write_text("A licence is short.")
+    ids.write_text("[1, 2, 3]")
+    out = folded(vit, tmp_path / "out", proven(vit, FAMILIES["vit"]))
+    for option, file, kind in (("text", text, "texts"), ("tokens", ids, "token ids")):
+        with pytest.raises(UnsupportedModel, match=f"takes pixel_values, .* cannot run on {kind}"):
+            verify(out, **{option: file})
 
 
 def test_text_and_images_at_once(outs: dict[str, Path]) -> None:
