@@ -59,17 +59,18 @@ class UserData:
 
 def read_user_data(
     text: str | Path | None = None,
-    images: Sequence[str | Path] = (),
+    images: str | Path | Sequence[str | Path] = (),
     samples: int | str | Path | None = None,
     audio: str | Path | None = None,
     tokens: str | Path | None = None,
 ) -> UserData:
     """Read the user's data.
 
-    ``images`` are files, or directories of them; ``audio`` is a directory, ``tokens`` a file.
-    ``samples`` is a number, or a file with one text on each line.
+    ``images`` is a file or a directory, or several of them; ``audio`` is a directory, ``text`` and
+    ``tokens`` are files. ``samples`` is a number, or a file with one text on each line.
 
-    Raises ``UnsupportedModel`` if ``samples`` is neither, or if more than one source is given.
+    Raises ``UnsupportedModel`` if ``samples`` is neither, if a file cannot be read, or if more than
+    one source is given.
     """
     own = {"--text": text is not None, "--image": bool(images)}
     own |= {"--audio": audio is not None, "--tokens": tokens is not None}
@@ -80,7 +81,7 @@ def read_user_data(
     words = None if text is None else text_of(text)
     files = [
         file
-        for place in images
+        for place in ([images] if isinstance(images, str | Path) else images)
         for file in (files_of(Path(place), "images") if Path(place).is_dir() else [place])
     ]
     if not isinstance(samples, str | Path):
@@ -115,6 +116,8 @@ def files_of(folder: Path, what: str) -> tuple[Path, ...]:
 
     Raises ``UnsupportedModel`` if there are none; ``what`` is the word for them.
     """
+    if not folder.is_dir():
+        raise UnsupportedModel(f"there is no directory {folder} with {what}")
     files = (path for path in folder.iterdir() if path.is_file() and path.suffix != ".json")
     found = tuple(sorted(path for path in files if not path.name.startswith(".")))
     if not found:
@@ -157,9 +160,11 @@ def seconds_of(seconds: float | None) -> float:
 
 
 def text_of(file: str | Path) -> str:
-    """The content of a text file. Raises ``UnsupportedModel`` if it is not UTF-8."""
+    """The content of a text file. Raises ``UnsupportedModel`` if it cannot be read as UTF-8."""
     try:
         return Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UnsupportedModel(f"{file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UnsupportedModel(
             f"{file} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8 text"

@@ -78,8 +78,10 @@ class PreparedFold:
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype from a dtype or its name in torch."""
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    """The ``floating_dtype`` of what is not ``None``."""
+    from enjoyln_cli.verification.verify import floating_dtype
+
+    return None if dtype is None else floating_dtype(dtype)
 
 
 def prepare(

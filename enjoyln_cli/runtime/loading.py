@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
+from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
@@ -54,9 +55,10 @@ def from_pretrained(model: str | Path, cls: Any = None, **kwargs: Any) -> Any:
     as, or the class that the fold is proven for if it is one only (``fold --model-class``).
     ``kwargs`` go to its ``from_pretrained``. Raises ``UnsupportedModel`` if the fold is not
     proven for the class, ``BadCheckpoint`` if the config has no marker, ``NotCentred`` if weights
-    have changed since the fold.
+    have changed since the fold, and ``ModelNotFound`` if there is no such directory and ``model``
+    is no Hub id.
     """
-    folder = str(open_source(str(model)).path) if Path(model).expanduser().is_dir() else str(model)
+    folder = str(open_source(str(model)).path) if local_folder(str(model)) else str(model)
     loaded = (cls or saved_class(folder, **kwargs)).from_pretrained(folder, **kwargs)
     optimize(loaded[0] if isinstance(loaded, tuple) else loaded)
     return loaded

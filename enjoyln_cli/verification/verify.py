@@ -317,18 +317,23 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def floating_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A dtype from a dtype or its name. Raises ``UnsupportedModel`` if it is no floating dtype."""
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        raise UnsupportedModel(
+            f"{dtype!r} is not a floating dtype; use float64, float32, float16 or bfloat16"
+        )
+    return named
+
+
 def compute_dtype(checkpoint: Checkpoint, dtype: str | torch.dtype | None) -> torch.dtype:
     """``dtype``, by default that of most stored floating bytes, or float32 if there are none.
 
     Raises ``UnsupportedModel`` for what is no floating dtype.
     """
     if dtype is not None:
-        named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if not isinstance(named, torch.dtype) or not named.is_floating_point:
-            raise UnsupportedModel(
-                f"{dtype!r} is not a floating dtype; use float64, float32, float16 or bfloat16"
-            )
-        return named
+        return floating_dtype(dtype)
     sizes: Counter[torch.dtype] = Counter()
     for stored in checkpoint.tensors.values():
         if DTYPES[stored.dtype].is_floating_point:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from stored_files import stored_plan
 from verify_cases import FAMILIES
 
-from enjoyln_cli import Options, fold, from_pretrained, load_recipe, verify
+from enjoyln_cli import Options, UnsupportedModel, fold, from_pretrained, load_recipe, verify
 from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.from_plan import recipe_of
@@ -132,3 +132,8 @@ def test_a_result_is_exact_and_complete(
     fold(source, tmp_path / "again", verify=False, **follow)
     for name in ("model.safetensors", "enjoyln_recipe.yaml"):
         assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes()
+
+
+def test_a_dtype_that_torch_does_not_have(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="'fp16' is not a floating dtype; use float64"):
+        fold(CHECKPOINTS / "gpt2", tmp_path / "out", dtype="fp16")

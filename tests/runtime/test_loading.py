@@ -29,7 +29,7 @@ from transformers import (
 
 from enjoyln_cli import EnjoyLNConfig, Options, fold, from_pretrained, optimize, refold
 from enjoyln_cli.checkpoint.marker import proof_of
-from enjoyln_cli.errors import BadCheckpoint, NotCentred, UnsupportedModel
+from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, NotCentred, UnsupportedModel
 from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.runtime.modules import Folded
 
@@ -183,6 +183,8 @@ def test_the_one_class_that_is_proven_is_loaded(tmp_path: Path, name: str) -> No
 def test_models_without_a_marker_are_refused(outs: dict[str, Path]) -> None:
     with pytest.raises(BadCheckpoint, match="no enjoyln entry"):
         optimize(original("gpt2"))
+    with pytest.raises(ModelNotFound, match="there is no directory './none'"):
+        from_pretrained("./none")
     with pytest.raises(UnsupportedModel, match="Linear has no transformers config"):
         optimize(nn.Linear(3, 3))
 

@@ -50,6 +50,7 @@ from enjoyln_cli.comparison import batches as inputs
 from enjoyln_cli.comparison.metrics import Distance, distances, ratios, relative
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.text_scores import divergence, perplexity
+from enjoyln_cli.comparison.user_data import read_user_data
 from enjoyln_cli.errors import AlreadyFolded, BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.models.arithmetic import Float64
 from enjoyln_cli.models.load import silent
@@ -526,6 +527,11 @@ def test_verify_on_images(tmp_path: Path) -> None:
 def test_data_of_another_kind_than_the_model_takes(outs: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="takes input_ids, so it cannot run on images"):
         verify(outs["float32"], images=["x.png"])
+    with pytest.raises(UnsupportedModel, match="no directory .*none with recordings"):
+        verify(outs["float32"], audio=tmp_path / "none")
+    with pytest.raises(UnsupportedModel, match=r"none.txt cannot be read: No such file"):
+        verify(outs["float32"], text=tmp_path / "none.txt")
+    assert read_user_data(images="x.png").images == ("x.png",)
     (tmp_path / "a.wav").touch()
     with pytest.raises(UnsupportedModel, match="recordings need a feature extractor, and .* none"):
         verify(outs["float32"], audio=tmp_path)
