@@ -178,6 +178,8 @@ def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
     say(f"verified: {checked['summary']}" if checked else unchecked)
     if plan.turned:
         _say_before_quantising(checked["compute_dtype"] if checked else "", "matrices" in result)
+    if len(plan.kept) > len(plan.folded) > 0 and not (plan.widened or plan.untied):
+        say(f"options that may convert more: enjoyln report {shlex.quote(report.model)}")
     if plan.folded and (lost := lost_without_kernels()):
         say(lost)
     say(f"next: {_next_step(result, plan)}")

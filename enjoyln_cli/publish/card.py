@@ -33,7 +33,6 @@ from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import UNTIED, counts, notes
 from enjoyln_cli.report.verification_table import (
-    NONE,
     Texts,
     verification_heads,
     verification_rows,
@@ -210,7 +209,7 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
 def _checks(verification: Values) -> list[Texts]:
     """The rows of a verification; empty for none, and for an edited one that cannot be shown."""
     try:
-        return [row for row in verification_rows(verification) if row[1] != NONE]
+        return verification_rows(verification)
     except (KeyError, TypeError, ValueError, AttributeError):
         return []
 

@@ -25,7 +25,7 @@ def verification_rows(verification: Mapping[str, Any]) -> list[Texts]:
     """Each error next to the original's own rounding error, under ``verification_heads``.
 
     ``verification`` has the fields of a ``Verification``, from the object or from
-    ``enjoyln_verify.json``. A number that was not measured is shown as ``NONE``.
+    ``enjoyln_verify.json``. A number that was not measured has no row.
     """
     rows: list[Texts] = [
         ("identity error", number(verification["identity_error"]), "", "the algebra, in float64"),
@@ -40,7 +40,7 @@ def verification_rows(verification: Mapping[str, Any]) -> list[Texts]:
         count = scores["tokens"]
         doubt = ": too few to be reliable" if count < FEW_TOKENS else ""
         rows.append(("perplexity", after, before, f"over {count:.0f} tokens{doubt}"))
-    return rows
+    return [row for row in rows if row[1] != NONE]
 
 
 def _run_rows(verification: Mapping[str, Any]) -> list[Texts]:

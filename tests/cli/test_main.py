@@ -167,6 +167,13 @@ def test_fold_says_what_it_did_and_what_comes_next(folded: Path) -> None:
     assert "1.6 MB of 1.6 MB" in news
 
 
+def test_a_fold_that_leaves_most_norms_names_where_to_find_more(tmp_path: Path) -> None:
+    bert = CHECKPOINTS / "bert"
+    out = good("fold", bert, "-o", tmp_path / "out", "--model-class", "BertModel", "--no-verify")
+    assert "converted 1 of 7" in out
+    assert f"options that may convert more: enjoyln report {bert}\n" in out
+
+
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     out = good("fold", GPT2, "-o", tmp_path / "out", "--dry-run", "--dtype", "bfloat16")
     assert "would convert 7 of 7" in out and "nothing was written" in out

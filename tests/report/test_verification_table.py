@@ -56,6 +56,12 @@ def test_the_ratio_has_a_limit_and_what_chance_allows() -> None:
     assert row in verification_rows(vars(CHECKED))
 
 
+def test_a_model_without_logits_has_no_rows_about_them() -> None:
+    rows = verification_rows(vars(replace(CHECKED, kl=None, top1_agreement=None)))
+    assert not {"KL divergence", "top-1 agreement"} & {row[0] for row in rows}
+    assert len(rows) == len(verification_rows(vars(CHECKED))) - 2
+
+
 def test_a_perplexity_of_few_tokens_is_marked() -> None:
     scores = {"original": 12.5, "folded": 12.25, "tokens": 255}
     *few, note = verification_rows(vars(replace(CHECKED, perplexity=scores)))[-1]
