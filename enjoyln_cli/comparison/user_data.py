@@ -285,6 +285,8 @@ def from_audio(
     accepted, batches = accepted_by(model), []
     try:
         extractor = AutoFeatureExtractor.from_pretrained(folder)
+    except ImportError as error:
+        raise cannot_read("audio", error) from error
     except (OSError, ValueError) as error:
         text = f"recordings need a feature extractor, and {folder} contains none"
         raise UnsupportedModel(text) from error
