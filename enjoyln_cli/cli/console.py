@@ -267,12 +267,14 @@ MEASURED = {
 
 def write_quantised(result: Quantised) -> None:
     """Print the candidates, what was chosen, and how far the result is from the original."""
-    table = _table("candidate", "KL divergence", "top-1 agreement", "error", "size")
+    heads = {"kl": "KL divergence", "top1": "top-1 agreement", "error": "error"}
+    if result.plain.kl is None:
+        heads = {"error": "error"}
+    table = _table("candidate", *heads.values(), "size")
     for candidate in result.candidates:
         style = "green" if candidate.name == result.chosen else ""
-        differences = candidate.differences
-        measured = (differences.kl, differences.top1, differences.error)
-        table.add_row(candidate.name, *map(number, measured), size(candidate.size), style=style)
+        measured = [number(getattr(candidate.differences, name)) for name in heads]
+        table.add_row(candidate.name, *measured, size(candidate.size), style=style)
     _show(table)
     as_original = "; no other form is clearly better" if result.chosen == "original" else ""
     say(f"wrote {result.scheme} as {result.format} to {result.out}: {result.chosen}{as_original}")
