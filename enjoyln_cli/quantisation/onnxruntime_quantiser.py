@@ -19,7 +19,7 @@ PRODUCTS = ("MatMul", "Gemm")
 TABLES = ("Gather",)
 """Embeddings are rounded to 8 bits as well: they are most of a small model's bytes."""
 GROUP = 32
-"""Weights of 4 bits share a scale in groups of this many."""
+"""How many weights share a scale, where they are scaled in groups."""
 ROUNDED = ("MatMulInteger", "MatMulNBits", "QuantizeLinear")
 """Operators of quantised products."""
 SCOPES = "pkg.torch.onnx.name_scopes"
@@ -52,7 +52,7 @@ def quantised(
         "nodes_to_exclude": kept,
         "extra_options": {"MatMulConstBOnly": True},
     }
-    in_groups = scheme.weight_bits == 4 or scheme.input_bits is None
+    in_groups = scheme.group or scheme.weight_bits == 4 or scheme.input_bits is None
     products = [] if in_groups or scheme.is_static else PRODUCTS
     config = OnnxRuntimeDynamicConfig(op_types_to_quantize=[*TABLES, *products], **settings)
     program = OnnxRuntimeQuantizer(config).quantize(program, batch, ExportFormat.ONNX)

@@ -23,11 +23,14 @@ class QuantisationScheme:
     """Whether the scales of inputs are fixed, from the ranges that the user's data show."""
     max_error: float
     """Default for the largest relative error of the outputs that the result may have."""
+    group: int | None = None
+    """How many weights, or inputs, share a scale, if the name of the scheme says so."""
 
 
 SCHEMES: Mapping[str, QuantisationScheme] = {
     "w8a8": QuantisationScheme(8, 8, False, 0.1),
     "w8a8-static": QuantisationScheme(8, 8, True, 0.1),
+    "w8a8-g32": QuantisationScheme(8, 8, False, 0.05, group=32),
     "w8a16": QuantisationScheme(8, None, False, 0.05),
     "w4a8": QuantisationScheme(4, 8, False, 0.3),
     "w4a16": QuantisationScheme(4, None, False, 0.3),
@@ -35,10 +38,10 @@ SCHEMES: Mapping[str, QuantisationScheme] = {
 
 
 SIMULATED: Mapping[str, QuantisationScheme] = {
-    **SCHEMES,
+    **{name: scheme for name, scheme in SCHEMES.items() if scheme.group is None},
     "w4a4": QuantisationScheme(4, 4, False, 0.5),
 }
-"""What ``enjoyln rotate`` can simulate: all schemes, and one that no format stores."""
+"""What ``enjoyln rotate`` can simulate: schemes without groups, and one that no format stores."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class TargetFormat:
 ONNX, OPENVINO, TORCHAO, COMPRESSED = "onnx", "openvino", "torchao", "compressed-tensors"
 FORMATS: Mapping[str, TargetFormat] = {
     ONNX: TargetFormat(
-        ("onnx", "onnxscript", "onnxruntime"), ("w8a8", "w8a8-static", "w8a16", "w4a8", "w4a16")
+        ("onnx", "onnxscript", "onnxruntime"),
+        ("w8a8", "w8a8-static", "w8a8-g32", "w8a16", "w4a8", "w4a16"),
     ),
     OPENVINO: TargetFormat(("nncf", "openvino"), ("w8a8-static", "w8a16", "w4a16")),
     TORCHAO: TargetFormat(("torchao",), ("w8a8", "w8a16", "w4a8", "w4a16"), is_checkpoint=True),
