@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import inf, isfinite, isinf, sqrt
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.clock import Countdown, Progress
@@ -32,6 +33,9 @@ Embed = Callable[[Outputs, Batch], Outputs]
 LOGITS = "logits"
 TRIED_ON = 2
 """Inputs that each layer is rounded on: the order of layers is clear with few."""
+CHANCE = 0.05
+"""The probability that another form is taken for better although its savings are chance."""
+DIRECTIONS = 20_000
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Differences:
     """The fraction of positions in which the largest logit is the original's."""
     perplexity: float | None
     """Of the quantised model on a text."""
+    costs: tuple[float, ...] = ()
+    """For each input: the mean KL divergence of its logits, or its error without logits."""
 
     @property
     def cost(self) -> float:
@@ -81,7 +87,7 @@ class ExactOutputs:
 
 def differences(compute: Compute, exact: ExactOutputs) -> Differences:
     """Run ``compute`` on the examples and compare its outputs with the exact ones."""
-    names, distances, loss, tokens = exact.names, [], 0.0, 0
+    names, distances, costs, loss, tokens = exact.names, [], [], 0.0, 0
     kl = top1 = positions = 0.0
     for example, expected in zip(exact.examples, exact.outputs, strict=True):
         got = with_embedding(compute(example.batch), example.batch, exact.embed)
@@ -89,6 +95,8 @@ def differences(compute: Compute, exact: ExactOutputs) -> Differences:
             distances_of({n: got[n] for n in names if n in got}, {n: expected[n] for n in names})
         )
         apart, agreed = divergence([got], [expected])
+        error = largest(relative(distances[-1]))
+        costs.append(error if apart is None or not isfinite(error) else apart)
         if apart is not None and agreed is not None:
             size = expected[LOGITS][..., 0].numel()
             kl, top1, positions = kl + size * apart, top1 + size * agreed, positions + size
@@ -100,7 +108,35 @@ def differences(compute: Compute, exact: ExactOutputs) -> Differences:
         kl=kl / positions if positions else None,
         top1=top1 / positions if positions else None,
         perplexity=perplexity_of(loss, tokens) if tokens else None,
+        costs=tuple(costs),
     )
+
+
+def clearly_cheaper(others: Sequence[Differences], original: Differences) -> list[bool]:
+    """Whether each of ``others`` costs less than the original by more than chance explains.
+
+    What counts is the logarithm of the ratio of both costs, for each input. If the savings were
+    chance, this vector would point in any direction. So its angle to the vector of ones is compared
+    with its angles to random directions. For each direction, the smallest angle to any of
+    ``others`` counts, so that many forms have no better chance than one. This is the rotation test
+    of Langsrud (2005), exact for normally distributed logarithms; for a single form it is the t
+    test of paired differences. Any finite cost is less than one that is not finite.
+    """
+    if not others:
+        return []
+    logs = torch.tensor([form.costs for form in (original, *others)], dtype=torch.float64)
+    limits = torch.finfo(logs.dtype)
+    logs = logs.nan_to_num(nan=limits.max).clamp(min=limits.tiny).log()
+    savings = F.normalize(logs[0] - logs[1:], dim=1)
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(DIRECTIONS, logs.shape[1], generator=generator, dtype=torch.float64)
+    by_chance = (savings @ F.normalize(directions, dim=1).T).amax(0)
+    needed = float(by_chance.quantile(1 - CHANCE))
+    cosines = (savings.sum(1) / sqrt(logs.shape[1])).tolist()
+    return [
+        form.cost < original.cost and (cosine > needed or isinf(original.cost))
+        for form, cosine in zip(others, cosines, strict=True)
+    ]
 
 
 def exact_halves(

@@ -44,6 +44,7 @@ from enjoyln_cli.quantisation.measure import (
     Compute,
     Differences,
     ExactOutputs,
+    clearly_cheaper,
     costly_layers,
     differences,
     exact_halves,
@@ -64,8 +65,6 @@ from enjoyln_cli.verification.verify import compute_dtype
 from enjoyln_cli.version import __version__
 
 INPUTS_IN_A_HALF = 16
-MARGIN = 0.9
-"""A candidate replaces the original if its cost is at most this many times the original's."""
 NAMED = 3
 """How many of the layers that cost most are named."""
 ROUNDS = 15
@@ -363,15 +362,18 @@ def require_float(model: str) -> None:
 
 
 def best(compared: Sequence[Compared], float_size: int) -> int:
-    """Which candidate to write: the cheapest, if it is clearly better than the original.
+    """Which candidate to write: the cheapest of those that are clearly cheaper than the original.
 
     The original is the first one. Others have to be smaller than the model in float32, of
     ``float_size`` bytes: an untied head can take more than rounding saves.
     """
-    costs = [candidate.differences.cost for candidate in compared]
-    larger = [candidate.size >= float_size for candidate in compared]
-    cheapest = min(range(len(costs)), key=lambda at: (larger[at] and at > 0, costs[at]))
-    return cheapest if costs[cheapest] <= MARGIN * costs[0] else 0
+    original, *others = (candidate.differences for candidate in compared)
+    cheaper = [
+        at
+        for at, is_cheaper in enumerate(clearly_cheaper(others, original), 1)
+        if is_cheaper and compared[at].size < float_size
+    ]
+    return min(cheaper, key=lambda at: compared[at].differences.cost, default=0)
 
 
 def size_of(folder: Path) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
-from math import inf, nan
+from math import inf, isfinite, nan
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from enjoyln_cli.quantisation.examples import Example
 from enjoyln_cli.quantisation.measure import (
     Differences,
     ExactOutputs,
+    clearly_cheaper,
     costly_layers,
     differences,
 )
@@ -27,42 +29,95 @@ from enjoyln_cli.quantisation.schemes import SCHEMES
 FLOAT_SIZE = 1000
 
 
-def compared(name: str, kl: float | None, error: float = 0.1, size: int = 400) -> Compared:
-    return Compared(name, Differences(error, kl, None, None), size)
+def measured(costs: Sequence[float]) -> Differences:
+    """Of logits whose KL divergences are ``costs``, one for each input."""
+    error = 0.1 if all(map(isfinite, costs)) else nan
+    return Differences(error, sum(costs) / len(costs), None, None, tuple(costs))
+
+
+def compared(name: str, *costs: float, size: int = 400) -> Compared:
+    return Compared(name, measured(costs), size)
 
 
 def chosen_of(*candidates: Compared) -> str:
     return candidates[best(candidates, FLOAT_SIZE)].name
 
 
+PLAIN = (1.0, 2.0, 0.5, 3.0, 1.5)
+
+
+def times(*factors: float) -> list[float]:
+    return [cost * factor for cost, factor in zip(PLAIN, factors, strict=True)]
+
+
 @pytest.mark.parametrize(
-    ("costs", "chosen"),
+    ("turned", "chosen"),
     [
-        ({"original": 1.0, "rotated": 0.5, "other": 0.4}, "other"),
-        ({"original": 1.0, "rotated": 0.95}, "original"),
-        ({"original": 1.0, "rotated": 2.0}, "original"),
-        ({"original": 0.0, "rotated": 0.0}, "original"),
+        (times(0.5, 0.4, 0.6, 0.5, 0.45), "turned"),
+        (times(0.97, 0.96, 0.97, 0.98, 0.97), "turned"),  # little, but on every input
+        (times(1.1, 1.2, 1.05, 0.3, 1.1), "original"),  # one input makes the mean smaller
+        (times(0.9, 1.1, 0.8, 1.0, 1.02), "original"),
+        (times(1.5, 1.4, 1.6, 1.5, 1.45), "original"),
+        (times(1.0, 1.0, 1.0, 1.0, 1.0), "original"),
+        (times(0.5, 0.4, 0.6, 0.5, nan), "original"),
+        (times(0.5, 0.4, 0.6, 0.5, inf), "original"),
+        (times(0.0, 0.0, 0.0, 0.0, 0.0), "turned"),
     ],
 )
-def test_another_form_has_to_be_clearly_better(costs: dict[str, float], chosen: str) -> None:
-    assert chosen_of(*(compared(name, cost) for name, cost in costs.items())) == chosen
+def test_another_form_has_to_be_better_by_more_than_chance(
+    turned: list[float], chosen: str
+) -> None:
+    assert chosen_of(compared("original", *PLAIN), compared("turned", *turned)) == chosen
 
 
-def test_a_result_with_nan_is_never_chosen() -> None:
-    assert chosen_of(compared("original", 1.0), compared("rotated", 0.0, inf)) == "original"
-    assert chosen_of(compared("original", 1.0), compared("rotated", 0.0, nan)) == "original"
-    assert chosen_of(compared("original", 0.0, nan), compared("rotated", 1.0)) == "rotated"
+def test_the_cheapest_of_several_better_forms_is_chosen() -> None:
+    some, more = times(0.8, 0.7, 0.8, 0.7, 0.8), times(0.5, 0.4, 0.6, 0.5, 0.45)
+    forms = [compared(name, *costs) for name, costs in {"some": some, "more": more}.items()]
+    assert chosen_of(compared("original", *PLAIN), *forms) == "more"
+    assert chosen_of(compared("original", *PLAIN)) == "original"
+
+
+def test_any_form_is_better_than_an_original_without_finite_outputs() -> None:
+    assert chosen_of(compared("original", nan, 0.1, 0.1), compared("other", 2.0, 2, 2)) == "other"
 
 
 def test_models_without_logits_are_compared_by_their_error() -> None:
-    assert chosen_of(compared("original", None, 0.2), compared("rotated", None, 0.1)) == "rotated"
+    def of(name: str, *errors: float) -> Compared:
+        return Compared(name, Differences(max(errors), None, None, None, errors), 400)
+
+    assert (
+        chosen_of(of("original", *PLAIN), of("other", *times(0.5, 0.4, 0.6, 0.5, 0.4))) == "other"
+    )
 
 
 def test_another_form_has_to_be_smaller_than_the_model_in_float32() -> None:
-    original, values = compared("original", 1.0), compared("values only", 0.8)
-    assert chosen_of(original, compared("rotated", 0.1, size=1000), values) == "values only"
-    assert chosen_of(original, compared("rotated", 0.1, size=1000)) == "original"
-    assert chosen_of(original, compared("rotated", 0.1, size=999), values) == "rotated"
+    original, values = compared("original", *PLAIN), compared("values", *times(*[0.8] * 5))
+    least = times(*[0.1] * 5)
+    assert chosen_of(original, compared("rotated", *least, size=1000), values) == "values"
+    assert chosen_of(original, compared("rotated", *least, size=1000)) == "original"
+    assert chosen_of(original, compared("rotated", *least, size=999), values) == "rotated"
+
+
+@pytest.mark.parametrize(("inputs", "quantile"), [(4, 2.353), (8, 1.895), (16, 1.753)])
+def test_for_one_form_it_is_the_t_test(inputs: int, quantile: float) -> None:
+    """``quantile``: where Student's distribution with ``inputs - 1`` degrees reaches 95 %."""
+    spread = torch.linspace(-1, 1, inputs, dtype=torch.float64)
+    original = measured([1.0] * inputs)
+    for factor, expected in ((0.93, False), (1.07, True)):
+        saving = factor * quantile * spread.std() / inputs**0.5
+        form = measured((-(spread + saving)).exp().tolist())
+        assert clearly_cheaper([replace(form, kl=0.5)], original) == [expected]
+
+
+def test_more_forms_have_no_better_chance() -> None:
+    """None of five forms is better in truth; two of them are nearly alike."""
+    generator, taken = torch.Generator().manual_seed(0), 0
+    for _ in range(100):
+        logs = torch.randn(6, 6, generator=generator, dtype=torch.float64)
+        logs[2] = logs[1] + 0.1 * logs[2]
+        original, *others = (measured(each.exp().tolist()) for each in logs)
+        taken += any(clearly_cheaper([replace(form, kl=0.0) for form in others], original))
+    assert 1 <= taken <= 12
 
 
 @pytest.fixture(scope="module")
