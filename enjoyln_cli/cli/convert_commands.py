@@ -147,6 +147,11 @@ def fold(opening: Options, like: Path | None, **options: Any) -> None:
     type=click.Choice(list(SIMULATED)),
     help="The rounding that --search and --learn simulate: bits of weights and inputs.",
 )
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    help="Where --search and --learn run: cpu, cuda or mps (default: a GPU if there is one).",
+)
 @like_option
 @data_options
 @conversion_options
@@ -156,6 +161,7 @@ def rotate(
     search: int | None,
     learn: int | None,
     scheme: str | None,
+    device: str | None,
     **options: Any,
 ) -> None:
     """Turn the features of MODEL by an orthogonal matrix, so that it quantises better.
@@ -164,8 +170,8 @@ def rotate(
     features, and norms stay as they are (their weights are merged). Norms are not converted.
     """
     choice: Options = {}
-    if search or learn or scheme:
-        choice = {"search": search, "learn": learn, "scheme": scheme}
+    if search or learn or scheme or device:
+        choice = {"search": search, "learn": learn, "scheme": scheme, "device": device}
         require_choice(opening=opening, like=like, **choice, **options)
         require_one_source(options["data"], options["samples"])
     if like is not None:
@@ -279,14 +285,17 @@ def _choose(
     search: int | None,
     learn: int | None,
     scheme: str,
+    device: str | None,
 ) -> MatrixChoice:
     """Choose the matrices for --search or --learn, on at most ``samples`` inputs."""
+    from enjoyln_cli.benchmark.bench import device_named
     from enjoyln_cli.comparison.user_data import read_user_data
     from enjoyln_cli.matrix_choice.learned_matrices import learn_matrices
     from enjoyln_cli.matrix_choice.seed_search import search_seeds
     from enjoyln_cli.matrix_choice.trials import trials
 
-    with trials(ready, read_user_data(**data), scheme, samples, watch.event) as tried:
+    place, inputs = device_named(device), read_user_data(**data)
+    with trials(ready, inputs, scheme, samples, watch.event, place) as tried:
         if learn and out:
             state = learning_state(out)
             return learn_matrices(tried, learn, state, watch.event, watch.seconds, resume=resume)

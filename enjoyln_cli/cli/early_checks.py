@@ -69,6 +69,7 @@ def require_choice(
     search: int | None,
     learn: int | None,
     scheme: str | None,
+    device: str | None,
     *,
     opening: Mapping[str, Any],
     like: Path | None,
@@ -84,7 +85,8 @@ def require_choice(
     Without ``force`` and ``resume``, the state of an interrupted run of --learn is refused.
     """
     if not (search or learn):
-        raise click.UsageError("--scheme needs --search or --learn.")
+        option = "--scheme" if scheme else "--device"
+        raise click.UsageError(f"{option} needs --search or --learn.")
     name = "--search" if search else "--learn"
     seed, matrix = (opening["options"][key] for key in ("seed", "matrix"))
     for other, is_given in {

@@ -1,7 +1,8 @@
 """The sentence embedding of a sentence-transformers pipeline, as one more output to compare.
 
 The modules after the transformer (pooling, dense, normalisation) are loaded by that library, each
-from its folder. They are applied to the transformer's outputs, in the dtype of those outputs.
+from its folder. They are applied to the transformer's outputs, in the dtype and on the device of
+those outputs.
 Gradients of the embedding reach these outputs, but not the modules' weights.
 """
 
@@ -51,7 +52,7 @@ def embedder(source: Source, event: Event) -> Callable[[Named, Batch], Named] | 
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
         features: dict[str, Any] = {"token_embeddings": tokens, "attention_mask": mask}
         for module in modules:
-            features = copy.deepcopy(module).to(tokens.dtype)(features)
+            features = copy.deepcopy(module).to(tokens)(features)
         found = features.get(EMBEDDING)  # absent if no module pools
         return outputs if found is None else {**outputs, EMBEDDING: found}
 

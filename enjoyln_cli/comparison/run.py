@@ -30,9 +30,9 @@ Outputs = list[dict[str, torch.Tensor]]
 def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) -> Outputs:
     """The outputs of ``model`` for every batch, in the dtypes that it returns.
 
-    Floating inputs are cast to the model's dtype. A float64 model runs under ``Float64``. If a
-    ``folder`` is given, outputs are stored in files there. From now on, the norms of a folded
-    ``model`` compute RMSNorm even where LayerNorm is as good, so that an input with a mean shows.
+    A float64 model runs under ``Float64``. If a ``folder`` is given, outputs are stored in files
+    there. From now on, the norms of a folded ``model`` compute RMSNorm even where LayerNorm is as
+    good, so that an input with a mean shows.
     """
 
     def store(value: torch.Tensor) -> torch.Tensor:
@@ -40,19 +40,31 @@ def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) 
 
     for _, entry in entries(model):
         entry.fold.literal = True
-    dtype = dtype_of(model)
     outputs: Outputs = []
     with torch.no_grad(), silent():
         for batch in batches:
-            cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
-            if dtype == torch.float64:
+            call = {**inputs_for(model, batch), **cache_flag(model)}
+            if dtype_of(model) == torch.float64:
                 with Float64():
-                    output = model(**cast, **cache_flag(model))
+                    output = model(**call)
             else:
-                output = model(**cast, **cache_flag(model))
+                output = model(**call)
             outputs.append({name: store(value) for name, value in tensors(output)})
             del output
     return outputs
+
+
+def inputs_for(model: nn.Module, batch: Batch) -> Batch:
+    """The batch on the device of ``model``, with floating values in its dtype.
+
+    Weights on the meta device are left on disk: then the model computes on the CPU.
+    """
+    devices = (weight.device for weight in model.parameters() if weight.device.type != "meta")
+    device, dtype = next(devices, torch.device("cpu")), dtype_of(model)
+    return {
+        name: value.to(device, dtype if value.is_floating_point() else value.dtype)
+        for name, value in batch.items()
+    }
 
 
 def cache_flag(model: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from enjoyln_cli.clock import Countdown, Progress
-from enjoyln_cli.comparison.run import cache_flag, tensors
+from enjoyln_cli.comparison.run import cache_flag, inputs_for, tensors
 from enjoyln_cli.comparison.simulated_rounding import simulated
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.events import Event
@@ -54,7 +55,7 @@ class Learning:
     bases: tuple[Basis, ...]
     free: Mapping[str, torch.Tensor]
     """For each basis by name, float32 of shape ``(size, size)``: ``A`` is its skew part."""
-    optimiser: torch.optim.Adam
+    optimiser: torch.optim.Optimizer
 
     def turns(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """``C(A)`` for each basis by name, in ``dtype``."""
@@ -65,7 +66,7 @@ class Learning:
             if basis.fixes_ones:
                 skew = skew - skew.mean(0)
                 skew = skew - skew.mean(1, keepdim=True)
-            one = torch.eye(basis.size, dtype=dtype)
+            one = torch.eye(basis.size, dtype=dtype, device=skew.device)
             found[basis.name] = torch.linalg.solve(one - skew, one + skew)
         return found
 
@@ -126,7 +127,10 @@ def _learn(
     tried: Trials, steps: int, state: Path, event: Event, on_progress: Progress, resume: bool
 ) -> dict[str, torch.Tensor]:
     plan, job = tried.ready.plan, _digest(tried, steps)
-    free = {b.name: torch.zeros(b.size, b.size, requires_grad=True) for b in plan.turned}
+    free = {
+        basis.name: torch.zeros(basis.size, basis.size, device=tried.device, requires_grad=True)
+        for basis in plan.turned
+    }
     rates = [{"params": [each], "rate": RATE / math.sqrt(len(each))} for each in free.values()]
     learning = Learning(plan.turned, free, torch.optim.Adam(rates, betas=(0.9, 0.99)))
     done = _restore(learning, state, job) if resume and state.exists() else 0
@@ -143,14 +147,14 @@ def _learn(
         if (step + 1) % SAVED_EVERY == 0 or step + 1 == steps:
             _save(learning, state, job, step + 1)
         if (step + 1) % max(steps // 10, 1) == 0:
-            event("stage", f"step {step + 1} of {steps}: loss {loss:.3g}")
-    with torch.no_grad():
-        return learning.turns(torch.float64)
+            event("stage", f"step {step + 1} of {steps}: loss {float(loss):.3g}")
+    free = {name: values.detach().cpu() for name, values in free.items()}
+    return replace(learning, free=free).turns(torch.float64)
 
 
 def _step(
     learning: Learning, model: nn.Module, turned: list[TurnedParameter], tried: Trials, step: int
-) -> float:
+) -> torch.Tensor:
     """One step of the optimiser on a few inputs that depend on ``step`` alone; returns the loss.
 
     The gradients of all inputs are summed at the turned weights, which are computed only once.
@@ -164,30 +168,31 @@ def _step(
             weight = rotate(weight, axis, rotation)
         weights[parameter.name] = weight
     leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
-    generator, many = torch.Generator().manual_seed(step), len(tried.choosing.examples)
-    rows = torch.randperm(many, generator=generator)[:ROWS].tolist()
-    total = 0.0
+    many = len(tried.choosing.examples)
+    rows = random.Random(step).sample(range(many), min(ROWS, many))
+    losses = []
     for row in rows:
-        batch = tried.choosing.examples[row].batch
+        batch = inputs_for(model, tried.choosing.examples[row].batch)
         with simulated(model, tried.rounding):
             output = functional_call(model, leaves, (), {**batch, **cache_flag(model)})
         outputs = with_embedding(dict(tensors(output)), batch, tried.choosing.embed)
-        loss = _loss(outputs, tried.choosing.outputs[row]) / len(rows)
+        exact = {name: each.to(tried.device) for name, each in tried.choosing.outputs[row].items()}
+        loss = _loss(outputs, exact) / len(rows)
         loss.backward()  # type: ignore[no-untyped-call]
-        total += float(loss.detach())
+        losses.append(loss.detach())
     read = [name for name, leaf in leaves.items() if leaf.grad is not None]
     learning.optimiser.zero_grad()
     torch.autograd.backward([weights[name] for name in read], [leaves[n].grad for n in read])
     learning.optimiser.step()
-    return total
+    return torch.stack(losses).sum()
 
 
 def _loss(outputs: Outputs, exact: Outputs) -> torch.Tensor:
     if LOGITS in exact and exact[LOGITS].shape[-1] > 1:
-        p, q = (each[LOGITS].double().log_softmax(-1) for each in (exact, outputs))
+        p, q = (each[LOGITS].log_softmax(-1) for each in (exact, outputs))
         return F.kl_div(q.flatten(0, -2), p.flatten(0, -2), reduction="batchmean", log_target=True)
     errors = [
-        (outputs[name] - value).double().square().sum() / value.double().square().sum()
+        (outputs[name] - value).square().sum() / value.square().sum()
         for name, value in exact.items()
     ]
     return torch.stack(errors).sum()
@@ -220,7 +225,7 @@ def _digest(tried: Trials, steps: int) -> str:
     digest = hashlib.sha256(repr(parts).encode())
     for example in tried.choosing.examples:
         for name, value in example.batch.items():
-            digest.update(name.encode() + value.contiguous().numpy().tobytes())
+            digest.update(name.encode() + value.numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -240,7 +245,7 @@ def _save(learning: Learning, state: Path, job: str, done: int) -> None:
 def _restore(learning: Learning, state: Path, job: str) -> int:
     """Continue from the file ``state``; returns the number of steps that are done."""
     try:
-        found = torch.load(state, weights_only=True)
+        found = torch.load(state, map_location="cpu", weights_only=True)
         fits = found["job"] == job
     except Exception:  # pickle raises many kinds
         fits = False

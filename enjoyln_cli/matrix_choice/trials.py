@@ -14,6 +14,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import Scheme, simulated
@@ -26,6 +28,7 @@ from enjoyln_cli.quantisation.measure import (
     Differences,
     ExactOutputs,
     Outputs,
+    clearly_cheaper,
     differences,
     exact_halves,
 )
@@ -33,8 +36,7 @@ from enjoyln_cli.quantisation.schemes import SIMULATED
 from enjoyln_cli.text import counted, number
 
 INPUTS_IN_A_HALF = 32
-HELPS = 0.95
-"""A rotation helps if it costs less than this times what rounding costs the original."""
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Trials:
 
     ready: PreparedFold
     scheme: str
+    device: torch.device
+    """Where models run. Inputs, and the outputs of the original, are kept on the CPU."""
     choosing: ExactOutputs
     """The first half of the data, and what the original computes for it."""
     held_out: ExactOutputs
@@ -55,7 +59,7 @@ class Trials:
 
     def load(self, plan: Plan | None) -> Any:
         """The model in float32, turned by the plan; the original without one."""
-        return _load(self.ready, plan)
+        return _load(self.ready, plan, self.device)
 
     def measure(
         self, plan: Plan | None, half: ExactOutputs, count: Callable[[], None] = lambda: None
@@ -120,35 +124,41 @@ class MatrixChoice:
             tried = ", ".join(f"{name} {number(cost)}" for name, cost in costs.items())
         after = {name: each.cost for name, each in self.second_half.items()}
         text = ", ".join(f"{name} {number(cost)}" for name, cost in after.items())
-        helps = after[self.chosen] < HELPS * after[ORIGINAL]
+        (helps,) = clearly_cheaper([self.second_half[self.chosen]], self.second_half[ORIGINAL])
+        verdict = "" if helps else "; not clearly better than the original"
         first, second = (counted(many, "input") for many in self.inputs)
         return [
             f"simulated {self.scheme}, {what} from the exact ones",
             f"  first half of the data, {first}: {tried}; {before}",
-            f"  other half, {second}: {text}{'' if helps else '; rotating does not help'}",
+            f"  other half, {second}: {text}{verdict}",
         ]
 
 
 @contextmanager
 def trials(
-    ready: PreparedFold, data: UserData, scheme: str, inputs: int | None, event: Event
+    ready: PreparedFold,
+    data: UserData,
+    scheme: str,
+    inputs: int | None,
+    event: Event,
+    device: torch.device = CPU,
 ) -> Iterator[Trials]:
     """Run the original on the data, on at most ``inputs`` inputs.
 
-    ``scheme`` is a name of ``schemes.SIMULATED``.
+    ``scheme`` is a name of ``schemes.SIMULATED``. The models run on ``device``.
 
     Raises ``UnsupportedModel`` if there are too few, or if the model cannot run on them.
     """
     event("stage", "running the original on the data")
-    model, most = _load(ready, None), INPUTS_IN_A_HALF if inputs is None else inputs // 2
+    model, most = _load(ready, None, device), INPUTS_IN_A_HALF if inputs is None else inputs // 2
     with TemporaryDirectory() as folder:
         halves = exact_halves(
             model, ready.subject, data, most, ready.plan.outputs, Path(folder), event
         )
         del model
-        yield Trials(ready, scheme, *halves)
+        yield Trials(ready, scheme, device, *halves)
 
 
-def _load(ready: PreparedFold, plan: Plan | None) -> Any:
+def _load(ready: PreparedFold, plan: Plan | None, device: torch.device) -> Any:
     form = TurnedForm(ORIGINAL if plan is None else "rotated", plan)
-    return FloatModel(ready.subject, ready.plan.model_class).load(form)
+    return FloatModel(ready.subject, ready.plan.model_class).load(form).to(device)

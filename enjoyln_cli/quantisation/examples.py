@@ -16,7 +16,7 @@ import torch
 from enjoyln_cli.calls.input_forms import accepted_by
 from enjoyln_cli.comparison import user_data
 from enjoyln_cli.comparison.batches import Batch
-from enjoyln_cli.comparison.run import run
+from enjoyln_cli.comparison.run import inputs_for, run
 from enjoyln_cli.comparison.text_scores import head_kind, with_predicted_tokens
 from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.errors import UnsupportedModel
@@ -144,6 +144,10 @@ def _with_decoder_inputs(model: Any, row: Batch) -> Batch:
 
     with torch.no_grad(), silent():
         ids = GenerationMixin.generate(
-            model, **row, do_sample=False, num_beams=1, max_new_tokens=MOST_GENERATED
+            model,
+            **inputs_for(model, row),
+            do_sample=False,
+            num_beams=1,
+            max_new_tokens=MOST_GENERATED,
         )
-    return {**row, "decoder_input_ids": ids}
+    return {**row, "decoder_input_ids": ids.cpu()}

@@ -1,0 +1,94 @@
+"""``rotate --learn`` and ``--search`` on another device than the CPU, without having one.
+
+``FakeTensorMode`` of torch follows the shape, dtype and device of tensors without their values, and
+raises where an operation gets tensors of two devices. ``lazy`` is the only device besides the CPU
+whose gradients a build of torch without GPUs can follow. What a GPU computes is not tested here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from commands import GPT2
+from sentence_encoder import sentence_encoder
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from enjoyln_cli.comparison.run import run
+from enjoyln_cli.comparison.simulated_rounding import simulated
+from enjoyln_cli.comparison.user_data import UserData
+from enjoyln_cli.conversion.fold import prepare
+from enjoyln_cli.conversion.inspect import Opening
+from enjoyln_cli.matrix_choice import learned_matrices
+from enjoyln_cli.matrix_choice.learned_matrices import learn_matrices
+from enjoyln_cli.matrix_choice.trials import Trials, trials
+from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.quantisation.candidates import FloatModel, TurnedForm
+
+DEVICE = torch.device("lazy:0")
+
+
+class Stop(Exception):
+    """Raised after a step of learning."""
+
+
+def ignore(*_: object) -> None:
+    """For events and progress."""
+
+
+@contextmanager
+def trials_of(model: Path) -> Iterator[Trials]:
+    options = Options(fold=False, rotate=True, untie=True)
+    ready = prepare(str(model), None, Opening(options=options), on_event=ignore)
+    data = UserData(tokens=tuple(tuple(range(at, at + 5)) for at in range(3, 11)))
+    with trials(ready, data, "w4a8", None, ignore) as tried:
+        yield tried
+
+
+@pytest.mark.parametrize("name", ["gpt2", "sentence encoder"])
+def test_no_operation_gets_tensors_of_two_devices(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(GPT2)
+    if name == "sentence encoder":
+        pytest.importorskip("sentence_transformers")
+        model = sentence_encoder(tmp_path / "model")
+    load = FloatModel.load
+
+    def load_with_values(original: FloatModel, form: TurnedForm) -> torch.nn.Module:
+        with unset_fake_temporarily():
+            turned: torch.nn.Module = load(original, form)
+        return turned
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    monkeypatch.setattr(FloatModel, "load", load_with_values)
+    monkeypatch.setattr(learned_matrices, "_digest", lambda *_: "of values")
+    with trials_of(model) as tried, FakeTensorMode(allow_non_fake_inputs=True):
+        placed = replace(tried, device=DEVICE)
+        turned = placed.load(placed.ready.plan)
+        assert {weight.device for weight in turned.parameters()} == {DEVICE}
+        with simulated(turned, placed.rounding):
+            (outputs,) = run(turned, [placed.choosing.examples[0].batch])
+        assert {value.device.type for value in outputs.values()} == {"cpu"}
+        with pytest.raises(Stop):
+            learn_matrices(placed, 20, tmp_path / "state", ignore, stop)
+
+
+def test_a_state_of_another_device_continues_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state"
+    with trials_of(Path(GPT2)) as tried:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:99")
+            learned = learn_matrices(tried, 1, state, ignore, ignore)
+        with pytest.raises(RuntimeError, match="on a CUDA device"):
+            torch.load(state, weights_only=True)
+        again = learn_matrices(tried, 1, state, ignore, ignore, resume=True)
+    assert again.first_half == learned.first_half
