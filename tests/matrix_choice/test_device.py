@@ -18,6 +18,8 @@ from commands import GPT2
 from sentence_encoder import sentence_encoder
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from enjoyln_cli.checkpoint.reader import open_subject
+from enjoyln_cli.comparison.embedding import embedder
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import simulated
 from enjoyln_cli.comparison.user_data import UserData
@@ -41,22 +43,17 @@ def ignore(*_: object) -> None:
 
 
 @contextmanager
-def trials_of(model: Path) -> Iterator[Trials]:
+def gpt2_trials() -> Iterator[Trials]:
     options = Options(fold=False, rotate=True, untie=True)
-    ready = prepare(str(model), None, Opening(options=options), on_event=ignore)
+    ready = prepare(GPT2, None, Opening(options=options), on_event=ignore)
     data = UserData(tokens=tuple(tuple(range(at, at + 5)) for at in range(3, 11)))
     with trials(ready, data, "w4a8", None, ignore) as tried:
         yield tried
 
 
-@pytest.mark.parametrize("name", ["gpt2", "sentence encoder"])
 def test_no_operation_gets_tensors_of_two_devices(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Path(GPT2)
-    if name == "sentence encoder":
-        pytest.importorskip("sentence_transformers")
-        model = sentence_encoder(tmp_path / "model")
     load = FloatModel.load
 
     def load_with_values(original: FloatModel, form: TurnedForm) -> torch.nn.Module:
@@ -69,7 +66,7 @@ def test_no_operation_gets_tensors_of_two_devices(
 
     monkeypatch.setattr(FloatModel, "load", load_with_values)
     monkeypatch.setattr(learned_matrices, "_digest", lambda *_: "of values")
-    with trials_of(model) as tried, FakeTensorMode(allow_non_fake_inputs=True):
+    with gpt2_trials() as tried, FakeTensorMode(allow_non_fake_inputs=True):
         placed = replace(tried, device=DEVICE)
         turned = placed.load(placed.ready.plan)
         assert {weight.device for weight in turned.parameters()} == {DEVICE}
@@ -84,7 +81,7 @@ def test_a_state_of_another_device_continues_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = tmp_path / "state"
-    with trials_of(Path(GPT2)) as tried:
+    with gpt2_trials() as tried:
         with monkeypatch.context() as patch:
             patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:99")
             learned = learn_matrices(tried, 1, state, ignore, ignore)
@@ -92,3 +89,13 @@ def test_a_state_of_another_device_continues_on_the_cpu(
             torch.load(state, weights_only=True)
         again = learn_matrices(tried, 1, state, ignore, ignore, resume=True)
     assert again.first_half == learned.first_half
+
+
+def test_a_sentence_embedding_is_computed_where_the_outputs_are(tmp_path: Path) -> None:
+    pytest.importorskip("sentence_transformers")
+    pipeline = open_subject(str(sentence_encoder(tmp_path / "model")))
+    add = embedder(pipeline.source, ignore)
+    assert add is not None
+    hidden = torch.zeros(1, 5, pipeline.config.hidden_size, device="meta")
+    outputs = add({"last_hidden_state": hidden}, {"input_ids": hidden[..., 0].long()})
+    assert outputs["sentence_embedding"].device.type == "meta"
