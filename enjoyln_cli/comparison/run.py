@@ -8,6 +8,7 @@ float64, and operations for which a class asks for float32 run in float64 too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,7 @@ def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) 
     with torch.no_grad(), silent():
         for batch in batches:
             call = {**inputs_for(model, batch), **cache_flag(model)}
-            if dtype_of(model) == torch.float64:
-                with Float64():
-                    output = model(**call)
-            else:
+            with Float64() if dtype_of(model) == torch.float64 else nullcontext():
                 output = model(**call)
             outputs.append({name: store(value) for name, value in tensors(output)})
             del output

@@ -214,13 +214,8 @@ def _turned_parameters(model: nn.Module, plan: Plan) -> Iterator[TurnedParameter
 def _digest(tried: Trials, steps: int) -> str:
     """What a state belongs to."""
     ready = tried.ready
-    parts = [
-        ready.subject.source.model,
-        tried.scheme,
-        steps,
-        ready.plan.seed,
-        *tried.choosing.names,
-    ]
+    model, names = ready.subject.source.model, tried.choosing.names
+    parts = [model, tried.scheme, steps, ready.plan.seed, *names]
     parts += [(basis.name, basis.size, basis.given) for basis in ready.plan.turned]
     digest = hashlib.sha256(repr(parts).encode())
     for example in tried.choosing.examples:

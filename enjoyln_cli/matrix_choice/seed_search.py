@@ -14,18 +14,16 @@ from enjoyln_cli.text import counted
 def search_seeds(tried: Trials, seeds: int, event: Event, on_progress: Progress) -> MatrixChoice:
     """Compare the matrices of the first ``seeds`` seeds, and choose the best."""
     event("stage", f"trying {counted(seeds, 'seed')} with simulated {tried.scheme}")
-    start, first, second = tried.ready.plan, tried.choosing, tried.held_out
-    runs = (seeds + 1) * len(first.examples) + 2 * len(second.examples)
-    countdown = Countdown(runs, on_progress)
+    start, countdown = tried.ready.plan, Countdown(seeds + 1, on_progress)
     bases = tuple(replace(basis, given=None) for basis in start.bases)
     plans = {f"seed {seed}": replace(start, seed=seed, bases=bases) for seed in range(seeds)}
-    compared = {
-        name: tried.measure(plan, first, countdown.count)
-        for name, plan in {ORIGINAL: None, **plans}.items()
-    }
+    compared = {}
+    for name, plan in {ORIGINAL: None, **plans}.items():
+        compared[name] = tried.measure(plan, tried.choosing)
+        countdown.count()
     chosen = min(plans, key=lambda name: compared[name].cost)
     measured = {
-        name: tried.measure(plan, second, countdown.count)
+        name: tried.measure(plan, tried.held_out)
         for name, plan in {ORIGINAL: None, chosen: plans[chosen]}.items()
     }
     return tried.choice(chosen, plans[chosen], compared, measured)

@@ -6,7 +6,7 @@ beside the original.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,18 +16,16 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import Scheme, simulated
 from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.conversion.fold import PreparedFold
 from enjoyln_cli.events import Event
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.quantisation.candidates import ORIGINAL, FloatModel, TurnedForm
+from enjoyln_cli.quantisation.candidates import ORIGINAL, FloatModel
 from enjoyln_cli.quantisation.measure import (
     Differences,
     ExactOutputs,
-    Outputs,
     clearly_cheaper,
     differences,
     exact_halves,
@@ -61,18 +59,11 @@ class Trials:
         """The model in float32, turned by the plan; the original without one."""
         return _load(self.ready, plan, self.device)
 
-    def measure(
-        self, plan: Plan | None, half: ExactOutputs, count: Callable[[], None] = lambda: None
-    ) -> Differences:
-        """Run the rounded model; ``count`` is called before each input."""
+    def measure(self, plan: Plan | None, half: ExactOutputs) -> Differences:
+        """Run the rounded model, turned by the plan."""
         model = self.load(plan)
-
-        def compute(batch: Batch) -> Outputs:
-            count()
-            return run(model, [batch])[0]
-
         with simulated(model, self.rounding):
-            return differences(compute, half)
+            return differences(lambda batch: run(model, [batch])[0], half)
 
     def choice(
         self,
@@ -160,5 +151,4 @@ def trials(
 
 
 def _load(ready: PreparedFold, plan: Plan | None, device: torch.device) -> Any:
-    form = TurnedForm(ORIGINAL if plan is None else "rotated", plan)
-    return FloatModel(ready.subject, ready.plan.model_class).load(form).to(device)
+    return FloatModel(ready.subject, ready.plan.model_class).load(plan).to(device)

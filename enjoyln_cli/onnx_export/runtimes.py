@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,13 +15,22 @@ Run = Callable[[Batch], dict[str, torch.Tensor]]
 """Computes the outputs, by name, of one batch of inputs. Other inputs are left out."""
 
 
-def in_onnxruntime(file: Path) -> Run:
-    """The file as a function that onnxruntime computes."""
+def session_options(threads: int = 0) -> Any:
+    """The options of a session that logs nothing; 0 leaves the threads to onnxruntime."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    options.intra_op_num_threads = threads
+    return options
+
+
+def in_onnxruntime(file: Path) -> Run:
+    """The file as a function that onnxruntime computes."""
+    import onnxruntime
+
+    providers = ["CPUExecutionProvider"]
+    session = onnxruntime.InferenceSession(file, session_options(), providers=providers)
     inputs = [one.name for one in session.get_inputs()]
     names = [one.name for one in session.get_outputs()]
 

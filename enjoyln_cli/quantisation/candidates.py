@@ -107,10 +107,10 @@ class FloatModel:
         folder, trusted = self.subject.source.path, self.subject.trust_remote_code
         return class_in(folder, self.model_class, self.subject.config, trusted)
 
-    def load(self, candidate: TurnedForm) -> Any:
-        """The candidate in float32."""
+    def load(self, plan: Plan | None) -> Any:
+        """The model in float32, edited by the plan; the original without one."""
         folder, trusted = self.subject.source.path, self.subject.trust_remote_code
         model = load(folder, self.model_class, self.subject.config, torch.float32, trusted)
-        if candidate.plan is not None:
-            centre_parameters(model, candidate.plan)
+        if plan is not None:
+            centre_parameters(model, plan)
         return model

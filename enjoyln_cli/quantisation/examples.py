@@ -40,20 +40,12 @@ class Example:
     """For a language model, the token that each logit predicts (see ``with_predicted_tokens``)."""
 
 
-@dataclass(frozen=True)
-class Halves:
-    """The user's inputs."""
-
-    choosing: list[Example]
-    """The quantiser is calibrated on these, and the candidates are compared on them."""
-    held_out: list[Example]
-
-
 def split(
     model: Any, folder: Path, data: UserData, most: int, trust_remote_code: bool, seed: int = 0
-) -> Halves:
+) -> tuple[list[Example], list[Example]]:
     """Turn ``data`` into inputs for ``model``, at most ``most`` for each half.
 
+    Candidates are compared on the first half, and the result is measured on the second.
     ``folder`` has the tokenizer or processor. Raises ``UnsupportedModel`` if there are fewer than
     ``FEWEST`` inputs for a half, or if the model cannot run on them.
     """
@@ -76,7 +68,7 @@ def split(
             for at, row in enumerate(rows)
         ]
     middle = len(examples) // 2
-    return Halves(examples[:middle], examples[middle:])
+    return examples[:middle], examples[middle:]
 
 
 def traced_batch(example: Example) -> Batch:

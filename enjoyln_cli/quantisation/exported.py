@@ -19,6 +19,7 @@ from enjoyln_cli.comparison.run import tensors
 from enjoyln_cli.models.classes import apply_experts, leave_out_cache
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export import transformers_exporter
+from enjoyln_cli.onnx_export.runtimes import session_options
 from enjoyln_cli.quantisation import nncf_quantiser, onnxruntime_quantiser
 from enjoyln_cli.quantisation.measure import Compute
 from enjoyln_cli.quantisation.schemes import ONNX, QuantisationScheme
@@ -83,7 +84,7 @@ def load(folder: Path, form: str) -> Compute:
 
     threads = torch.get_num_threads()
     if form == ONNX:
-        settings = {"session_options": onnxruntime_quantiser.session_options(threads)}
+        settings = {"session_options": session_options(threads)}
     else:  # by default, some processors compute in bfloat16
         exact = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
         settings = {"config": exact}

@@ -156,11 +156,11 @@ def exact_halves(
     ``UnsupportedModel`` if there are too few inputs, or if the model cannot run on them.
     """
     embed = embedder(subject.source, event)
-    halves = split(model, subject.source.path, data, most, subject.trust_remote_code)
-    batch = halves.choosing[0].batch
+    first, second = split(model, subject.source.path, data, most, subject.trust_remote_code)
+    batch = first[0].batch
     names = compared_outputs(with_embedding(run(model, [batch])[0], batch, embed), used)
-    choosing = exact_outputs(model, halves.choosing, names, folder, embed)
-    return choosing, exact_outputs(model, halves.held_out, names, folder, embed)
+    choosing = exact_outputs(model, first, names, folder, embed)
+    return choosing, exact_outputs(model, second, names, folder, embed)
 
 
 def exact_outputs(

@@ -67,16 +67,6 @@ def quantised(
     return program
 
 
-def session_options(threads: int) -> Any:
-    """The options of an ``onnxruntime.InferenceSession`` that logs nothing."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = threads
-    return options
-
-
 def sums_saturate() -> bool:
     """Whether this processor adds products of 8-bit numbers in 16 bits, so that sums may saturate.
 

@@ -179,7 +179,7 @@ def quantize(
     ):
         work = Workshop(Path(scratch), form, settings, tuple(keep), original)
         event("stage", "running the original on the data")
-        float_model = original.load(TurnedForm(ORIGINAL, None))
+        float_model = original.load(None)
         require_layers(float_model, keep)
         used = plan.outputs if plan else ()
         choosing, held_out = exact_halves(
@@ -190,7 +190,9 @@ def quantize(
         countdown, compared = Countdown(len(forms) + 1, on_progress), []
         for candidate in forms:
             event("stage", f"quantising: {candidate.name}{countdown.in_words}")
-            compared.append(compare_candidate(work, candidate, choosing))
+            weights, folder = work.write(candidate, choosing.examples), work.place(candidate.name)
+            apart = differences(work.load(candidate.name), choosing)
+            compared.append(Compared(candidate.name, apart, size_of(folder), weights))
             countdown.count()
         chosen = forms[best(compared, size_of(work.place(FLOAT)))]
         event("stage", f"measuring on the other half: {chosen.name}{countdown.in_words}")
@@ -198,7 +200,7 @@ def quantize(
         measured = measure(work, chosen, held_out, limit)
         if not measured.chosen.error <= limit:
             event("stage", "finding the layers that cost most")
-            layers = costly_layers(original.load(chosen), settings, choosing, on_progress)
+            layers = costly_layers(original.load(chosen.plan), settings, choosing, on_progress)
             worst = ",".join(layers[:NAMED])
             way = f"leave the layers that cost most more precise with --keep {worst}"
             if form == OPENVINO:
@@ -254,7 +256,7 @@ class Workshop:
 
     def write(self, candidate: TurnedForm, examples: Sequence[Example]) -> WeightCount | None:
         """Write a candidate, quantised; of the original also the float32 program."""
-        model, folder = self.original.load(candidate), self.place(candidate.name)
+        model, folder = self.original.load(candidate.plan), self.place(candidate.name)
         float_folder = self.place(FLOAT) if candidate.plan is None else None
         if FORMATS[self.form].is_checkpoint:
             dtype = compute_dtype(self.original.subject.checkpoint, None)
@@ -283,13 +285,6 @@ def load_result(folder: Path, form: str, model_class: Any) -> Compute:
     if FORMATS[form].is_checkpoint:
         return quantised_checkpoints.load(folder, model_class)
     return exported.load(folder, form)
-
-
-def compare_candidate(work: Workshop, candidate: TurnedForm, choosing: ExactOutputs) -> Compared:
-    """Write a candidate, quantised, and run it on the first half of the data."""
-    weights = work.write(candidate, choosing.examples)
-    measured = differences(work.load(candidate.name), choosing)
-    return Compared(candidate.name, measured, size_of(work.place(candidate.name)), weights)
 
 
 @dataclass(frozen=True)

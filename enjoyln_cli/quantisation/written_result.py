@@ -14,7 +14,7 @@ from enjoyln_cli.comparison.user_data import UserData, require_data
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.events import default_listener
-from enjoyln_cli.quantisation.candidates import ORIGINAL, FloatModel, TurnedForm
+from enjoyln_cli.quantisation.candidates import FloatModel
 from enjoyln_cli.quantisation.examples import split
 from enjoyln_cli.quantisation.measure import Differences, differences, exact_outputs, perplexity_in
 from enjoyln_cli.quantisation.quantize import INPUTS_IN_A_HALF, load_result
@@ -65,9 +65,9 @@ def verify_quantised(
     opening = opening or Opening(revision=None if against else record.get("revision"))
     subject = open_unfolded(against or record["source"], opening)
     embed = embedder(subject.source, default_listener)
-    original: Any = FloatModel(subject, name).load(TurnedForm(ORIGINAL, None))
+    original: Any = FloatModel(subject, name).load(None)
     folder, trusted = subject.source.path, subject.trust_remote_code
-    examples = split(original, folder, data, INPUTS_IN_A_HALF, trusted).held_out
+    _, examples = split(original, folder, data, INPUTS_IN_A_HALF, trusted)
     with TemporaryDirectory() as scratch:
         exact = exact_outputs(original, examples, names, Path(scratch), embed)
         measured = differences(load_result(out, form, type(original)), exact)

@@ -28,8 +28,8 @@ from enjoyln_cli.conversion.inspect import Opening
 from enjoyln_cli.matrix_choice import learned_matrices
 from enjoyln_cli.matrix_choice.learned_matrices import learn_matrices
 from enjoyln_cli.matrix_choice.trials import Trials, trials
-from enjoyln_cli.plan.plan import Options
-from enjoyln_cli.quantisation.candidates import FloatModel, TurnedForm
+from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.quantisation.candidates import FloatModel
 
 DEVICE = torch.device("lazy:0")
 
@@ -56,9 +56,9 @@ def test_no_operation_gets_tensors_of_two_devices(
 ) -> None:
     load = FloatModel.load
 
-    def load_with_values(original: FloatModel, form: TurnedForm) -> torch.nn.Module:
+    def load_with_values(original: FloatModel, plan: Plan | None) -> torch.nn.Module:
         with unset_fake_temporarily():
-            turned: torch.nn.Module = load(original, form)
+            turned: torch.nn.Module = load(original, plan)
         return turned
 
     def stop(*_: object) -> None:

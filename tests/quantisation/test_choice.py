@@ -176,7 +176,7 @@ def test_every_candidate_computes_the_function(name: str) -> None:
     inputs = {"input_ids": torch.arange(3, 43)[None]}
     outputs, weights = [], []
     for form in forms:
-        model = FloatModel(subject, plan.model_class).load(form)
+        model = FloatModel(subject, plan.model_class).load(form.plan)
         with torch.no_grad():
             outputs.append(model(**inputs)[0])
         weights.append({name: value.clone() for name, value in model.state_dict().items()})

@@ -40,13 +40,13 @@ LICENCE = (ROOT / "LICENSE").read_text()
 
 def test_a_text_is_read_in_windows_and_halves_share_nothing() -> None:
     folder = CHECKPOINTS / "gpt2"
-    halves = split(
+    choosing, held_out = split(
         AutoModelForCausalLM.from_pretrained(folder), folder, UserData(LICENCE), 5, False
     )
-    assert len(halves.choosing) == len(halves.held_out) == 5
-    windows = [one.batch["input_ids"] for one in (*halves.choosing, *halves.held_out)]
+    assert len(choosing) == len(held_out) == 5
+    windows = [one.batch["input_ids"] for one in (*choosing, *held_out)]
     assert len({tuple(window[0].tolist()) for window in windows}) == 10
-    for example in halves.held_out:
+    for example in held_out:
         ids, predicted = example.batch["input_ids"], example.predicted
         assert predicted is not None and torch.equal(predicted[:, :-1], ids[:, 1:])
         assert int(predicted[0, -1]) == NOT_PREDICTED
@@ -55,7 +55,7 @@ def test_a_text_is_read_in_windows_and_halves_share_nothing() -> None:
 def test_a_masked_model_sees_masks_and_is_scored_on_what_they_hide() -> None:
     folder = CHECKPOINTS / "bert"
     model = AutoModelForMaskedLM.from_pretrained(folder)
-    (example, *_) = split(model, folder, UserData(LICENCE), 4, False).choosing
+    (example, *_), _ = split(model, folder, UserData(LICENCE), 4, False)
     predicted, ids = example.predicted, example.batch["input_ids"]
     assert predicted is not None
     hidden = predicted != NOT_PREDICTED
@@ -69,11 +69,11 @@ def test_an_encoder_reads_each_line_as_one_text() -> None:
     lines = [f"Licence number {at} is {'very ' * at}short." for at in range(8)]
     text = "\n\n".join(lines)
     halves = split(AutoModel.from_pretrained(folder), folder, UserData(text), 4, False)
-    found = [one.batch["input_ids"] for one in (*halves.choosing, *halves.held_out)]
+    found = [one.batch["input_ids"] for half in halves for one in half]
     assert [len(ids) for ids in found] == [1] * 8
     lengths = [ids.shape[1] for ids in found]
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
-    assert halves.choosing[0].predicted is None
+    assert halves[0][0].predicted is None
 
 
 def test_images_are_prepared_by_the_image_processor(tmp_path: Path) -> None:
@@ -98,12 +98,12 @@ def t5() -> Any:
 
 def test_a_decoder_gets_what_the_original_generates(t5: Any, tmp_path: Path) -> None:
     ids = tuple(tuple(range(at + 3, at + 15)) for at in range(8))
-    halves = split(t5, tmp_path, UserData(tokens=ids), 4, False)
-    batch = halves.choosing[0].batch
+    choosing, _ = split(t5, tmp_path, UserData(tokens=ids), 4, False)
+    batch = choosing[0].batch
     assert batch["input_ids"].tolist() == [list(ids[0])]
     generated = t5.generate(batch["input_ids"], do_sample=False, max_new_tokens=48)
     assert torch.equal(batch["decoder_input_ids"], generated)
-    traced = traced_batch(halves.choosing[0])
+    traced = traced_batch(choosing[0])
     assert traced["input_ids"].shape == (2, 12) and len(traced["decoder_input_ids"]) == 2
     assert traced["decoder_input_ids"].shape[1] != 12
 
@@ -167,8 +167,8 @@ def test_recordings_are_prepared_by_the_feature_extractor(tmp_path: Path) -> Non
             file.setframerate(16000)
             tone = (int(9000 * math.sin(0.02 * (at + 1) * t)) for t in range(8000))
             file.writeframes(struct.pack("<8000h", *tone))
-    halves = split(model, tmp_path, read_user_data(audio=audio), 4, False)
-    batch = halves.choosing[0].batch
+    choosing, held_out = split(model, tmp_path, read_user_data(audio=audio), 4, False)
+    batch = choosing[0].batch
     assert batch["input_features"].shape == (1, 80, 200)
     assert batch["decoder_input_ids"][0, 0] == 1
-    assert not torch.equal(batch["input_features"], halves.held_out[0].batch["input_features"])
+    assert not torch.equal(batch["input_features"], held_out[0].batch["input_features"])

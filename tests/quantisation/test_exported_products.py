@@ -35,7 +35,7 @@ def test_the_product_in_an_onnx_file_stays_in_float32(tmp_path: Path) -> None:
     }
     outputs = []
     for form in (original, rotated, added):
-        model = FloatModel(subject, name).load(form)
+        model = FloatModel(subject, name).load(form.plan)
         with torch.no_grad():
             outputs.append(model(**batch).logits)
     exact, *others = outputs
