@@ -21,10 +21,12 @@ from stored_files import shallow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
+from enjoyln_cli.cli.console import write_quantised
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export import transformers_exporter
 from enjoyln_cli.quantisation import exported
-from enjoyln_cli.quantisation.quantize import head_of, require_layers
+from enjoyln_cli.quantisation.measure import Differences
+from enjoyln_cli.quantisation.quantize import Compared, Quantised, head_of, require_layers
 from enjoyln_cli.quantisation.schemes import ONNX, OPENVINO, SCHEMES
 
 LICENCE = ROOT / "LICENSE"
@@ -165,6 +167,42 @@ def test_openvino_runs_what_nncf_quantised(scheme: str, tmp_path: Path) -> None:
     assert 0 < np.linalg.norm(outputs[0] - exact) < 0.3 * np.linalg.norm(exact)
     weights = (out / "openvino_model.bin").stat().st_size
     assert weights < 0.6 * (folder / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("has_logits", [False, True])
+def test_only_models_with_logits_have_columns_for_them(
+    has_logits: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kl, top1 = (0.01, 0.9) if has_logits else (None, None)
+    measured = Differences(0.02, kl, top1, None)
+    result = Quantised(
+        out="out",
+        source="model",
+        revision=None,
+        model_class="BertModel",
+        outputs=("logits" if has_logits else "last_hidden_state",),
+        format="onnx",
+        scheme="w8a8",
+        chosen="original",
+        candidates=(Compared("original", measured, 10_000),),
+        held_out=measured,
+        plain=measured,
+        inputs=4,
+        perplexity=None,
+        size=10_000,
+        float_size=40_000,
+        milliseconds=None,
+        float_milliseconds=None,
+        threads=1,
+        max_error=0.1,
+        kept=(),
+        seconds=1.0,
+    )
+    write_quantised(result)
+    shown = capsys.readouterr().out
+    assert shown.count("0.02") >= 3 and "10.0 kB" in shown
+    for column in ("KL divergence", "top-1 agreement"):
+        assert (column in shown) == has_logits
 
 
 def test_what_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
