@@ -207,8 +207,6 @@ def test_the_layer_that_rounding_hurts_most_is_named_first(gpt2: torch.nn.Module
     with torch.no_grad():
         outputs = [{"logits": model(**example.batch).logits} for example in examples]
     scheme = replace(SCHEMES["w4a16"], weight_bits=3)
-    told: list[str] = []
     exact = ExactOutputs(("logits",), examples, outputs)
-    worst = costly_layers(model, scheme, exact, lambda _, text: told.append(text))
-    assert len(told) >= 2 and all(f" of {len(worst)} tried" in text for text in told)
+    worst = costly_layers(model, scheme, exact, lambda done, total: None)
     assert len(worst) == 12 and worst[0] == costly
