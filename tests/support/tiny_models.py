@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from live_models import moved
+from live_models import CHECKPOINTS, moved
 from torch import nn
 
 from enjoyln_cli.models.outputs import tensors_in
@@ -121,3 +123,11 @@ def rotated(model: nn.Module, plan: Plan) -> Any:
     result = copy.deepcopy(model)
     centre_parameters(result, plan)
     return result
+
+
+def one_layer(folder: Path) -> Path:
+    """The first layer of the trained Phi, with its tokenizer: what is exported in little time."""
+    shutil.copytree(CHECKPOINTS / "phi", folder)
+    model = transformers.PhiForCausalLM.from_pretrained(folder, num_hidden_layers=1)
+    model.save_pretrained(folder)
+    return folder
