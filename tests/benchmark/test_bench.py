@@ -24,14 +24,13 @@ from enjoyln_cli.benchmark.cases import GRID, BenchOptions, planned_cases, time_
 from enjoyln_cli.benchmark.speedups import Bench, Row
 from enjoyln_cli.benchmark.timing import TimeIsUp
 from enjoyln_cli.benchmark.workload import decode, prompt, sizes
-from enjoyln_cli.checkpoint.config import MARKER, load_config
+from enjoyln_cli.checkpoint.config import MARKER
 from enjoyln_cli.checkpoint.marker import marker, proof_of
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.cli.measure_commands import bench as bench_of_the_command
 from enjoyln_cli.cli.measure_commands import pairs_to_time
 from enjoyln_cli.clock import Clock
 from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
-from enjoyln_cli.models.load import load
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.publish import push
 from enjoyln_cli.rewrite.in_memory import centre_parameters
@@ -49,27 +48,30 @@ def folded_of(original: Any, plan: Plan) -> Any:
     return optimize(folded)
 
 
-def parts(name: str, **settings: Any) -> tuple[Any, Any, list[str]]:
+CONFIGS = {
+    "GPT2LMHeadModel": transformers.GPT2Config(
+        n_embd=40, n_layer=2, n_head=4, vocab_size=101, n_positions=32
+    ),
+    "NemotronModel": transformers.NemotronConfig(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=101, head_dim=12,
+    ),
+}  # fmt: skip
+"""Nemotron has a norm class of its own, which adds one to its weight."""
+
+
+def parts(name: str = "GPT2LMHeadModel") -> tuple[Any, Any, list[str]]:
     """A model with moved weights in float64, the folded one, and their norms."""
-    cls = {"gpt2": "GPT2LMHeadModel", "nemotron": "NemotronModel"}[name]
-    config = transformers.CONFIG_MAPPING[name](**settings)
-    plan = analyze(config, model_class=cls).plan
-    original = moved(getattr(transformers, cls)(config))
+    plan = analyze(CONFIGS[name], model_class=name).plan
+    original = moved(getattr(transformers, name)(CONFIGS[name]))
     return original, folded_of(original, plan), [verdict.norm for verdict in plan.norms]
 
 
-GPT2 = {"n_embd": 40, "n_layer": 2, "n_head": 4, "vocab_size": 101, "n_positions": 32}
-NEMOTRON = {
-    "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 101, "head_dim": 12,
-}  # fmt: skip
-
-
 @pytest.mark.one_case
-@pytest.mark.parametrize(("name", "settings"), [("gpt2", GPT2), ("nemotron", NEMOTRON)])
-def test_the_variants_are_what_they_say(name: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_variants_are_what_they_say(name: str) -> None:
     """``torch_rms_norm`` computes the same as the folded model; ``no_norm`` has no norms."""
-    original, folded, norms = parts(name, **settings)
+    original, folded, norms = parts(name)
     found = variants(original, folded, norms)
     assert tuple(found) == COLUMNS and len(norms) == 5
     ids = torch.randint(0, 101, (2, 9))
@@ -94,7 +96,7 @@ def test_the_variants_are_what_they_say(name: str, settings: dict[str, Any]) -> 
 
 @pytest.mark.slow
 def test_the_modes_run_the_same_models() -> None:
-    original, folded, norms = parts("gpt2", **GPT2)
+    original, folded, norms = parts()
     found = {"folded": variants(original, folded, norms)["folded"]}
     ids = torch.randint(0, 101, (2, 9))
     with torch.no_grad():
@@ -105,7 +107,7 @@ def test_the_modes_run_the_same_models() -> None:
 
 
 def test_decoding_goes_on_from_the_same_cache_every_time() -> None:
-    original, _, _ = parts("gpt2", **GPT2)
+    original, _, _ = parts()
     (size,), _ = sizes(original, [(2, 10)])
     assert (size.rows, size.tokens, size.items) == (2, 10, 20)
     with torch.no_grad():
@@ -137,7 +139,7 @@ def test_an_encoder_is_not_run_again_for_every_token() -> None:
 
 
 def test_a_size_that_a_model_does_not_have_is_left_out() -> None:
-    original, _, _ = parts("gpt2", **GPT2)
+    original, _, _ = parts()
     found, left_out = sizes(original, [(1, 16), (1, 33), (3, 16), (3, 33), (3, 32)])
     assert [str(size) for size in found] == [
         "1 x 16 tokens",
@@ -164,17 +166,12 @@ def measured(out: Path) -> Bench:
     return bench(out, options=SMALL, device="cpu")
 
 
-@pytest.mark.slow
 def test_every_case_is_measured(measured: Bench) -> None:
     assert [(r.batch_size, r.seq_len, r.phase, r.mode) for r in measured.rows] == [
         (*pair, phase, "eager") for pair in SMALL.pairs for phase in ("prefill", "decode")
     ]
     assert all(tuple(r.times) == COLUMNS for r in measured.rows)
     assert measured.left_out == ()
-
-
-@pytest.mark.slow
-def test_columns_fit_together(measured: Bench) -> None:
     for r in measured.to_json()["rows"]:
         assert r["rounds"] == 3 and r["speedup_interval"] is None, "too few for an interval"
         assert r["verdict"] == "no gain here" and r["reason"] == "3 rounds are too few to tell"
@@ -231,13 +228,6 @@ def test_the_original_may_have_moved(tmp_path: Path) -> None:
     assert found.source == str(tmp_path / "there") and len(found.rows) == 1
 
 
-def test_folded_means_optimized(out: Path) -> None:
-    """What is timed is what ``optimize`` makes, not a model that only has the weights."""
-    config = load_config(open_source(str(out)))
-    model = optimize(load(out, "GPT2LMHeadModel", config, torch.float32))
-    assert sum(isinstance(module, Folded) for module in model.modules()) == 7
-
-
 # The command.
 
 
@@ -275,7 +265,6 @@ def test_by_default_the_usual_sizes_are_measured(out: Path) -> None:
         ((), {}),
         (("--seconds", "5"), {"seconds": 5.0}),
         (("--batch-size", "1,8", "--seq-len", "128,512,1024"), {"pairs": GRID}),
-        (("--batch-size", "2,3"), {"pairs": ((2, 128), (3, 128))}),
         (("--seq-len", "9"), {"pairs": ((1, 9),)}),
     ],
 )
@@ -300,7 +289,7 @@ def test_loading_that_takes_all_the_time_ends_the_run(out: Path) -> None:
 
 
 def test_no_case_begins_without_time(out: Path) -> None:
-    original, folded, norms = parts("gpt2", **GPT2)
+    original, folded, norms = parts()
     cases, _ = planned_cases(original, BenchOptions(((1, 8), (2, 8)), phases=("prefill",)))
     hands = iter([0.0, 0.0, 0.0, 0.0, 99.0])
     clock = Clock(lambda: next(hands), 60.0)
@@ -320,12 +309,10 @@ def test_json_is_one_object_and_nothing_else(out: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (["--batch-size", "1,x"], "write 1,8"),
         (["--seq-len", "0"], "'0' is not a list of positive whole numbers; write 1,8"),
         (["--mode", "eager,quick"], "known are eager, compile"),
         (["--mode", "eagre"], "'eagre' is not a mode; did you mean eager?"),
         (["--repeats", "0"], "--repeats"),
-        (["--seconds", "0"], "--seconds"),
     ],
 )
 def test_usage_errors(out: Path, arguments: list[str], hint: str) -> None:
@@ -338,9 +325,7 @@ def test_usage_errors(out: Path, arguments: list[str], hint: str) -> None:
     [
         (["--device", "gpu"], "--device gpu is not supported; use cpu, cuda, mps"),
         (["--device", "cuda:x"], "--device cuda:x is not available: Invalid device string"),
-        (["--device", "meta"], "--device meta is not supported; use cpu, cuda, mps"),
         (["--original", CHECKPOINTS / "bert"], "is of type bert and"),
-        (["--device", "xla:0"], "--device xla:0 is not supported; use cpu, cuda, mps"),
         (["--seq-len", "4096"], "GPT2LMHeadModel takes at most 64; use a smaller --seq-len"),
         (["--seconds", "0.01"], "are too short to load the models and measure a case"),
     ],
@@ -355,11 +340,6 @@ def test_what_was_not_folded_is_refused_by_name() -> None:
     result = bench_command(CHECKPOINTS / "gpt2")
     assert result.exit_code == 1
     assert f"{CHECKPOINTS / 'gpt2'} was not folded: its config.json has no" in result.stderr
-
-
-def test_quiet_is_quiet(out: Path) -> None:
-    result = bench_command(out, *QUICK, "--quiet")
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
 
 
 def test_a_marker_that_the_model_cannot_run_with(tmp_path: Path) -> None:

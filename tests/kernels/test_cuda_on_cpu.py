@@ -1,25 +1,119 @@
 """All of ``cuda.cu``, executed on the CPU: values, and faults that are found.
 
 A stand-in for CUDA (``tests/support/cuda_on_cpu``) runs the threads as fibers in an order that a
-seed decides. Each buffer has its exact size, under AddressSanitizer.
+seed decides. Each buffer has its exact size, under AddressSanitizer. A program for one pair of
+dtypes (``run.cpp``) runs a list of calls in a process of its own, with a time limit: a barrier that
+is missing may show as a hang.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import replace
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from cuda_cases import Case, Fault, needs_compiler, program, run
+from live_models import ROOT
 from rounding import TIMES, lost_by_norms
+from torch import Tensor
 
-from enjoyln_cli.kernels import gpu
+from enjoyln_cli.kernels import formula, gpu
 
-pytestmark = [needs_compiler, pytest.mark.slow]
+HERE = ROOT / "tests" / "support" / "cuda_on_cpu"
+FLAGS = ("-std=c++17", "-w", "-I", HERE)
+CHECKED = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+"""How the kernel is compiled: optimising it would take longer than it runs."""
+SECONDS = 120
+
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("g++"), reason="needs g++"),
+    pytest.mark.slow,
+]
+
+
+class Fault(Exception):
+    """A program that ended with an error, and what it wrote."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: ``x`` is ``(rows, d)``, ``weight`` and ``bias`` are ``(d,)``."""
+
+    x: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-5
+    over: bool = False
+    """Whether the result overwrites ``x``."""
+    offset: int = 0
+    """Elements by which the rows are off the alignment for packs."""
+    seed: int = 0
+    """Decides which thread runs next."""
+
+    def packed(self) -> bytes:
+        """As ``run.cpp`` reads it, with the launch that ``gpu`` chooses."""
+        rows, d = self.x.shape
+        size = self.x.element_size()
+        packs, threads = gpu.shape_of_launch(d, size, [256, self.offset * size])
+        parts = gpu.WEIGHT * (self.weight is not None) + gpu.BIAS * (self.bias is not None)
+        head = (parts, packs, threads, self.offset * size, self.over, self.seed)
+        tensors = [t for t in (self.x, self.weight, self.bias) if t is not None]
+        return struct.pack("qqd6i", rows, d, self.eps, *head) + b"".join(map(_bytes, tensors))
+
+    def exact(self) -> Tensor:
+        """The result in float64."""
+        weight, bias = (None if t is None else t.double() for t in (self.weight, self.bias))
+        return formula.rms_norm(self.x.double(), weight, bias, self.eps)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def program(folder: Path, dtype: str, parameters: str, source: Path = gpu.SOURCE) -> Path:
+    """Compile the program for a pair of dtypes; ``source`` may be a copy with faults.
+
+    What is in ``folder`` already is not compiled again.
+    """
+    made, threads = folder / f"{dtype}-{parameters}-{source.parent.name}", folder / "threads.o"
+    if not threads.exists():
+        _compile("-O2", "-c", HERE / "threads.cpp", "-o", threads)
+    if not made.exists():
+        types = f"-DROW={gpu.TYPES[dtype]}", f"-DPARAMETER={gpu.TYPES[parameters]}"
+        _compile(*CHECKED, *types, "-I", source.parent, HERE / "run.cpp", threads, "-o", made)
+    return made
+
+
+def _compile(*arguments: str | Path) -> None:
+    subprocess.run(["g++", *FLAGS, *arguments], check=True, timeout=SECONDS)
+
+
+def run(made: Path, cases: Sequence[Case], fault: int = 0) -> list[Tensor]:
+    """The result of each call, with a ``fault`` of the source switched on, or none.
+
+    Raises ``Fault`` if the program ends with an error.
+    """
+    given, command = b"".join(case.packed() for case in cases), [made, f"{fault}"]
+    try:
+        found = subprocess.run(command, input=given, capture_output=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise Fault(f"it takes more than {SECONDS} s") from error
+    if found.returncode:
+        raise Fault(found.stderr.decode(errors="replace").strip())
+    rest, results = bytearray(found.stdout), []
+    for case in cases:
+        size = case.x.numel() * case.x.element_size()
+        some, rest = rest[:size], rest[size:]
+        results.append(torch.frombuffer(some, dtype=case.x.dtype).reshape(case.x.shape))
+    assert not rest
+    return results
+
 
 PAIRS = [
     ("float32", "float32"),
@@ -44,7 +138,7 @@ def case(rows: int, d: int, dtypes: tuple[str, str], parts: str = "wb", **option
     return Case(x, *given, **options)  # type: ignore[arg-type]
 
 
-def is_right(one: Case, y: torch.Tensor) -> bool:
+def is_right(one: Case, y: Tensor) -> bool:
     """Whether ``y`` is a rounding to its dtype, and what float32 loses inside, from the formula."""
     exact = one.exact()
     bound = 0.51 * torch.finfo(y.dtype).eps * exact.abs()
@@ -91,13 +185,11 @@ FAULTS = {
     ),
     "a reduction over half a warp": ("int step = LANES / 2;", "int step = FAULT ? 8 : 16;"),
     "a mask of half a warp": ("0xffffffffu, v", "FAULT ? 0xffffu : 0xffffffffu, v"),
-    "a warp left out": ("i < blockDim.x / LANES;", "i < blockDim.x / LANES - FAULT;"),
     "the row after": (
         "(x + (int64_t)blockIdx.x * d)",
         "(x + ((int64_t)blockIdx.x + FAULT) * d)",
     ),
     "a pack after the last": ("i < d / N; i", "i < d / N + FAULT; i"),
-    "elements of a thread twice": ("i = threadIdx.x; i", "i = threadIdx.x - FAULT; i"),
 }
 """A text in ``cuda.cu``, and what replaces it. ``FAULT`` is 1 if the fault is switched on, so that
 one program has them all."""

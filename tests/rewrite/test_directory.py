@@ -17,7 +17,6 @@ from fold_cases import (
     fold,
     plan_for,
     same,
-    sharded,
     state,
     store,
     written,
@@ -39,11 +38,6 @@ from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import Centring, Plan, Verdict, Writer
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return sharded(tmp_path)
 
 
 @pytest.fixture
@@ -109,17 +103,6 @@ def test_a_new_dtype_is_named_in_the_config(source: Path, out: Path) -> None:
     assert list(found) == [*config, "enjoyln"]
 
 
-def test_bin_in_safetensors_out(tmp_path: Path, out: Path) -> None:
-    store(tmp_path / "model", state(torch.float16), "bin")
-    fold(tmp_path / "model", out)
-    assert sorted(p.name for p in out.iterdir()) == [
-        "config.json",
-        "enjoyln_plan.json",
-        "enjoyln_recipe.yaml",
-        "model.safetensors",
-    ]
-
-
 def test_the_check_sees_the_finished_directory(source: Path, out: Path) -> None:
     def check(folded: Path) -> SimpleNamespace:
         assert not out.exists()
@@ -158,26 +141,24 @@ def test_nothing_to_fold(source: Path, out: Path) -> None:
     assert not out.exists()
 
 
-def test_a_writer_that_is_not_stored(source: Path, out: Path) -> None:
-    plan = plan_for(
-        {"nowhere.weight": torch.empty(4, 4)}, {"nowhere.weight": (Axis(0, 0, 1, 4, 1),)}
-    )
-    with pytest.raises(BadCheckpoint, match=r"nowhere\.weight: there is no such tensor"):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere.weight", r"nowhere\.weight: there is no such tensor"),
+        ("out.weight", r"shape \[24, 96\] before the edit, but the plan has \[24, 95\]"),
+    ],
+)
+def test_a_writer_that_is_not_stored_so(source: Path, out: Path, name: str, words: str) -> None:
+    plan = plan_for({name: torch.empty(24, 95)}, {name: (Axis(0, 0, 1, 24, 1),)})
+    with pytest.raises(BadCheckpoint, match=words):
         fold_checkpoint(opened(source), plan, out, recipe_text="")
     assert not out.exists()
 
 
-def test_a_writer_of_another_shape(source: Path, out: Path) -> None:
-    plan = plan_for({"out.weight": torch.empty(24, 95)}, {"out.weight": (Axis(0, 0, 1, 24, 1),)})
-    with pytest.raises(
-        BadCheckpoint, match=r"shape \[24, 96\] before the edit, but the plan has \[24, 95\]"
-    ):
-        fold_checkpoint(opened(source), plan, out, recipe_text="")
-    assert not out.exists()
+WHERE = [("out.weight", float("nan")), ("big.weight", float("inf")), ("qkv.weight", -float("inf"))]
 
 
-@pytest.mark.parametrize("name", ["out.weight", "big.weight", "qkv.weight", "wte.weight"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(("name", "value"), WHERE)
 def test_nan_and_infinity_in_an_edited_tensor(
     tmp_path: Path, out: Path, name: str, value: float
 ) -> None:
@@ -189,8 +170,7 @@ def test_nan_and_infinity_in_an_edited_tensor(
     )
 
 
-@pytest.mark.parametrize("name", ["out.weight", "big.weight", "qkv.weight", "wte.weight"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(("name", "value"), WHERE)
 def test_nan_and_infinity_spread_over_their_group_where_they_may(
     tmp_path: Path, out: Path, name: str, value: float
 ) -> None:
@@ -379,30 +359,21 @@ def axis(*numbers: int) -> dict[str, int]:
     "change",
     [
         {"version": 2},
-        {"version": "1"},
         {"version": True},
         {"merged": []},
         {"revision": 3},
-        {"classes": "GPT2Model"},
-        {"rmsnorm": [1]},
         {"centering": [{"module": "a", "place": "between", "axis": axis(-1, 0, 1, 8, 1)}]},
         {"centering": [{"module": "a", "place": "output", "axis": {"dim": -1}}]},
         {"rmsnorm": ["a", "b", "a"]},
-        {"centered": 2 * [{"axis": axis(0, 0, 1, 8, 1), "parameters": ["a"]}]},
         {"note": "mine"},
         {"covered": {"forms": ["x"]}},
         {"units": [{"first": "a", "bias": None, "second": "b", "dim": 2, "start": 0}]},
-        {"centering": [{"module": "a", "place": "output", "axis": axis(-1, 0, 1, 8, True)}]},
         {"centering": [{"module": "", "place": "output", "axis": axis(-1, 0, 1, 8, 1)}]},
         {"centering": [{"module": "a", "place": "output", "axis": axis(9, 0, 1, 8, 1)}]},
-        {"centering": [{"module": "a", "place": "output", "axis": axis(-9, 0, 1, 8, 1)}]},
         {"centering": [{"module": "a", "place": "output", "axis": axis(-1, -1, 1, 8, 1)}]},
         {"centering": [{"module": "a", "place": "output", "axis": axis(-1, 0, 0, 8, 1)}]},
-        {"centering": [{"module": "a", "place": "output", "axis": axis(-1, 0, 1, 10**40, 1)}]},
         {"centered": [{"axis": axis(0, 0, 1, 2**62, 2), "parameters": ["a"]}]},
-        {"centered": [{"axis": axis(0, 0, 1, 8, -1), "parameters": ["a"]}]},
         {"centered": [{"axis": axis(-1, 0, 1, 8, 1), "parameters": ["a"]}]},
-        {"scales": {"a": 1}},
         {"proof": None},
     ],
     ids=str,
@@ -417,7 +388,7 @@ def test_a_malformed_marker_is_refused(source: Path, change: dict[str, Any]) -> 
         assert "malformed" in str(caught.value) or "version" in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["outputs", "centered", "units", "merged", "untied", "covered"])
+@pytest.mark.parametrize("key", ["centered", "untied"])
 def test_a_marker_that_lacks_an_entry_is_refused(source: Path, key: str) -> None:
     """Also if its digest fits: an entry that is missing must not be taken for an empty one."""
     entry = marker(plan_for({}, {}), opened(source).source)
@@ -426,18 +397,11 @@ def test_a_marker_that_lacks_an_entry_is_refused(source: Path, key: str) -> None
         read_marker({"enjoyln": {**entry, "proof": proof_of(entry)}})
 
 
-def test_no_marker() -> None:
-    with pytest.raises(BadCheckpoint, match="no enjoyln entry"):
-        read_marker(dict(CONFIG))
-
-
 @pytest.mark.parametrize(
     "change",
     [
         {"rmsnorm": ["transformer.ln_1", "transformer.ln_f"]},
-        {"classes": ["GPT2ForSequenceClassification"]},
         {"centered": []},
-        {"entry_inputs": []},
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from commands import GPT2, good, refused, running
-from fold_cases import EDITS, fold, gathered, plan_for, sharded, state, store
+from fold_cases import EDITS, fold, gathered, plan_for, state, store
 from kill_runs import contents
 from live_models import ROOT
 from stored_files import opened
@@ -29,16 +29,6 @@ from enjoyln_cli.rewrite.directory import fold_checkpoint
 
 SUPPORT = ROOT / "tests" / "support"
 SHARDS = [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return sharded(tmp_path)
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
 
 
 def stop(folded: Path) -> Any:
@@ -77,7 +67,7 @@ def refuses(source: Path, out: Path, words: str, **options: Any) -> None:
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     """``ENJOYLN_KILLS`` sets the least number of rounds; in each, a run is killed at least once."""
-    runs = os.environ.get("ENJOYLN_KILLS", "10")
+    runs = os.environ.get("ENJOYLN_KILLS", "3")
     done = subprocess.run(
         [sys.executable, SUPPORT / "kill_runs.py", tmp_path, runs, "7"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -89,19 +79,23 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     assert seen["0 finished"] and seen["1 finished"] and seen["gone on"]
 
 
+def ended_by(number: signal.Signals, out: Path) -> tuple[int | None, str]:
+    """The status of a fold that gets a signal once its weights are written, and its last words."""
+    process = running("fold", GPT2, "-o", out, "--samples", 2000)  # which takes its time
+    for line in process.stderr:
+        if line.startswith("verifying"):
+            process.send_signal(number)
+            break
+    _, rest = process.communicate(timeout=120)
+    return process.returncode, rest
+
+
 @pytest.mark.slow
-def test_the_command_goes_on_after_a_kill(tmp_path: Path) -> None:
-    out = tmp_path / "out"
+def test_the_command_goes_on_after_a_kill(tmp_path: Path, out: Path) -> None:
     good("fold", GPT2, "-o", out)
     whole = contents(out)
     shutil.rmtree(out)
-    process = running("fold", GPT2, "-o", out, "--samples", 2000)  # which takes its time
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("verifying"):
-            process.kill()
-            break
-    process.communicate(timeout=120)
+    ended_by(signal.SIGKILL, out)
     assert not out.exists() and count_finished(work_of(out)) == 1
     line = refused("fold", GPT2, "-o", out)
     assert "--resume" in line and "--force" in line and "finding" not in line
@@ -112,17 +106,11 @@ def test_the_command_goes_on_after_a_kill(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_what_it_leaves(tmp_path: Path) -> None:
-    process = running("fold", GPT2, "-o", tmp_path / "out", "--samples", 2000)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("verifying"):
-            process.send_signal(signal.SIGINT)
-            break
-    _, rest = process.communicate(timeout=120)
-    assert process.returncode == 130
+def test_ctrl_c_says_what_it_leaves(tmp_path: Path, out: Path) -> None:
+    status, rest = ended_by(signal.SIGINT, out)
+    assert status == 130
     (line,) = rest.splitlines()
-    work = work_of(tmp_path / "out")
+    work = work_of(out)
     assert line.startswith(f"error: interrupted; 1 finished file kept in {work}; continue with")
     assert list(tmp_path.iterdir()) == [work]
 
@@ -130,9 +118,14 @@ def test_ctrl_c_says_what_it_leaves(tmp_path: Path) -> None:
 # Resumed.
 
 
-@pytest.mark.one_case
-@pytest.mark.parametrize("kind", ["single", "sharded", "bin", "sharded bin"])
-@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"max_shard_size": 3 << 20}])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("sharded", {}),
+        ("bin", {"dtype": torch.bfloat16}),
+        ("sharded bin", {"max_shard_size": 3 << 20}),
+    ],
+)
 def test_the_bytes_are_those_of_an_undisturbed_run(
     tmp_path: Path, out: Path, kind: str, options: dict[str, Any]
 ) -> None:
@@ -210,10 +203,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], int]] = {
     "a file that is gone": (damage(Path.unlink), 2),
     "another shard": (another_shard, 2),
     "an empty note": (note(""), 2),
-    "a note that is a list": (note("[]"), 2),
-    "a note without entries": (note("{}"), 2),
     "a note that lacks an entry": (note('{"size": 1, "modified": 1}'), 2),
-    "a note of wrong types": (note('{"size": "1", "modified": []}'), 2),
     "a deep note": (note("[" * 9999), 2),
     "no list of inputs": (lambda work: (work / "made-from.json").write_text("{"), 0),
     "other files": (other_files, 3),
@@ -243,9 +233,7 @@ def test_where_there_is_nothing_to_resume_a_fold_begins(source: Path, out: Path)
 # Refused.
 
 
-@pytest.mark.parametrize(
-    "name", ["config.json", "tokenizer.json", "model.safetensors.index.json", "custom/code.py"]
-)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "custom/code.py"])
 def test_another_file_of_the_source_that_changed(source: Path, out: Path, name: str) -> None:
     work = stopped(source, out)
     (source / name).write_bytes((source / name).read_bytes() + b"\n")
@@ -255,9 +243,7 @@ def test_another_file_of_the_source_that_changed(source: Path, out: Path, name: 
     assert fold(source, out, force=True).resumed == 0
 
 
-@pytest.mark.one_case
-@pytest.mark.parametrize("kind", ["sharded", "sharded bin"])
-@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize(("kind", "at"), [("sharded", 0), ("sharded bin", 2)])
 def test_weights_that_changed(tmp_path: Path, out: Path, kind: str, at: int) -> None:
     source = tmp_path / "model"
     store(source, state(torch.float32), kind)
@@ -320,12 +306,6 @@ def test_with_kept_means_nothing_is_taken_over(source: Path, out: Path) -> None:
     whole = contents(out)
     fold(source, out, force=True, keep_means=True)
     assert contents(out) == whole
-
-
-def test_without_resume_nothing_is_lost(source: Path, out: Path) -> None:
-    work = stopped(source, out)
-    refuses(source, out, f"3 finished files kept in {work}; continue with --resume, or .*--force")
-    assert fold(source, out, force=True).resumed == 0
 
 
 def test_one_run_at_a_time(source: Path, out: Path) -> None:
@@ -406,7 +386,7 @@ def test_a_disk_that_fills_up_during_the_write(tmp_path: Path) -> None:
 # The source.
 
 
-@pytest.mark.parametrize("name", ["model-00001-of-00003.safetensors", "config.json"])
+@pytest.mark.parametrize("name", [SHARDS[0], "config.json"])
 def test_a_source_that_changes_while_it_is_read(source: Path, out: Path, name: str) -> None:
     checkpoint = opened(source)
     shapes = {n: torch.empty(s.shape, device="meta") for n, s in checkpoint.tensors.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fold_cases import EDITS, centred, centring, same, sharded, state, store, written
+from fold_cases import EDITS, centred, centring, same, state, store, written
 from safetensors import safe_open
 from safetensors.torch import load_file
 from stored_files import opened
@@ -22,11 +22,6 @@ from enjoyln_cli.rewrite import edit_pieces, tensor_parts
 from enjoyln_cli.rewrite.shard_layout import layout
 from enjoyln_cli.rewrite.tensor_parts import TensorFiles, parts_of
 from enjoyln_cli.rewrite.writer import write_shards
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return sharded(tmp_path)
 
 
 def centred_shards(
@@ -146,7 +141,7 @@ def test_bytes_do_not_depend_on_workers_and_on_how_files_are_copied(
         assert all((out / path.name).read_bytes() == path.read_bytes() for out in outs)
 
 
-@pytest.mark.parametrize("shape", [(24, 36), (1024, 48), (40, 20_000)])
+@pytest.mark.parametrize("shape", [(24, 36), (40, 20_000)])
 def test_a_tensor_that_cannot_be_divided(
     tmp_path: Path, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,9 +225,9 @@ def test_resharding(source: Path) -> None:
     assert all(same(written(whole)[n], t) for n, t in state(torch.float32).items())
 
 
-@pytest.mark.one_case
-@pytest.mark.parametrize("kind", ["sharded", "bin"])
-@pytest.mark.parametrize("into", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("into", "kind"), [(torch.float16, "sharded"), (torch.float64, "bin")], ids=str
+)
 def test_another_dtype_on_the_way(tmp_path: Path, into: torch.dtype, kind: str) -> None:
     tensors = state(torch.float32)
     store(tmp_path / "model", tensors, kind)
@@ -271,7 +266,6 @@ def test_edits_that_make_no_sense(source: Path, tmp_path: Path) -> None:
         ({"none": (Axis(0, 0, 1, 3, 1),)}, "none"),
         ({"ids": (Axis(0, 0, 1, 31, 1),)}, "I64"),
         ({"out.weight": (Axis(0, 1, 1, 24, 1),)}, "does not contain"),
-        ({"out.weight": (Axis(-1, 0, 1, 24, 1),)}, "does not contain"),
     ):
         with pytest.raises(BadCheckpoint, match=words):
             write_shards(opened(source), centring(edits), tmp_path)

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from eight_models import given, pair
 from live_models import CHECKPOINTS, FOLDED, computed_rms, folded_norms, moved
-from rounding import as_exact, in_float64
+from rounding import IDENTITY, as_exact, in_float64, relative
 from torch import nn
 from transformers import (
     AutoModel,
@@ -100,12 +101,8 @@ def test_a_result_is_loaded_as_what_it_was_saved_as(outs: dict[str, Path], name:
 @pytest.mark.parametrize(
     "name, auto",
     [
-        ("gpt2", AutoModelForCausalLM),
-        ("gpt2", AutoModel),
         ("gpt2", GPT2Model),
-        ("bloom", AutoModel),
         ("opt", AutoModel),
-        ("phi", AutoModel),
         ("vit", AutoModelForImageClassification),
     ],
 )
@@ -128,18 +125,14 @@ def test_arguments_and_loading_info_go_through(outs: dict[str, Path]) -> None:
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("stored", ["float16", "bfloat16"])
 def test_any_dtype_of_any_result(tmp_path: Path, stored: str) -> None:
     fold(CHECKPOINTS / "opt", tmp_path / "out", dtype=stored, verify=False)
-    for loaded in ("float64", "float32", "float16", "bfloat16"):
-        is_loaded_as(tmp_path / "out", stored, loaded)
-
-
-def is_loaded_as(out: Path, stored: str, loaded: str) -> None:
-    model = from_pretrained(out, dtype=loaded)
     given = inputs("opt")
-    assert computes_rms(model, given)
-    assert same(model, original("opt", dtype=loaded), given, getattr(torch, stored))
+    for loaded in ("float64", "float32", "float16", "bfloat16"):
+        model = from_pretrained(tmp_path / "out", dtype=loaded)
+        assert computes_rms(model, given)
+        assert same(model, original("opt", dtype=loaded), given, getattr(torch, stored))
 
 
 def test_a_class_that_is_not_proven_is_refused_by_name(outs: dict[str, Path]) -> None:
@@ -255,18 +248,15 @@ def test_a_scale_that_was_merged(tmp_path: Path) -> None:
 def test_a_quantization_config_does_the_same_and_leaves_nothing(
     outs: dict[str, Path], tmp_path: Path
 ) -> None:
-    for name in FOLDED:
-        auto = AutoModelForImageClassification if name == "vit" else AutoModelForCausalLM
-        model = auto.from_pretrained(outs[name], quantization_config=EnjoyLNConfig())
-        given = inputs(name)
-        assert computes_rms(model, given)
-        assert same(model, original(name), given)
-        model.save_pretrained(tmp_path / name)
-        config = json.loads((tmp_path / name / "config.json").read_text())
-        assert "quantization_config" not in config
-        assert not getattr(model, "is_quantized", False) and not hasattr(model, "hf_quantizer")
-        assert model.half().dtype == torch.float16
-        assert computes_rms(from_pretrained(tmp_path / name), given)
+    load, given = AutoModelForCausalLM.from_pretrained, inputs("bloom")
+    model = load(outs["bloom"], quantization_config=EnjoyLNConfig())
+    assert computes_rms(model, given)
+    assert same(model, original("bloom"), given)
+    model.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert not getattr(model, "is_quantized", False) and not hasattr(model, "hf_quantizer")
+    assert model.half().dtype == torch.float16
+    assert computes_rms(from_pretrained(tmp_path), given)
 
 
 def test_a_quantization_config_refuses_as_optimize_does(outs: dict[str, Path]) -> None:
@@ -329,7 +319,7 @@ def test_generate(outs: dict[str, Path], name: str, settings: dict[str, Any]) ->
     assert not any(norm.shifted for norm in folded_norms(model))
 
 
-@pytest.mark.parametrize("name", FOLDED)
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
 def test_saved_models_are_stock(outs: dict[str, Path], tmp_path: Path, name: str) -> None:
     model, given = from_pretrained(outs[name]), inputs(name)
     model.save_pretrained(tmp_path / "saved")
@@ -350,16 +340,7 @@ def test_copies_check_their_own_weights(outs: dict[str, Path], copied: Any) -> N
     assert not computes_rms(other, given) and computes_rms(model, given)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("gpt2", torch.float16),
-        ("opt", torch.bfloat16),
-        ("bloom", torch.float64),
-        ("phi", torch.float16),
-        ("vit", torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("name", "dtype"), [("gpt2", torch.float16), ("vit", torch.bfloat16)])
 def test_casts_leave_it_centred(outs: dict[str, Path], name: str, dtype: torch.dtype) -> None:
     model = from_pretrained(outs[name])
     given = inputs(name)
@@ -374,80 +355,64 @@ def test_casts_leave_it_centred(outs: dict[str, Path], name: str, dtype: torch.d
     assert same(model, original(name), given, dtype)
 
 
-@pytest.mark.one_case
-@pytest.mark.parametrize("where", ["cpu", "disk"])
-@pytest.mark.parametrize("name", ["gpt2", "phi"])
-def test_offloaded_weights(outs: dict[str, Path], tmp_path: Path, name: str, where: str) -> None:
-    base = original(name).base_model_prefix
-    blocks = "h" if name == "gpt2" else "layers"
-    places: dict[str, Any] = {"": "cpu"}
-    if where == "disk":
-        parts = [part for part, _ in getattr(original(name), base).named_children()]
-        places = {f"{base}.{part}": "cpu" for part in parts if part != blocks}
-        places |= {f"{base}.{blocks}.0": "cpu", "lm_head": "cpu"}
-        layers = range(1, len(getattr(getattr(original(name), base), blocks)))
-        places |= {f"{base}.{blocks}.{i}": "disk" for i in layers}
-    given = inputs(name)
-    for extra in ({}, {"quantization_config": EnjoyLNConfig()}):
-        load = AutoModelForCausalLM.from_pretrained if extra else from_pretrained
-        model = load(outs[name], device_map=places, offload_folder=tmp_path / "disk", **extra)
-        if where == "disk":
-            assert any(parameter.is_meta for parameter in model.parameters())
-            with pytest.raises(NotCentred, match="offloaded"):
-                refold(model)
-        for _ in range(2):
-            assert computes_rms(model, given)
-        assert same(model, original(name), given)
+def places(model: Any, blocks: str) -> dict[str, Any]:
+    """A ``device_map`` with all blocks but the first on the disk."""
+    prefix, parts = model.base_model_prefix, [name for name, _ in model.base_model.named_children()]
+    found: dict[str, Any] = {f"{prefix}.{part}": "cpu" for part in parts if part != blocks}
+    layers = range(len(getattr(model.base_model, blocks)))
+    found |= {f"{prefix}.{blocks}.{i}": "disk" if i else "cpu" for i in layers}
+    return {**found, "lm_head": "cpu"}
+
+
+@pytest.mark.parametrize("by", ["enjoyln", "transformers"])
+def test_offloaded_weights(outs: dict[str, Path], tmp_path: Path, by: str) -> None:
+    given, stock = inputs("gpt2"), original("gpt2")
+    options: dict[str, Any] = {"device_map": places(stock, "h"), "offload_folder": tmp_path}
+    if by == "enjoyln":
+        model = from_pretrained(outs["gpt2"], **options)
+    else:
+        load = AutoModelForCausalLM.from_pretrained
+        model = load(outs["gpt2"], quantization_config=EnjoyLNConfig(), **options)
+    assert any(parameter.is_meta for parameter in model.parameters())
+    with pytest.raises(NotCentred, match="offloaded"):
+        refold(model)
+    for _ in range(2):
+        assert computes_rms(model, given)
+    assert same(model, stock, given)
+
+
+def loaded_by_accelerate(folder: Path, disk: Path, where: str) -> Any:
+    """Phi, loaded into an empty model, in memory or with blocks that are offloaded."""
+    from accelerate import cpu_offload, init_empty_weights, load_checkpoint_and_dispatch
+
+    with init_empty_weights():
+        model = transformers.PhiForCausalLM(transformers.AutoConfig.from_pretrained(folder)).eval()
+    model.tie_weights()
+    devices = places(model, "layers") if where == "disk" else {"": "cpu"}
+    load_checkpoint_and_dispatch(model, folder, device_map=devices, offload_folder=disk)
+    model = cpu_offload(model, torch.device("cpu")) if where == "offload" else model
+    assert where == "cpu" or any(parameter.is_meta for parameter in model.parameters())
+    return model
 
 
 @pytest.mark.parametrize("where", ["cpu", "offload", "disk"])
-@pytest.mark.parametrize("name", ["gpt2", "phi"])
 def test_weights_that_accelerate_loads_into_an_empty_model(
-    outs: dict[str, Path], tmp_path: Path, name: str, where: str
+    outs: dict[str, Path], tmp_path: Path, where: str
 ) -> None:
-    """With ``device_map``, and with blocks that are offloaded to memory or to the disk."""
-    from accelerate import cpu_offload, init_empty_weights, load_checkpoint_and_dispatch
-
-    cls, prefix = type(original(name)), original(name).base_model_prefix
-    with init_empty_weights():
-        model = cls(transformers.AutoConfig.from_pretrained(outs[name])).eval()
-    model.tie_weights()
-    blocks = "h" if name == "gpt2" else "layers"
-    parts = [f"{prefix}.{part}" for part, _ in model.base_model.named_children()]
-    places: dict[str, Any] = dict.fromkeys([*parts, "lm_head"], "cpu")
-    if where == "disk":
-        del places[f"{prefix}.{blocks}"]
-        last = len(getattr(model.base_model, blocks)) - 1
-        named = {f"{prefix}.{blocks}.{i}": "disk" if i else "cpu" for i in range(last + 1)}
-        places |= named
-    load_checkpoint_and_dispatch(
-        model, outs[name], device_map=places, offload_folder=tmp_path / "disk"
-    )
-    if where == "offload":
-        model = cpu_offload(model, torch.device("cpu"))
-    assert where == "cpu" or any(parameter.is_meta for parameter in model.parameters())
-    optimize(model)
-    given = inputs(name)
+    model = optimize(loaded_by_accelerate(outs["phi"], tmp_path, where))
+    given = inputs("phi")
     for _ in range(2):
         assert computes_rms(model, given)
-    assert same(model, original(name), given)
+    assert same(model, original("phi"), given)
 
 
 def test_other_weights_that_accelerate_loads_into_an_empty_model(
     outs: dict[str, Path], tmp_path: Path
 ) -> None:
-    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
-
     stock = AutoModelForCausalLM.from_pretrained(outs["phi"])
     shift_a_writer(stock)
     stock.save_pretrained(tmp_path / "moved")
-    with init_empty_weights():
-        model = type(stock)(stock.config).eval()
-    places: dict[str, Any] = {"model.embed_tokens": "cpu", "model.final_layernorm": "cpu"}
-    places |= {"model.layers": "disk", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    load_checkpoint_and_dispatch(
-        model, tmp_path / "moved", device_map=places, offload_folder=tmp_path / "disk"
-    )
+    model = loaded_by_accelerate(tmp_path / "moved", tmp_path / "disk", "disk")
     with pytest.raises(NotCentred, match="its mean is"):
         optimize(model)
     assert not folded_norms(model)
@@ -456,13 +421,12 @@ def test_other_weights_that_accelerate_loads_into_an_empty_model(
 # Changes of the weights.
 
 
-@pytest.mark.parametrize("name", FOLDED)
+@pytest.mark.parametrize("name", ["gpt2", "phi"])
 def test_a_fine_tuned_result_is_refused_until_it_is_refolded(
     outs: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
     given = inputs(name)
-    tuned = original(name)
-    load = type(tuned).from_pretrained
+    load = AutoModelForCausalLM.from_pretrained
     tuned = load(outs[name])
     shift_a_writer(tuned)
     tuned.save_pretrained(tmp_path / "tuned")
@@ -477,10 +441,10 @@ def test_a_fine_tuned_result_is_refused_until_it_is_refolded(
     assert computes_rms(again, given) and same(again, tuned, given)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_training_and_then_evaluating(outs: dict[str, Path], dtype: torch.dtype) -> None:
     model, given = from_pretrained(outs["gpt2"], dtype=dtype), inputs("gpt2")
-    model.train()
+    assert not computes_rms(model.train(), given)
     steps = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(5):
         model(**given, labels=given["input_ids"]).loss.backward()
@@ -496,14 +460,6 @@ def test_training_and_then_evaluating(outs: dict[str, Path], dtype: torch.dtype)
     refold(model)
     assert computes_rms(model, given)
     assert same(model, stock, given)
-
-
-def test_training_mode_that_trains_nothing_changes_nothing(outs: dict[str, Path]) -> None:
-    model, given = from_pretrained(outs["gpt2"]), inputs("gpt2")
-    model.train()
-    assert not computes_rms(model, given)
-    model.eval()
-    assert computes_rms(model, given)
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -605,13 +561,11 @@ def test_linears_that_are_quantised_after_loading(outs: dict[str, Path]) -> None
 
 
 def test_a_block_that_the_config_adds_is_refused(outs: dict[str, Path]) -> None:
-    for name, key in (("gpt2", "n_layer"), ("phi", "num_hidden_layers")):
-        config = transformers.AutoConfig.from_pretrained(outs[name])
-        more = {key: getattr(config, key) + 1}
-        model = AutoModelForCausalLM.from_pretrained(outs[name], **more).eval()
-        with pytest.raises(NotCentred, match="was not there when the model was converted"):
-            optimize(model)
-        assert not folded_norms(model)
+    layers = transformers.AutoConfig.from_pretrained(outs["gpt2"]).n_layer
+    model = AutoModelForCausalLM.from_pretrained(outs["gpt2"], n_layer=layers + 1).eval()
+    with pytest.raises(NotCentred, match="was not there when the model was converted"):
+        optimize(model)
+    assert not folded_norms(model)
 
 
 def test_a_layer_whose_weight_is_gone_is_refused_before_anything_changes(
@@ -637,7 +591,7 @@ def test_a_layer_whose_weight_is_gone_is_refused_before_anything_changes(
 # Inputs that were never centred, or never proven.
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", "phi"])
+@pytest.mark.parametrize("name", ["gpt2", "phi"])
 def test_a_prefix_of_soft_prompts(outs: dict[str, Path], name: str) -> None:
     """Prompt tuning: learned rows before the embedded tokens."""
     ids = inputs(name)["input_ids"]
@@ -688,54 +642,25 @@ def test_inputs_that_only_an_unproven_base_model_takes(outs: dict[str, Path]) ->
     assert computes_rms(model, inputs("vit"))
 
 
-# Adapters.
-
-
-def test_prompt_tuning(outs: dict[str, Path]) -> None:
-    peft = pytest.importorskip("peft")
-    given, models = inputs("gpt2"), []
-    for load in (from_pretrained, AutoModelForCausalLM.from_pretrained):
-        torch.manual_seed(0)
-        tuned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-        models.append(peft.get_peft_model(load(outs["gpt2"]), tuned).eval())
-        with torch.no_grad():
-            models[-1].prompt_encoder["default"].embedding.weight.add_(1.0)
-    assert computes_rms(models[0], given)
-    assert same(*models, given)
-
-
 # Encoders, which `generate` calls directly.
 
-SIZES = {
+PEGASUS = {
     "vocab_size": 97, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
     "decoder_ffn_dim": 48, "max_position_embeddings": 40,
 }  # fmt: skip
-WHISPER = {
-    "max_source_positions": 20, "max_target_positions": 30, "num_mel_bins": 8, "pad_token_id": 1,
-    "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 4, "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
-    """Encoder-decoder models, each with the directory of its converted checkpoint."""
-    made: dict[str, tuple[Any, Path]] = {}
-    for kind, cls, settings in (
-        ("pegasus", transformers.PegasusForConditionalGeneration, SIZES),
-        ("whisper", transformers.WhisperForConditionalGeneration, SIZES | WHISPER),
-    ):
-        torch.manual_seed(0)
-        source = cls(transformers.CONFIG_MAPPING[kind](**settings)).eval()
-        with torch.no_grad():
-            for parameter in source.parameters():
-                parameter.copy_(0.3 * torch.randn(parameter.shape) + 0.1)
-        folder = tmp_path_factory.mktemp(kind)
-        source.save_pretrained(folder / "source")
-        fold(folder / "source", folder / "out", verify=False)
-        made[kind] = cls.from_pretrained(folder / "source").eval(), folder / "out"
-    return made
+def pegasus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A model with an encoder and a decoder, and the directory of its converted checkpoint."""
+    source = moved(
+        transformers.PegasusForConditionalGeneration(transformers.PegasusConfig(**PEGASUS))
+    ).float()
+    folder = tmp_path_factory.mktemp("pegasus")
+    source.save_pretrained(folder / "source")
+    fold(folder / "source", folder / "out", verify=False)
+    return source, folder / "out"
 
 
 def generated(model: Any, **given: Any) -> torch.Tensor:
@@ -753,42 +678,37 @@ def encoder_computes_rms(model: Any, **given: Any) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: optimize(m)])
-def test_generate_with_embeddings_for_the_encoder(
-    pairs: dict[str, tuple[Any, Path]], copied: Any
-) -> None:
-    source, out = pairs["pegasus"]
-    model = copied(from_pretrained(out))
+def test_generate_with_embeddings_for_the_encoder(pegasus: tuple[Any, Path]) -> None:
+    source, out = pegasus
+    model = copy.deepcopy(from_pretrained(out))
     assert model.config.enjoyln["entry_inputs"] == ["inputs_embeds"]
     mask = torch.ones(2, 7, dtype=torch.long)
     mask[0, :2] = 0
-    for given in (
+    for heard in (
         {"input_ids": torch.randint(5, 90, (2, 7))},
         {"inputs_embeds": torch.randn(2, 7, 32) + 3},
         {"inputs_embeds": torch.randn(2, 7, 32) + 3, "attention_mask": mask},
     ):
-        exact = generated(in_float64(source), **in_float64(given))
-        assert as_exact(generated(model, **given), generated(source, **given), exact)
+        exact = generated(in_float64(source), **in_float64(heard))
+        assert as_exact(generated(model, **heard), generated(source, **heard), exact)
     assert encoder_computes_rms(model, inputs_embeds=torch.randn(2, 7, 32))
 
 
-def test_an_unproven_input_of_the_encoder_alone(pairs: dict[str, tuple[Any, Path]]) -> None:
-    source, out = pairs["whisper"]
-    model = from_pretrained(out)
+def test_an_unproven_input_of_the_encoder_alone(eight: Path) -> None:
+    model, stock = pair("whisper", eight)
     assert "attention_mask" in model.config.enjoyln["unproven"]
-    sound = {"input_features": torch.randn(2, 8, 40)}
-    masked = {**sound, "attention_mask": torch.ones(2, 40, dtype=torch.long)}
+    sound = {"input_features": given("whisper")["input_features"]}
+    masked = {**sound, "attention_mask": torch.ones(2, 18, dtype=torch.long)}
     assert not encoder_computes_rms(model, **masked)
     assert encoder_computes_rms(model, **sound)
     start = {"decoder_input_ids": torch.full((2, 1), 4)}
-    for given in (sound, masked):
-        exact = generated(in_float64(source), **in_float64(given), **start)
-        found, expected = (generated(one, **given, **start) for one in (model, source))
-        assert as_exact(found, expected, exact)
+    for heard in (sound, masked):
+        found, expected = (generated(one, **heard, **start) for one in (model, stock))
+        assert relative(found, expected) <= IDENTITY
 
 
-def test_an_encoder_that_is_called_first_is_looked_at(pairs: dict[str, tuple[Any, Path]]) -> None:
-    model = from_pretrained(pairs["pegasus"][1])
+def test_an_encoder_that_is_called_first_is_looked_at(pegasus: tuple[Any, Path]) -> None:
+    model = from_pretrained(pegasus[1])
     given = {"inputs_embeds": torch.randn(2, 7, 32)}
     assert encoder_computes_rms(model, **given)
     with torch.no_grad():

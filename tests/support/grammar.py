@@ -5,7 +5,8 @@ or ``nn.utils`` belong to ``__init__``, the others to ``forward``. In them, ``x`
 comes in, ``y`` the one that goes out, and ``h`` the residual stream of shape ``(batch, tokens,
 d)``. ``d`` is its width, ``i`` the width of ``x`` where a layer writes to the stream, ``m`` a
 module that is there already, and ``w`` one of the model's weights. The first productions of a rule
-are usual (``plain`` says how many), the others are odd.
+are usual (``plain`` says how many), the others are odd. Most single ops are left to
+``random_ops``, which draws calls of each.
 """
 
 from __future__ import annotations
@@ -201,15 +202,6 @@ STEMS = rule(
     rows by index
         self.embed = weight(20, d)
         y = self.embed[x]
-    rows by index_select
-        self.embed = weight(20, d)
-        y = self.embed.index_select(0, x.flatten()).view(*x.shape, d)
-    rows by one_hot
-        self.embed = weight(20, d)
-        y = F.one_hot(x, 20).to(self.embed.dtype) @ self.embed
-    EmbeddingBag of pairs
-        self.embed = nn.EmbeddingBag(20, d, mode="mean")
-        y = self.embed(torch.stack((x, x.flip(-1)), -1).flatten(0, 1)).view(*x.shape, d)
     product of two tables
         self.embed = nn.Embedding(20, 4)
         self.mix = weight(4, d)
@@ -251,15 +243,6 @@ POSITIONS = rule(
         y = torch.cat((self.cls.expand(x.shape[0], -1, -1), x), 1)
     token of ones
         y = torch.cat((x.new_ones(x.shape[0], 1, d), x), 1)
-    interpolated
-        self.position = weight(7, d)
-        y = x + F.interpolate(self.position[None].mT, x.shape[1], mode="linear").mT
-    repeated
-        self.position = weight(3, d)
-        y = x + self.position.repeat(6, 1)[: x.shape[1]]
-    rolled features
-        self.position = weight(16, d)
-        y = x + self.position[: x.shape[1]].roll(1, -1)
     not for long inputs
         self.position = weight(16, d)
         y = x + self.position[: x.shape[1]] if x.shape[1] < 7 else x

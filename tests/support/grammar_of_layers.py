@@ -91,22 +91,9 @@ WRITERS = rule(
         self.w = weight(d, i)
         self.b = weight(d)
         y = torch.einsum("...i,oi->...o", x, self.w) + self.b
-    addmm with factors
-        self.w = weight(i, d)
-        self.b = weight(d)
-        y = torch.addmm(self.b, x.reshape(-1, i), self.w, beta=0.5, alpha=2).view(*x.shape[:-1], d)
-    Conv1d
-        self.out = nn.Conv1d(i, d, 3, padding=1)
-        y = self.out(x.mT).mT
     grouped Conv1d
         self.out = nn.Conv1d(i, d, 3, padding=1, groups=math.gcd(i, d))
         y = self.out(x.mT).mT
-    ConvTranspose1d
-        self.out = nn.ConvTranspose1d(i, d, 1)
-        y = self.out(x.mT).mT
-    Bilinear
-        self.out = nn.Bilinear(i, i, d)
-        y = self.out(x, x.tanh())
     low rank in the weight
         self.out = nn.Linear(i, d)
         self.down = nn.Linear(i, 2, bias=False)

@@ -11,10 +11,6 @@ RESIDUALS = rule(
     in place
         h += x
         y = h
-    stacked and summed
-        y = torch.stack((h, x)).sum(0)
-    lerp
-        y = torch.lerp(h, x, 0.5)
     LayerScale
         self.gamma = weight(d)
         y = h + self.gamma * x
@@ -24,27 +20,10 @@ RESIDUALS = rule(
     stream scaled by feature
         self.gamma = weight(d)
         y = h * self.gamma + x
-    addcmul
-        self.gamma = weight(d)
-        y = torch.addcmul(h, x, self.gamma)
     gate that sees the mean
         y = h + x * torch.sigmoid(h.mean(-1, keepdim=True))
     gate that sees the spread
         y = h + x * torch.sigmoid((h - h.mean(-1, keepdim=True)).std(-1, keepdim=True))
-    where a feature is positive
-        y = torch.where(h[..., :1] > 0, h + x, h)
-    index_add
-        y = h.index_add(1, torch.arange(h.shape[1]), x)
-    index_add along the features
-        y = h.index_add(2, torch.arange(d - 1, -1, -1), x)
-    index_put
-        y = h.index_put((torch.tensor([0]),), x[:1], True)
-    scatter_add by feature
-        y = h.scatter_add(2, torch.zeros_like(x, dtype=torch.long), x)
-    masked_scatter
-        y = h.masked_scatter((x[..., :1] > 0).expand(x.shape), x)
-    baddbmm
-        y = torch.baddbmm(h, torch.eye(h.shape[1]).to(h).expand(h.shape[0], -1, -1), x)
     dropout
         y = h + F.dropout(x, 0.2, self.training)
     dropout that always runs
@@ -66,22 +45,9 @@ STREAMS = rule(
         y = x.mT.contiguous().mT.reshape(-1, d).view(x.shape)
     cast and back
         y = x.float().to(x.dtype)
-    divided
-        y = x / math.sqrt(2)
-    tokens gathered
-        order = x.detach()[..., 0].argsort(1)
-        y = x.gather(1, order[..., None].expand(x.shape))
-    tokens masked
-        y = x.masked_fill((torch.arange(x.shape[1]) % 3 == 0)[:, None], 0.0)
     tokens masked in place
         y = x.clone()
         y[torch.arange(x.shape[0]) % 2 == 0] = 0
-    tokens weighted
-        y = x * torch.linspace(1, 2, x.shape[1]).to(x)[:, None]
-    repeated features
-        y = x[..., :1].repeat(1, 1, d)
-    split and joined
-        y = torch.cat(x.split(2, 1), 1)
     centred
         y = x - x.mean(-1, keepdim=True)
     mean added
@@ -108,12 +74,6 @@ STREAMS = rule(
         first = x * mask
         mask[0] = 0
         y = first + x * mask
-    features rolled
-        y = x.roll(1, -1)
-    features scaled
-        y = x * torch.linspace(1, 2, d).to(x)
-    features masked
-        y = x.masked_fill(torch.arange(d) == 2, 0.0)
     features summed up
         y = x.cumsum(-1)
     normalised

@@ -98,13 +98,22 @@ class Fault:
 
     method: str
     pattern: str
-    status: int | None
-    headers: Mapping[str, str]
-    cut: bool
+    status: int | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    cut: bool = False
     """Send half of the answer, then hang up."""
-    held: bool
+    held: bool = False
     """Never answer; it lasts until the client hangs up."""
-    times: int
+    times: int = 1
+
+
+class Problem(Exception):
+    """Ends a call with the refusal that the Hub would send."""
+
+    def __init__(self, status: int, code: str = "", message: str = "", **headers: str) -> None:
+        named = {"X-Error-Code": code, "X-Error-Message": message, **headers}
+        headers = {name: value for name, value in named.items() if value}
+        self.reply: Reply = status, json.dumps({"error": message}).encode(), headers
 
 
 @dataclass
@@ -126,18 +135,8 @@ class Hub:
         made.log.clear()
         return made
 
-    def fault(
-        self,
-        method: str,
-        pattern: str,
-        *,
-        status: int | None = None,
-        headers: Mapping[str, str] | None = None,
-        cut: bool = False,
-        held: bool = False,
-        times: int = 1,
-    ) -> None:
-        self.faults.append(Fault(method, pattern, status, headers or {}, cut, held, times))
+    def fault(self, method: str, pattern: str, **how: Any) -> None:
+        self.faults.append(Fault(method, pattern, **how))
 
     def fetched(self) -> list[str]:
         """Paths of the files that were asked for, sorted, each once."""
@@ -168,7 +167,10 @@ class Hub:
         if fault and fault.status:
             reply: Reply = fault.status, b"asked for", dict(fault.headers)
         else:
-            reply = self._answer(request)
+            try:
+                reply = self._answer(request)
+            except Problem as problem:
+                reply = problem.reply
         await _send(reply, request, fault, send)
 
     def _fault_for(self, request: Request) -> Fault | None:
@@ -182,16 +184,15 @@ class Hub:
     def _answer(self, request: Request) -> Reply:
         bearer = request.headers.get("authorization")
         if bearer and self.user(request) is None:
-            message = "Invalid credentials in Authorization header"
-            return problem(401, message=message)
+            raise Problem(401, message="Invalid credentials in Authorization header")
         for methods, pattern, call in ROUTES:
             match = re.fullmatch(pattern, request.path)
             if match and request.method in methods:
                 return call(self, request, match)
-        return problem(404, "EntryNotFound", "no such page")
+        raise Problem(404, "EntryNotFound", "no such page")
 
-    def opened(self, request: Request, name: str, ref: str | None = None) -> Repository | Reply:
-        """The repository, or the refusal that the Hub would send.
+    def opened(self, request: Request, name: str, ref: str | None = None) -> Repository:
+        """The repository, if the user may read it, or write to it if there is a ``ref``.
 
         ``ref`` is to be written, ``""`` is a pull request to be opened, as everybody may.
         """
@@ -199,16 +200,18 @@ class Hub:
         repository = self.repositories.get(name)
         if repository is None or (repository.private and owner != user):
             status = 404 if user else 401
-            return problem(status, "RepoNotFound", "Repository not found")
+            raise Problem(status, "RepoNotFound", "Repository not found")
         own = user is not None and (ref == "" or repository.pulls.get(ref or "") == user)
         if ref is not None and not own and user != owner:
             text = "You don't have the required permissions"
-            return problem(403 if user else 401, message=text)
+            raise Problem(403 if user else 401, message=text)
         return repository
 
-    def commit_named(self, repository: Repository, revision: str) -> str | None:
-        commit = revision if revision in repository.commits else None
-        return repository.refs.get(revision) or commit
+    def commit_named(self, repository: Repository, revision: str) -> str:
+        commit = repository.refs.get(revision, revision)
+        if commit not in repository.commits:
+            raise Problem(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return commit
 
 
 async def _send(
@@ -225,13 +228,6 @@ async def _send(
     await send({"type": "http.response.body", "body": b"" if request.method == "HEAD" else body})
 
 
-def problem(status: int, code: str = "", message: str = "") -> Reply:
-    headers = {"X-Error-Code": code} if code else {}
-    if message:
-        headers["X-Error-Message"] = message
-    return status, json.dumps({"error": message}).encode(), headers
-
-
 def answer(content: Any, status: int = 200) -> Reply:
     return status, json.dumps(content).encode(), {"Content-Type": "application/json"}
 
@@ -242,18 +238,14 @@ def answer(content: Any, status: int = 200) -> Reply:
 def whoami(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     user = hub.user(request)
     if user is None:
-        return problem(401, message="Invalid username or password.")
+        raise Problem(401, message="Invalid username or password.")
     return answer({"type": "user", "name": user})
 
 
 def info(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     name, revision = match["repo"], match["revision"] or "main"
     repository = hub.opened(request, name)
-    if not isinstance(repository, Repository):
-        return repository
     commit = hub.commit_named(repository, revision)
-    if commit is None:
-        return problem(404, "RevisionNotFound", f"Invalid rev id: {revision}")
     siblings = [{"rfilename": path} for path in repository.commits[commit]]
     facts = {"id": name, "modelId": name, "sha": commit, "private": repository.private}
     return answer({**facts, "tags": [], "siblings": siblings, "downloads": 0})
@@ -261,11 +253,7 @@ def info(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
 
 def tree(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     repository = hub.opened(request, match["repo"])
-    if not isinstance(repository, Repository):
-        return repository
     commit = hub.commit_named(repository, match["revision"])
-    if commit is None:
-        return problem(404, "RevisionNotFound", "Invalid rev id")
     below = (match["path"] or "").strip("/")
     listing = []
     for path, data in repository.commits[commit].items():
@@ -278,24 +266,19 @@ def tree(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
             entry["lfs"] = {"oid": sha256(data), "size": len(data), "pointerSize": size}
         listing.append(entry)
     if below and not listing:
-        return problem(404, "EntryNotFound", f"{below} does not exist")
+        raise Problem(404, "EntryNotFound", f"{below} does not exist")
     return answer(listing)
 
 
 def resolve(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     name, revision, path = match["repo"], match["revision"], match["path"]
     repository = hub.opened(request, name)
-    if not isinstance(repository, Repository):
-        return repository
     if repository.gated:
-        return problem(403 if hub.user(request) else 401, "GatedRepo", "Access is restricted")
+        raise Problem(403 if hub.user(request) else 401, "GatedRepo", "Access is restricted")
     commit = hub.commit_named(repository, revision)
-    if commit is None:
-        return problem(404, "RevisionNotFound", "Invalid rev id")
     headers = {"X-Repo-Commit": commit}
     if path not in repository.commits[commit]:
-        status, body, refused = problem(404, "EntryNotFound", "Entry not found")
-        return status, body, {**refused, **headers}
+        raise Problem(404, "EntryNotFound", "Entry not found", **headers)
     data = repository.commits[commit][path]
     if path.endswith(LARGE):
         linked = {"X-Linked-Etag": f'"{sha256(data)}"', "X-Linked-Size": str(len(data))}
@@ -306,7 +289,7 @@ def resolve(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
 
 def stored(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     if match["oid"] not in hub.storage:
-        return problem(404, message="no such object")
+        raise Problem(404, message="no such object")
     return content(hub.storage[match["oid"]], {"ETag": f'"{match["oid"]}"'}, request)
 
 
@@ -327,10 +310,10 @@ def content(data: bytes, headers: dict[str, str], request: Request) -> Reply:
 def create(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     asked, user = request.json, hub.user(request)
     if user is None:
-        return problem(401, message="Invalid username or password.")
+        raise Problem(401, message="Invalid username or password.")
     owner = asked.get("organization") or user
     if user != owner:
-        return problem(403, message="You don't have the rights to create a model there")
+        raise Problem(403, message="You don't have the rights to create a model there")
     name = f"{owner}/{asked['name']}"
     if name in hub.repositories:
         return answer({"error": "You already created this repo", "url": f"{hub.url}/{name}"}, 409)
@@ -341,12 +324,10 @@ def create(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
 
 def branch(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     repository = hub.opened(request, match["repo"], match["name"])
-    if not isinstance(repository, Repository):
-        return repository
     if match["name"].startswith("refs/"):
-        return problem(400, message="Invalid reference name")
+        raise Problem(400, message="Invalid reference name")
     if match["name"] in repository.refs:
-        return problem(409, message="Reference already exists")
+        raise Problem(409, message="Reference already exists")
     repository.refs[match["name"]] = repository.refs["main"]
     return answer({})
 
@@ -357,11 +338,7 @@ def written(request: Request, match: re.Match[str]) -> str:
 
 def preupload(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     repository = hub.opened(request, match["repo"], written(request, match))
-    if not isinstance(repository, Repository):
-        return repository
     commit = hub.commit_named(repository, match["revision"])
-    if commit is None:
-        return problem(404, "RevisionNotFound", "Invalid rev id")
     files = []
     for entry in request.json["files"]:
         path = entry["path"]
@@ -375,9 +352,7 @@ def preupload(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
 
 def batch(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     ref = request.json.get("ref", {}).get("name", "")
-    repository = hub.opened(request, match["repo"], ref)
-    if not isinstance(repository, Repository):
-        return repository
+    hub.opened(request, match["repo"], ref)
     objects = []
     for entry in request.json["objects"]:
         oid, size = entry["oid"], entry["size"]
@@ -403,7 +378,9 @@ def upload(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
 def complete(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     given = [part["etag"].strip('"') for part in request.json["parts"]]
     held = [sha256(data) for _, data in sorted(hub.parts[match["oid"]].items())]
-    return answer({}) if given == held else problem(400, message="parts do not match")
+    if given != held:
+        raise Problem(400, message="parts do not match")
+    return answer({})
 
 
 def verify(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
@@ -411,7 +388,7 @@ def verify(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     oid = match["oid"]
     data = b"".join(data for _, data in sorted(hub.parts.pop(oid, {}).items()))
     if sha256(data) != oid or len(data) != request.json["size"]:
-        return problem(400, message="the digest of the uploaded object is wrong")
+        raise Problem(400, message="the digest of the uploaded object is wrong")
     hub.storage[oid] = data
     return answer({})
 
@@ -419,11 +396,9 @@ def verify(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
 def commit(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     name = match["repo"]
     repository = hub.opened(request, name, written(request, match))
-    if not isinstance(repository, Repository):
-        return repository
     ref = match["revision"]
     if ref not in repository.refs:
-        return problem(404, "RevisionNotFound", "Invalid rev id")
+        raise Problem(404, "RevisionNotFound", "Invalid rev id")
     files = dict(repository.files(ref))
     lines = [json.loads(line) for line in request.body.splitlines() if line]
     head = next(line["value"] for line in lines if line["key"] == "header")
@@ -433,7 +408,7 @@ def commit(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
             files[value["path"]] = base64.b64decode(value["content"])
         elif line["key"] == "lfsFile":
             if value["oid"] not in hub.storage:
-                return problem(400, message=f"{value['path']} was not uploaded")
+                raise Problem(400, message=f"{value['path']} was not uploaded")
             files[value["path"]] = hub.storage[value["oid"]]
         elif line["key"] == "deletedFile":
             files.pop(value["path"], None)
@@ -450,27 +425,6 @@ def opened_pull(repository: Repository, ref: str, user: str | None) -> str:
     pull = f"refs/pr/{1 + sum(name.startswith('refs/pr/') for name in repository.refs)}"
     repository.refs[pull], repository.pulls[pull] = repository.refs[ref], str(user)
     return pull
-
-
-def discussions(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
-    """The pull requests, of one author where that is asked for."""
-    repository = hub.opened(request, match["repo"])
-    if not isinstance(repository, Repository):
-        return repository
-    authors = request.query.get("author") or set(repository.pulls.values())
-    facts = {"title": "", "status": "open", "isPullRequest": True}
-    facts |= {"createdAt": "2026-01-01T00:00:00.000Z"}
-    listing = [
-        {
-            **facts,
-            "num": int(ref.rsplit("/", 1)[1]),
-            "author": {"name": user},
-            "repo": {"name": match["repo"], "type": "model"},
-        }
-        for ref, user in repository.pulls.items()
-        if user in authors
-    ]
-    return answer({"discussions": listing, "count": len(listing), "start": 0})
 
 
 def validate(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
@@ -497,7 +451,6 @@ ROUTES: tuple[tuple[tuple[str, ...], str, Call], ...] = (
     (("POST",), "/api/validate-yaml", validate),
     (READ, rf"{API}(/revision/(?P<revision>.+))?", info),
     (READ, rf"{API}/tree/(?P<revision>refs/pr/\d+|[^/]+)(?P<path>/.*)?", tree),
-    (READ, rf"{API}/discussions", discussions),
     (("POST",), rf"{API}/branch/(?P<name>.+)", branch),
     (("POST",), rf"{API}/preupload/(?P<revision>.+)", preupload),
     (("POST",), rf"{API}/commit/(?P<revision>.+)", commit),

@@ -18,7 +18,6 @@ Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.05),
-    "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
     "AdamW": lambda p: torch.optim.AdamW(p, 1e-3, eps=1e-6, weight_decay=0.1),
     "Adam with coupled L2": lambda p: torch.optim.Adam(p, 1e-3, eps=1e-6, weight_decay=0.1),
 }

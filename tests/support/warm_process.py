@@ -19,8 +19,10 @@ import gc
 import json
 import os
 import runpy
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -45,9 +47,6 @@ class Started:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -123,17 +122,38 @@ def run(*words: object, **options: Any) -> tuple[int, str, str]:
 
 def on_a_terminal(*words: object, **environment: str) -> str:
     """What a terminal receives from a command that has it as all three streams, and succeeds."""
+    status, text = asked_on_a_terminal(b"", *words, environment=environment)
+    assert status == 0, text
+    return text
+
+
+def asked_on_a_terminal(
+    reply: bytes, *words: object, environment: Mapping[str, str], **options: Any
+) -> tuple[int, str]:
+    """The exit status of a command and what its terminal receives.
+
+    The user answers ``reply`` to a question that ends in ``[y/N]``.
+    """
     ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     environment = {"TERM": "xterm-256color", **environment}
-    process = start(*words, environment=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = start(*words, environment=environment, **streams, **options)
     os.close(theirs)
-    received = b""
+    received, quiet, patience = b"", 0, 1
     with contextlib.suppress(OSError):  # raised when the other end is closed
-        while block := os.read(ours, 65536):
-            received += block
+        while True:
+            heard = bool(select.select([ours], [], [], 1.0)[0])
+            if heard and not (block := os.read(ours, 65536)):
+                break
+            received += block if heard else b""
+            quiet = 0 if heard else quiet + 1
+            # Python misses a signal right before it waits; a second signal while it ends kills it
+            if b"[y/N]" in received and quiet >= patience:
+                os.write(ours, reply)
+                quiet, patience = 0, 20
     os.close(ours)
-    assert process.wait() == 0, received
-    return received.decode()
+    return process.wait(), received.decode()
 
 
 @contextlib.contextmanager

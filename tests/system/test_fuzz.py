@@ -1,6 +1,6 @@
 """Untrusted files are read, or refused in one line, within limits of time and memory.
 
-There are about 400 cases, the same in every run. With ``ENJOYLN_FUZZ=40`` there are about 16,000,
+There are about 300 cases, the same in every run. With ``ENJOYLN_FUZZ=40`` there are about 11,000,
 and they differ from run to run.
 """
 
@@ -186,7 +186,7 @@ FILES = HEADERS | edited(file_of(json.dumps(HEADER).encode(), DATA)) | st.binary
 
 
 @pytest.mark.slow
-@cases(75)
+@cases(60)
 @given(content=FILES)
 def test_safetensors_files(folder_of_cases: Path, content: bytes) -> None:
     (folder_of_cases / "config.json").write_text("{}")
@@ -224,7 +224,7 @@ def test_indices(folder_of_cases: Path, index: bytes) -> None:
 
 
 @pytest.mark.slow
-@cases(75)
+@cases(60)
 @given(text=st.sampled_from(RECIPES).flatmap(lambda text: changed_recipes(text)))
 def test_recipes(text: str) -> None:
     def case() -> None:
@@ -282,7 +282,7 @@ MARKER = {
 }
 
 
-@cases(60)
+@cases(30)
 @given(entry=damaged(MARKER))
 def test_markers(entry: Any) -> None:
     """A damaged marker gets the digest of its content; otherwise its digest would refuse it."""
@@ -308,7 +308,7 @@ def folder_of_cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@cases(60)
+@cases(30)
 @given(data=st.data())
 def test_plans(kept: Path, data: st.DataObject) -> None:
     path = kept / PLAN_FILE
@@ -330,7 +330,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@cases(60)
+@cases(30)
 @given(data=st.data())
 def test_what_a_fold_has_kept(
     kept: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
-import pty
 import re
-import select
 import shutil
 import signal
 import socket
-import struct
-import termios
 import time
 from pathlib import Path
 
@@ -21,7 +14,7 @@ import pytest
 from hub_clients import GPT2, TOKEN, enjoyln, python, settings_for
 from hub_server import Hub, sha256
 from rounding import TIMES
-from warm_process import start
+from warm_process import asked_on_a_terminal, start
 
 pytestmark = pytest.mark.usefixtures("quiet_hub")
 
@@ -175,15 +168,6 @@ def test_a_push_to_a_branch_and_as_a_pull_request(hub: Hub, home: Path, out: Pat
     assert branch.status == 0 and "drop --revision" in both.error
 
 
-def test_a_pull_request_needs_a_repository(hub: Hub, home: Path, out: Path) -> None:
-    calls: list[list[object]] = [["push", out, "me/none", "--create-pr", "--yes"]]
-    calls += [["push", out, "me/none", "--revision", "refs/pr/1", "--yes"]]
-    push, revision = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
-    for done in (push, revision):
-        assert "me/none cannot be found by this token" in done.error
-    assert "me/none" not in hub.repositories
-
-
 def test_a_pull_request_that_was_opened_is_gone_on_with(hub: Hub, home: Path, out: Path) -> None:
     """The answer to the commit is lost: a second pull request must not be opened."""
     there = hub.add("org/theirs", {"config.json": b"{}"})
@@ -211,46 +195,25 @@ def test_a_push_asks_first(hub: Hub, home: Path, out: Path) -> None:
     assert "me/unasked" not in hub.repositories
 
 
-def on_a_terminal(hub: Hub, home: Path, reply: bytes, *arguments: object) -> tuple[int, str]:
-    """The exit status of a command and its output, if the user answers its question ``reply``."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    process = start(
+def with_reply(hub: Hub, home: Path, reply: bytes, *arguments: object) -> tuple[int, str]:
+    return asked_on_a_terminal(
+        reply,
         *("-m", "enjoyln_cli", *arguments),
         settings=settings_for(hub, home),
         environment={"HF_TOKEN": TOKEN},
         fresh=True,  # whether bars are drawn is settled by an import
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
     )
-    os.close(theirs)
-    shown, quiet, patience = b"", 0, 1
-    with contextlib.suppress(OSError):  # raised when the terminal is closed
-        while True:
-            heard = bool(select.select([ours], [], [], 1.0)[0])
-            if heard and not (block := os.read(ours, 1 << 16)):
-                break
-            shown += block if heard else b""
-            quiet = 0 if heard else quiet + 1
-            # Python misses a signal right before it waits; a second signal while it ends kills it
-            if b"[y/N]" in shown and quiet >= patience:
-                os.write(ours, reply)
-                quiet, patience = 0, 20
-    os.close(ours)
-    return process.wait(timeout=60), shown.decode()
 
 
 @pytest.mark.slow
 def test_on_a_terminal_the_user_decides_and_sees_it_go(hub: Hub, home: Path, out: Path) -> None:
     hub.storage.pop(sha256((out / "model.safetensors").read_bytes()), None)
     call = ["push", out, "me/seen", "--private"]
-    status, shown = on_a_terminal(hub, home, b"n\n", *call)
+    status, shown = with_reply(hub, home, b"n\n", *call)
     assert status == 1 and "me/seen (private)? [y/N]" in shown and "Aborted!" in shown
-    status, shown = on_a_terminal(hub, home, b"\x03", *call)
+    status, shown = with_reply(hub, home, b"\x03", *call)
     assert status == 130 and "me/seen" not in hub.repositories
-    assert "me/seen" not in hub.repositories
-    status, shown = on_a_terminal(hub, home, b"y\n", *call)
+    status, shown = with_reply(hub, home, b"y\n", *call)
     assert status == 0 and re.search(r"model.safetensors: 100%\|", shown), shown
     assert hub.repositories["me/seen"].private
 
@@ -282,6 +245,8 @@ def test_a_push_is_refused_by_the_hub_in_one_line(hub: Hub, home: Path, out: Pat
         ["push", out, "org/gpt2", "--yes", "--token", TOKEN],
         ["push", out, "org/new", "--yes", "--token", TOKEN],
         ["push", out, "no/such/name", "--yes", "--token", TOKEN],
+        ["push", out, "me/none", "--create-pr", "--yes", "--token", TOKEN],
+        ["push", out, "me/none", "--revision", "refs/pr/1", "--yes", "--token", TOKEN],
     ]
     found = [done.error for done in enjoyln(hub, home, *calls)]
     assert "needs a token; run `hf auth login`" in found[0]
@@ -289,7 +254,8 @@ def test_a_push_is_refused_by_the_hub_in_one_line(hub: Hub, home: Path, out: Pat
     assert "the token may not write to org/gpt2 (You don't have" in found[2]
     assert "may not write to org/new" in found[3]
     assert "not a repository name" in found[4]
-    assert set(hub.repositories) & {"me/x", "org/new"} == set()
+    assert all("me/none cannot be found by this token" in error for error in found[5:])
+    assert set(hub.repositories) & {"me/x", "me/none", "org/new"} == set()
 
 
 @pytest.mark.slow
@@ -430,26 +396,22 @@ def test_a_result_on_the_hub_is_verified_and_its_cache_left_alone(
         assert path.read_bytes() == private[path.name]
 
 
-def test_a_link_out_of_the_result_is_not_pushed(hub: Hub, home: Path, out: Path) -> None:
+def test_what_is_no_result_and_a_link_out_of_one_are_not_pushed(
+    hub: Hub, home: Path, out: Path
+) -> None:
     (out.parent / "private.txt").write_text("mine")
     (out / "notes.txt").symlink_to(out.parent / "private.txt")
-    (done,) = enjoyln(hub, home, ["push", out, "me/linked", "--yes", "--force"], HF_TOKEN=TOKEN)
-    assert (
-        "notes.txt is a link to a file outside" in done.error
-        and "me/linked" not in hub.repositories
-    )
-
-
-def test_what_was_not_folded_is_not_pushed(hub: Hub, home: Path, tmp_path: Path) -> None:
-    calls = [["push", GPT2, "me/x", "--yes", "--force"], ["push", tmp_path / "no", "me/x", "--yes"]]
-    first, second = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
-    assert "enjoyln fold" in first.error and "there is no directory" in second.error
+    places = (out, GPT2, out.parent / "no")
+    calls = [["push", place, "me/x", "--yes", "--force"] for place in places]
+    linked, plain, nowhere = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
+    assert "notes.txt is a link to a file outside" in linked.error
+    assert "enjoyln fold" in plain.error and "there is no directory" in nowhere.error
     assert "me/x" not in hub.repositories
 
 
 @pytest.mark.slow
 def test_a_push_tells_where_a_local_source_lay(hub: Hub, home: Path, tmp_path: Path) -> None:
-    calls: list[list[object]] = [["fold", GPT2, "-o", tmp_path / "out"]]
+    calls: list[list[object]] = [["fold", GPT2, "-o", tmp_path / "out", "--samples", 1]]
     calls += [["push", tmp_path / "out", "me/local", "--dry-run", "--json"]]
     fold, push = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
     assert fold.status == 0, fold.err

@@ -17,7 +17,7 @@ from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.proof import pullback
 
 aten = torch.ops.aten
-QUICK = range(6)
+QUICK = range(4)
 
 
 @pytest.mark.slow
@@ -28,9 +28,9 @@ def test_random_models_fold_exactly_or_stay() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(0, len(odd_productions()), 40))
+@pytest.mark.parametrize("number", range(0, len(odd_productions()), 80))
 def test_what_is_odd_alone_folds_exactly_or_stays(number: int) -> None:
-    """One odd production in a usual model: every fortieth (the script: all, ``--alone``)."""
+    """One odd production in a usual model: every eightieth (the script: all, ``--alone``)."""
     result = check(write_alone(number))
     assert not result.failed and result.outcome != "invalid", result
 
@@ -50,12 +50,9 @@ def test_a_production_is_taken_back_alone() -> None:
 
 WRONG_RULES = {
     "tanh": aten.tanh,
-    "features scaled": aten.mul,
     "features summed up": aten.cumsum,
-    "features masked": aten.masked_fill,
     "divided by a LayerScale": aten.div,
     "grouped Conv1d": aten.conv1d,
-    "index_add along the features": aten.index_add,
 }
 """Odd productions, and the ops in them that a wrong rule would say to keep every mean."""
 

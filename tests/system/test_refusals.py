@@ -9,7 +9,6 @@ import pytest
 import torch
 from folding_live import VOCAB, D, ids
 from torch import nn
-from warm_process import run
 
 from enjoyln_cli import EnjoyLNError, analyze
 
@@ -49,39 +48,16 @@ def test_a_module_that_cannot_be_analysed_is_refused(kind: type[nn.Module]) -> N
         analyze(kind().eval(), ids())
 
 
-@pytest.mark.parametrize("how", [torch.jit.script, lambda m: torch.jit.trace(m, (ids(),))])
-def test_a_compiled_module_is_refused(how: Any) -> None:
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (lambda: torch.jit.script(Plain()), (ids(),)),
+        (lambda: torch.jit.trace(Plain(), (ids(),)), (ids(),)),
+        (Plain, ()),
+        (lambda: nn.ModuleList([nn.LayerNorm(D)]), (ids(),)),
+    ],
+    ids=["script", "trace", "without inputs", "without a forward"],
+)
+def test_a_compiled_module_and_one_without_inputs_are_refused(make: Any, given: Any) -> None:
     with pytest.raises(EnjoyLNError):
-        analyze(how(Plain().eval()), ids())
-
-
-def test_a_module_without_inputs_or_a_forward_is_refused() -> None:
-    for model, given in ((Plain(), ()), (nn.ModuleList([nn.LayerNorm(D)]), (ids(),))):
-        with pytest.raises(EnjoyLNError):
-            analyze(model, *given)
-
-
-@pytest.mark.slow
-def test_a_folded_model_is_traced_by_jit_before_its_first_call() -> None:
-    """The kernel is loaded and tested at its first use. The trace must not contain these steps."""
-    code = """if True:
-        import sys; sys.path.insert(0, "tests/support")
-        import torch
-        from torch import nn
-        from folding_live import randomised, floats
-        from rounding import as_exact, in_float64
-        from enjoyln_cli import analyze
-        from enjoyln_cli.rewrite.in_memory import centre_parameters
-        from enjoyln_cli.runtime.install import install
-        model = randomised(nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3))).float()
-        x, y = floats(4, 5).float(), floats(7, 5, seed=2).float()
-        expected, exact = model(y), in_float64(model)(in_float64(y))
-        plan = analyze(model, x).plan
-        centre_parameters(model, plan)
-        install(model, [v.norm for v in plan.folded], plan.ops)
-        with torch.no_grad():
-            traced = torch.jit.trace(model, (x,))
-        assert as_exact(traced(y), expected, exact)
-    """
-    status, _, error = run("-c", code)
-    assert status == 0, error
+        analyze(make().eval(), *given)

@@ -19,19 +19,6 @@ PLAIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 """A locale without UTF-8, with Python's own UTF-8 modes off."""
 
 
-def started(words: list[object], redirected: str = "", **environment: str) -> list[object]:
-    """Exit status, standard output and standard error of a command run by a shell."""
-    done = subprocess.run(
-        ["sh", "-c", f'exec "$@" {redirected}', "sh", sys.executable, "-m", "enjoyln_cli"]
-        + [str(word) for word in words],
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-    )
-    assert b"Traceback" not in done.stderr
-    return [done.returncode, done.stdout, done.stderr]
-
-
 @pytest.mark.slow
 def test_a_reader_that_goes_away() -> None:
     """``| head`` closes the pipe like this once it has its lines."""
@@ -54,43 +41,36 @@ def test_a_fold_without_a_reader_is_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_closed_streams(tmp_path: Path) -> None:
-    """Printed text must not go into a file that has the number of a closed stream."""
-    out = tmp_path / "out"
-    status, _, err = started(["fold", GPT2, "-o", out, "--no-verify"], "<&- >&- 2>&-")
-    assert (status, err) == (0, b"")
-    again = tmp_path / "again"
-    assert enjoyln("fold", GPT2, "-o", again, "--no-verify", "--quiet").output == ""
-    for path in out.iterdir():
-        if path.name != "README.md":
-            assert path.read_bytes() == (again / path.name).read_bytes(), path.name
+def test_closed_streams_in_a_locale_without_utf8(tmp_path: Path) -> None:
+    """File names that the locale cannot encode are still read and written.
 
-
-@pytest.mark.slow
-def test_a_locale_without_utf8(tmp_path: Path) -> None:
-    """File names that the locale cannot encode are still read and written."""
-    source, out = tmp_path / "modèle", tmp_path / "été"
+    Printed text must not go into a file that has the number of a closed stream.
+    """
+    source, out, again = (tmp_path / name for name in ("modèle", "été", "again"))
     shutil.copytree(GPT2, source)
-    status, said, _ = started(["fold", source, "-o", out, "--no-verify"], **PLAIN)
-    assert status == 0 and said.startswith(b"converted 7 of 7 LayerNorms")
+    words = ["sh", "-c", 'exec "$@" <&- 2>&-', "sh", sys.executable, "-m", "enjoyln_cli"]
+    words += ["fold", str(source), "-o", str(out), "--no-verify"]
+    done = subprocess.run(words, env={**os.environ, **PLAIN}, stdout=subprocess.PIPE)
+    assert done.returncode == 0 and done.stdout.startswith(b"converted 7 of 7 LayerNorms")
+    assert enjoyln("fold", source, "-o", again, "--no-verify", "--quiet").output == ""
     (out / "README.md").read_bytes().decode("utf-8")
-    assert (out / "model.safetensors").is_file()
+    names_the_source = ("README.md", "config.json")
+    for path in out.iterdir():
+        if path.name not in names_the_source:
+            assert path.read_bytes() == (again / path.name).read_bytes(), path.name
+    json.loads((out / "config.json").read_text())
 
 
 @pytest.mark.slow
-def test_a_narrow_terminal_shows_every_number() -> None:
-    text = on_a_terminal("-m", "enjoyln_cli", "report", GPT2, COLUMNS="20", NO_COLOR="1")
-    lines = [line.strip() for line in text.splitlines()]
-    for line in ("LayerNorms 7", "become RMSNorm 7", "stay 0"):
-        assert line in lines
-    assert "\x1b[3" not in text, "a colour"
-
-
-@pytest.mark.slow
-def test_a_fold_on_a_narrow_terminal(tmp_path: Path) -> None:
-    words = ("-m", "enjoyln_cli", "fold", GPT2, "-o", tmp_path / "out", "--no-verify")
-    text = on_a_terminal(*words, COLUMNS="20", NO_COLOR="1")
-    assert "converted 7 of 7" in text and "\x1b[3" not in text
+def test_a_narrow_terminal_shows_every_number(tmp_path: Path) -> None:
+    fold = ("fold", GPT2, "-o", tmp_path / "out", "--no-verify")
+    for words, shown in (
+        (("report", GPT2), ("LayerNorms 7", "become RMSNorm 7", "stay 0")),
+        (fold, ("converted 7 of 7",)),
+    ):
+        text = on_a_terminal("-m", "enjoyln_cli", *words, COLUMNS="20", NO_COLOR="1")
+        assert all(line in text for line in shown)
+        assert "\x1b[3" not in text, "a colour"
 
 
 def test_tests_use_one_thread_in_a_process_and_the_cores_that_are_there(

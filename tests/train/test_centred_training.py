@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from live_models import CHECKPOINTS
+from live_models import CHECKPOINTS, moved
 from safetensors.torch import load_file, save_file
 from tiny_models import GPT2, PHI, live
 from torch import nn
@@ -61,7 +61,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         some, lr=1e-2, momentum=0.9, weight_decay=0.1
     ),
     "AdamW": lambda some: torch.optim.AdamW(some, lr=1e-2, weight_decay=0.1),
-    "Adam": lambda some: torch.optim.Adam(some, lr=1e-2),
 }
 
 
@@ -112,9 +111,8 @@ def largest_mean(model: Any) -> float:
     return float(torch.stack(means).max())
 
 
-@pytest.mark.one_case
 @pytest.mark.parametrize(
-    ("name", "optimizer"), zip(("gpt2", "phi", "gpt2"), OPTIMIZERS, strict=True)
+    ("name", "optimizer"), [("gpt2", "momentum and weight decay"), ("phi", "AdamW")]
 )
 def test_what_is_learned_is_what_layer_norm_learns(
     name: str, optimizer: str, plans: dict[str, Plan]
@@ -212,14 +210,10 @@ def uses_rms_norm_after_a_call(model: Any) -> bool:
     return uses_rms_norm(model)
 
 
-@pytest.mark.one_case
-@pytest.mark.parametrize("reads", ["state_dict", "evaluation", "both"])
-def test_weights_that_are_centred_between_forward_and_backward(
-    plans: dict[str, Plan], reads: str
-) -> None:
-    """The gradients are those of the loss, as without the read in between."""
+def test_weights_that_are_centred_between_forward_and_backward(plans: dict[str, Plan]) -> None:
+    """The gradients are those of the loss, as without what reads the weights in between."""
     gradients = []
-    for middle in ("", reads):
+    for reads in (False, True):
         model = gpt2()
         keep_centred(model, plan=plans["gpt2"])
         with torch.no_grad():
@@ -227,15 +221,14 @@ def test_weights_that_are_centred_between_forward_and_backward(
                 parameter += 0.1
         model.train()
         loss = loss_of(model)
-        if middle in ("state_dict", "both"):
+        if reads:
             model.state_dict()
-        if middle in ("evaluation", "both"):
             model.eval()
             assert uses_rms_norm_after_a_call(model)
             model.train()
         loss.backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
-        assert not middle or largest_mean(model) < 1e-12
+        assert not reads or largest_mean(model) < 1e-12
     for found, expected in zip(*gradients, strict=True):
         assert float((found - expected).abs().max()) < 1e-12
 
@@ -322,12 +315,7 @@ class Net(nn.Module):
 
 
 def own_net(scaled: bool = False) -> tuple[Net, torch.Tensor, Plan]:
-    torch.manual_seed(0)
-    net = Net(scaled).double().eval()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.add_(0.5 + torch.rand_like(parameter))
-    x = torch.randn(4, 5, dtype=torch.float64)
+    net, x = moved(Net(scaled)), torch.randn(4, 5, dtype=torch.float64)
     return net, x, analyze(net, x).plan
 
 
@@ -382,7 +370,6 @@ def test_weights_that_others_hold_are_refused(plans: dict[str, Plan]) -> None:
         ("SGD", {"lr": 0.1, "weight_decay": 0.1}, False),
         ("AdamW", {"weight_decay": 0.1}, False),
         ("NAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}, False),
-        ("NAdam", {"weight_decay": 0.1}, True),
         ("RMSprop", {"weight_decay": 0.1}, True),
         ("RMSprop", {}, False),
         ("Adafactor", {}, True),

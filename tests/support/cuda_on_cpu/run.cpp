@@ -10,7 +10,7 @@ static int fault = 0;
 #include <stdio.h>
 #include <stdlib.h>
 
-struct Case {  // as in cuda_cases.py; the contents of x, weight and bias follow
+struct Case {  // as in test_cuda_on_cpu.py; the contents of x, weight and bias follow
   int64_t rows, d;
   double eps;
   int32_t parts;    // of `rms_norm_packs`
