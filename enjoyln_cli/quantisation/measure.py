@@ -33,7 +33,7 @@ Embed = Callable[[Outputs, Batch], Outputs]
 LOGITS = "logits"
 TRIED_ON = 2
 """Inputs that each layer is rounded on: the order of layers is clear with few."""
-CHANCE = 0.05
+CHANCE = 0.2
 """The probability that another form is taken for better although its savings are chance."""
 DIRECTIONS = 20_000
 

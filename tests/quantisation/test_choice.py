@@ -98,9 +98,9 @@ def test_another_form_has_to_be_smaller_than_the_model_in_float32() -> None:
     assert chosen_of(original, compared("rotated", *least, size=999), values) == "rotated"
 
 
-@pytest.mark.parametrize(("inputs", "quantile"), [(4, 2.353), (8, 1.895), (16, 1.753)])
+@pytest.mark.parametrize(("inputs", "quantile"), [(4, 0.978), (8, 0.896), (16, 0.866)])
 def test_for_one_form_it_is_the_t_test(inputs: int, quantile: float) -> None:
-    """``quantile``: where Student's distribution with ``inputs - 1`` degrees reaches 95 %."""
+    """``quantile``: where Student's distribution with ``inputs - 1`` degrees reaches 80 %."""
     spread = torch.linspace(-1, 1, inputs, dtype=torch.float64)
     original = measured([1.0] * inputs)
     for factor, expected in ((0.93, False), (1.07, True)):
@@ -117,7 +117,7 @@ def test_more_forms_have_no_better_chance() -> None:
         logs[2] = logs[1] + 0.1 * logs[2]
         original, *others = (measured(each.exp().tolist()) for each in logs)
         taken += any(clearly_cheaper([replace(form, kl=0.0) for form in others], original))
-    assert 1 <= taken <= 12
+    assert 10 <= taken <= 30
 
 
 @pytest.fixture(scope="module")
