@@ -158,6 +158,18 @@ def test_a_switch_of_forward_is_proven_on_and_off() -> None:
     torch.testing.assert_close(target, original(**on).predictor_output.target_hidden_state)
 
 
+@pytest.mark.slow
+def test_cross_attention_is_proven_with_what_an_encoder_gives() -> None:
+    original = live("GPT2Model", CONFIG_MAPPING["gpt2"](**GPT2, add_cross_attention=True))
+    plan = analyze(original).plan
+    assert plan.folded == plan.norms and len(plan.norms) == 7
+    assert not {"encoder_hidden_states", "encoder_attention_mask"} & set(plan.unproven)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    states = {"encoder_hidden_states": torch.randn(2, 5, 21).double()}
+    given = {**calls(original)[0], **states, "encoder_attention_mask": mask}
+    assert error(converted(original, plan), original, given) <= 1e-12
+
+
 def test_an_operation_on_the_input_of_a_block() -> None:
     """The encoder's stem ends in a function, so the first block's input is centred."""
     tied = {"decoder_layers": 2, "tie_word_embeddings": True}

@@ -123,6 +123,21 @@ def test_placeholders_of_a_model_without_a_method_that_counts_them() -> None:
     assert not (sound["input_ids"] == 8).any() and not (images["input_ids"] == 9).any()
 
 
+@pytest.mark.slow
+def test_each_switch_is_also_called_the_other_way() -> None:
+    settings = {
+        "hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1, "crop_size": 32,
+        "pred_hidden_size": 24, "pred_num_attention_heads": 2, "pred_num_hidden_layers": 1,
+        "frames_per_clip": 4,
+    }  # fmt: skip
+    model = model_of("VJEPA2Model", "vjepa2", **settings)
+    calls = {call.label: call.flags for call in accepted_calls(Captures(model)) or []}
+    assert calls["skip_predictor=True"] == {"skip_predictor": True}
+    unproven = analyze_config(model.config, model_class="VJEPA2Model").plan.unproven
+    assert "skip_predictor" not in unproven  # that call has all inputs that are proven
+    assert not [name for name in calls if name.startswith(("output_", "return_", "use_cache"))]
+
+
 @of_its_version
 def test_an_image_to_be_made_has_a_grid_of_its_own() -> None:
     config = CONFIG_MAPPING["glm_image"](image_token_id=9)
@@ -192,6 +207,16 @@ def test_a_mask_can_be_boolean() -> None:
     assert whole_numbers(ones(2, 1)).tolist() == [[1], [1]]
 
 
+@pytest.mark.slow
+def test_speech_can_take_the_place_of_text() -> None:
+    config = {"encoder_layers": 1, "speech_encoder_layers": 1, "decoder_layers": 1}
+    calls = accepted_calls(Captures(model_of("SeamlessM4TModel", "seamless_m4t", **config))) or []
+    speech = [call for call in calls if call.label == "input_features alone"]
+    assert speech and not any(call.required for call in speech)
+    assert all("input_ids" not in step for call in speech for _, step in call.steps)
+    assert all("decoder_input_ids" in step for call in speech for _, step in call.steps)
+
+
 def test_of_the_forms_of_one_optional_call_the_first_that_fits_is_traced() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.LayerNorm(5))
 
@@ -207,6 +232,8 @@ def test_of_the_forms_of_one_optional_call_the_first_that_fits_is_traced() -> No
     ("kind", "tokens", "settings"),
     [
         ("ViT", 1 + 4, {}),
+        ("DeiT", 2 + 4, {}),
+        ("IJepa", 4, {}),
         ("Dinov2WithRegisters", 1 + 3 + 4, {"num_register_tokens": 3}),
     ],
 )

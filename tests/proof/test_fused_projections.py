@@ -38,8 +38,14 @@ FORMS: dict[str, Callable[[torch.Tensor], Parts]] = {
     "unbind": lambda y: tuple(
         p.transpose(1, 2) for p in y.view(*y.shape[:2], 3, H, D).unbind(2)
     ),
+    "by number": lambda y: tuple(
+        y.reshape(*y.shape[:2], 3, H, D)[:, :, i].transpose(1, 2) for i in range(3)
+    ),
     "split and squeezed": lambda y: tuple(
         p.squeeze(2).transpose(1, 2) for p in y.view(*y.shape[:2], 3, H, D).split(1, 2)
+    ),
+    "copied between": lambda y: (
+        y.view(*y.shape[:2], 3, H, D).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
     ),
     "interleaved": interleaved,
     "interleaved and chunked": lambda y: (
@@ -55,10 +61,10 @@ FORMS: dict[str, Callable[[torch.Tensor], Parts]] = {
 class Attention(nn.Module):
     """Attention as in timm, with norms of queries and keys, and one after the projection."""
 
-    def __init__(self, apart: Callable[[torch.Tensor], Parts]) -> None:
+    def __init__(self, apart: Callable[[torch.Tensor], Parts], bias: bool = True) -> None:
         super().__init__()
         self.apart = apart
-        self.qkv = nn.Linear(H * D, 3 * H * D)
+        self.qkv = nn.Linear(H * D, 3 * H * D, bias=bias)
         self.q_norm, self.k_norm = nn.LayerNorm(D), nn.LayerNorm(D)
         self.proj = nn.Linear(H * D, H * D)
 
@@ -85,9 +91,10 @@ def fold(model: nn.Module, *others: torch.Tensor) -> Any:
 
 
 @pytest.mark.one_case
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_norms_of_queries_and_keys_fold(form: str) -> None:
-    model = randomised(Attention(FORMS[form]))
+def test_norms_of_queries_and_keys_fold(form: str, bias: bool) -> None:
+    model = randomised(Attention(FORMS[form], bias))
     values = model.qkv.weight.detach().clone()
     plan = fold(model, inputs(2), inputs(3, 9))
     assert {v.norm for v in plan.folded} == {"q_norm", "k_norm"}
@@ -119,7 +126,9 @@ class Shown(Attention):
 
 
 OBSERVERS: dict[str, tuple[Callable[..., torch.Tensor], set[str]]] = {
+    "the whole as a view": (lambda y, whole, q, k, v: whole.relu().sum(), set()),
     "the queries": (lambda y, whole, q, k, v: q.relu().sum(), {"k_norm"}),
+    "the keys by number": (lambda y, whole, q, k, v: whole[:, :, 1].relu().sum(), {"q_norm"}),
     "one feature of the queries": (
         lambda y, whole, q, k, v: whole[..., 0, :, 2].tanh().sum(), {"k_norm"},
     ),

@@ -21,7 +21,7 @@ from transformers import PersimmonConfig, PersimmonForCausalLM
 from enjoyln_cli import fold, from_pretrained
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.errors import EnjoyLNError
-from enjoyln_cli.plan.axis import Axis, centre, group_means
+from enjoyln_cli.plan.axis import Axis, blocks, centre, group_means
 from enjoyln_cli.runtime.modules import RMSNorm
 
 HEADS, D = 4, 8
@@ -90,3 +90,16 @@ def test_a_weight_that_is_no_longer_centred_is_noticed(out: Path, tmp_path: Path
     with pytest.raises(EnjoyLNError, match="since it was centred"):
         from_pretrained(spoilt)
     from_pretrained(changed(out, tmp_path / "value", lambda t: t[name][2 * D + 1].add_(0.5)))
+
+
+def test_blocks_cover_what_the_axis_does() -> None:
+    x = torch.randn(2, HEADS * 3 * D, 5, dtype=torch.float64)
+    axis = Axis(1, D, HEADS, D // 2, 2, 3 * D)
+    y = x
+    for block in blocks(axis):
+        assert not block.step
+        y = centre(y, block)
+    assert torch.equal(y, centre(x, axis))
+    assert blocks(axis)[-1].stop == axis.stop
+    assert group_means(centre(x, axis), axis).abs().max() < 1e-15
+    assert group_means(x, axis).shape == (2, HEADS, 1, 2, 5)

@@ -133,6 +133,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Axis, str
     "two factors that carry the letter": (
         lambda x, y: torch.einsum("btd,btd->btd", x, y), (X, X), Axis(2, 0, 1, 12, 1), "factors",
     ),
+    "a letter that is summed over": (
+        lambda x, y: torch.einsum("btd,bsd->bts", x, y), (X, X), Axis(0, 0, 1, 2, 1), "factors",
+    ),
     "a diagonal": (
         lambda x: torch.einsum("ii->i", x), (values(6, 6),), Axis(0, 0, 1, 6, 1), "factors",
     ),
@@ -143,9 +146,17 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Axis, str
     "a mask of features": (
         lambda x: x[ROWS.T], (values(5, 2, 12),), Axis(0, 0, 1, 4, 1), "index along the features",
     ),
+    "features picked by two indices": (
+        lambda x: x[torch.tensor([0, 1]), :, torch.tensor([3, 4])], (X,),
+        Axis(1, 0, 1, 5, 1), "index along the features",
+    ),
     "features that are put in": (
         lambda x, y: aten.index_put(x, [None, None, INDEX[0]], y), (X, values(2)),
         Axis(2, 0, 1, 12, 1), "index along the features",
+    ),
+    "tokens put in by a mask": (
+        lambda x, y: aten.index_put(x, [ROWS], y), (X, values(4, 12)),
+        Axis(1, 0, 1, 5, 1), "index along the features",
     ),
     "one number for all features": (
         lambda x, y: aten.index_put(x, [INDEX[0] % 2], y), (X, values(2, 5, 1)),
@@ -207,12 +218,18 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Axis, str
         lambda x, y, w: torch.lerp(x, y, w), (X, X, values(12)),
         Axis(2, 0, 1, 12, 1), "a weight between two values",
     ),
+    "one end that has no features": (
+        lambda x, y: torch.lerp(x, y, 0.3), (X, values(5, 1)), Axis(2, 0, 1, 12, 1), "the same",
+    ),
     "a number in some rows": (
         lambda x: x.scatter(1, PICKED.expand(2, 3, 12), 0.5), (X,), Axis(2, 0, 1, 12, 1), "numbers",
     ),
     "some features replaced": (
         lambda x, y: torch.slice_scatter(x, y, 2, 3, 7), (X, values(2, 5, 4)),
         Axis(2, 0, 1, 12, 1), "a part of the features",
+    ),
+    "groups that lie across two parts": (
+        lambda x, y: torch.cat((x, y), -1), (X, values(2, 5, 6)), Axis(2, 0, 2, 9, 1), "mixes",
     ),
     "elements taken of all": (
         lambda x: torch.take_along_dim(x, INDEX), (X,), Axis(0, 0, 1, 4, 1), "all elements",

@@ -97,7 +97,10 @@ def test_the_norm_after_an_mlp_folds_only_when_asked_for() -> None:
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize(("multiple", "size", "to"), [(8, 21, 32), (64, 64, 128), (1, 20, 24)])
+@pytest.mark.parametrize(
+    ("multiple", "size", "to"),
+    [(8, 20, 24), (8, 21, 32), (64, 20, 64), (64, 64, 128), (8, 64, 72), (1, 20, 24)],
+)
 def test_the_wider_size_is_a_multiple(multiple: int, size: int, to: int) -> None:
     found = planned(Toy, Options(widen_mlp=True, widen_to=multiple), size=size)
     assert [one.to for one in found.plan.widened] == [to]
@@ -113,11 +116,16 @@ def test_why_names_the_mlp() -> None:
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu spelled out": lambda u: 0.5 * u * (1 + torch.tanh(0.8 * (u + 0.04 * torch.pow(u, 3)))),
+    "relu": F.relu,
+    "silu": F.silu,
     "in another dtype": lambda u: F.dropout(F.silu(u.float()).to(u.dtype), 0.1, False),
 }
 OTHERS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "relu6": (F.relu6, "relu6"),
+    "clipped gelu": (lambda u: F.gelu(u).clamp(-10, 10), "gelu, clamp"),
     "clipped far away": (lambda u: F.gelu(u).clamp(-3e4, 3e4), "gelu, clamp"),
     "not near zero": (lambda u: u.clamp_min(1e-5), "clamp_min"),
+    "tanh": (torch.tanh, "tanh"),
     "none": (lambda u: u, "no activation"),
 }
 
@@ -148,6 +156,15 @@ class Learned(Toy):
 
     def act(self, u: torch.Tensor) -> torch.Tensor:
         return F.gelu(u) * self.slope
+
+
+class Gated(Toy):
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__(config)
+        self.gate = nn.Linear(D, config.size)
+
+    def mlp(self, h: torch.Tensor) -> torch.Tensor:
+        return self.second(F.silu(self.gate(h)) * self.first(h))
 
 
 class GatedInOne(Toy):
@@ -234,6 +251,7 @@ class Turned(Toy):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
+        (Gated, "it is gated"),
         (GatedInOne, "it is gated"),
         (ReadHidden, "its hidden values are read by amax too"),
         (ReadWeight, "one of its weights is also used elsewhere"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from live_models import moved
-from tiny_models import BERT, GPT2, TOKENS, WHISPER, live, rotated
+from tiny_models import BERT, GPT2, TOKENS, VIT, live, rotated
 from torch import nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING
@@ -31,6 +31,12 @@ T5 = {
     "vocab_size": 37, "d_model": 24, "d_kv": 6, "num_heads": 4, "num_layers": 2, "d_ff": 33,
     "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
+WHISPER = {
+    **TOKENS, "d_model": 24, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 33,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 33,
+    "max_source_positions": 20, "max_target_positions": 31, "num_mel_bins": 8,
+    "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
+}  # fmt: skip
 SMALL = {**TOKENS, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2}
 UNTIED = {"tie_word_embeddings": False}
 
@@ -45,9 +51,11 @@ def config_of(kind: str, settings: dict[str, Any]) -> Any:
 MODELS: list[tuple[str, dict[str, Any], str, tuple[str, ...], int, int]] = [
     ("gpt2", {**GPT2, **UNTIED}, "GPT2LMHeadModel", (), 1, 2),
     ("llama", {**LLAMA, **UNTIED}, "LlamaForCausalLM", (), 1, 2),
+    ("gemma", {**LLAMA, **UNTIED}, "GemmaForCausalLM", (), 1, 2),
     ("phi3", {**LLAMA, **UNTIED}, "Phi3ForCausalLM", (), 1, 2),
     ("t5", {**T5, **UNTIED}, "T5ForConditionalGeneration", ("logits",), 2, 6),
     ("bloom", {**SMALL, "n_layer": 2, "n_head": 4}, "BloomForCausalLM", (), 0, 2),
+    ("falcon", {**SMALL, "bias": True, **UNTIED}, "FalconForCausalLM", (), 1, 2),
     (
         "falcon",
         {**SMALL, "num_kv_heads": 2, "new_decoder_architecture": True, **UNTIED},
@@ -56,14 +64,8 @@ MODELS: list[tuple[str, dict[str, Any], str, tuple[str, ...], int, int]] = [
         1,
         2,
     ),
-    (
-        "whisper",
-        {**WHISPER, "decoder_layers": 2},
-        "WhisperForConditionalGeneration",
-        ("logits",),
-        1,
-        6,
-    ),
+    ("whisper", {**WHISPER, **UNTIED}, "WhisperForConditionalGeneration", ("logits",), 1, 5),
+    ("vit", VIT, "ViTForImageClassification", (), 1, 2),
     ("bert", BERT, "BertForMaskedLM", (), 0, 2),
 ]
 
@@ -71,6 +73,8 @@ MODELS: list[tuple[str, dict[str, Any], str, tuple[str, ...], int, int]] = [
 def inputs(model: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     ids = torch.randint(3, 37, (2, 7))
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(2, 3, 15, 15, dtype=torch.float64)}
     if model.main_input_name == "input_features":
         sound = torch.randn(2, 8, 40, dtype=torch.float64)
         return {"input_features": sound, "decoder_input_ids": ids}
@@ -247,7 +251,9 @@ def rope(h: torch.Tensor) -> torch.Tensor:
 
 TURNS: dict[str, Callable[[Stream, torch.Tensor], Any]] = {
     "nothing": lambda m, h: h,
+    "other tokens": lambda m, h: h + h.roll(1, 1) * 0.5,
     "an LayerScale before the sum": lambda m, h: h + m.scale * m.back(F.relu(m.wide(h))),
+    "a scaled layer from the stream to itself": lambda m, h: h + m.scale * m.lora(h),
     "a convolution over channels": lambda m, h: h + m.mixing(h.mT).mT,
     "an RMSNorm": lambda m, h: h + m.down(F.relu(m.wide(m.rms(h)))),
     "a LayerNorm by hand": lambda m, h: h + m.down(m.wide(by_hand(h))),
@@ -259,6 +265,7 @@ TURNS: dict[str, Callable[[Stream, torch.Tensor], Any]] = {
     "tokens in one": lambda m, h: h + m.pair(in_one(h)),
     "a norm, then tokens in one, by feature": lambda m, h: h + m.pair(by_feature(m.first(h))),
     "a norm over tokens in one": lambda m, h: h + m.pair(m.both(in_one(h))),
+    "a norm by hand over tokens in one": lambda m, h: h + m.pair(by_hand(in_one(h))),
     "a norm, then a token beside the mean": lambda m, h: h + m.pair(class_and_mean(m.first(h))),
     "tokens in one, in part": lambda m, h: h + m.pair(torch.cat([h[:, :1], h[:, 1:]], -1)[:, -1:]),
     "an adapter": lambda m, h: h + m.back(m.wide(h)) + m.lora(h),
@@ -391,13 +398,13 @@ class ListedHeads(nn.Module):
         return read + sum(F.gelu(heads[:, :, at]).sum(-1, keepdim=True) for at in self.others)
 
 
-@pytest.mark.parametrize("heads", [[-1], [3, 4], [0, 2, 4], [4, 0], [0, 1, 3]])
+@pytest.mark.parametrize("heads", [[-1], [3, 4], [0, 2, 4], [-3, -2], [4, 0], [-1, 0], [0, 1, 3]])
 def test_values_are_heads_by_their_numbers(heads: list[int]) -> None:
     model = ListedHeads(heads)
     plan = analyze_module(model, rows(), options=ROTATED).plan
     torch.testing.assert_close(rotated(model, plan)(rows(4)), model(rows(4)), rtol=0, atol=1e-11)
     listed = [basis.reason for basis in plan.bases]
-    if heads in ([4, 0], [0, 1, 3]):  # no slice takes these
+    if heads in ([4, 0], [-1, 0], [0, 1, 3]):  # no slice takes these
         assert listed == ["gelu acts on single features, so it does not commute with a rotation"]
         return
     assert listed == [""]
@@ -414,11 +421,13 @@ SEPARATE = {
 }  # fmt: skip
 
 
-def test_embeddings_from_the_model_itself_are_in_its_basis() -> None:
+@pytest.mark.one_case
+@pytest.mark.parametrize("untied", [{}, UNTIED], ids=["untied here", "untied before"])
+def test_embeddings_from_the_model_itself_are_in_its_basis(untied: dict[str, Any]) -> None:
     """``get_input_embeddings`` gives a table that ``forward`` does not read once it is untied."""
     name = "PegasusForConditionalGeneration"
-    config = CONFIG_MAPPING["pegasus"](**SEPARATE)
-    options = replace(ROTATED, untie=True)
+    config = CONFIG_MAPPING["pegasus"](**SEPARATE, **untied)
+    options = replace(ROTATED, untie=not untied)
     plan = analyze_config(config, model_class=name, outputs=("logits",), options=options).plan
     assert [basis.kind for basis in plan.turned].count("stream") == 2
     assert "decoder_inputs_embeds" in plan.unproven

@@ -52,7 +52,9 @@ def test_a_hybrid_keeps_an_attention_layer_and_lists_have_an_entry_for_each_laye
     assert falcon.mamba_n_heads * falcon.mamba_d_head == falcon.mamba_d_ssm
 
 
-MECHANISMS = ("deberta", "wav2vec2", "convnext", "segformer", "blip")
+MECHANISMS = (
+    "falcon", "deberta", "bigbird_pegasus", "wav2vec2", "convnext", "segformer", "blip", "canine",
+)  # fmt: skip
 """Types of ``census.FAST`` with mechanisms that no other test folds."""
 
 
@@ -75,6 +77,7 @@ def test_a_folded_model_computes_what_it_did(model_type: str) -> None:
     "model_class, model_type",
     [
         ("DPRQuestionEncoder", "dpr"),  # its base model has a base model of its own
+        ("ModernBertModel", "modernbert"),  # its first block has an ``nn.Identity`` for a norm
         ("DINOv3ViTModel", "dinov3_vit"),  # its base model is given hidden states
         ("BigBirdModel", "big_bird"),  # exchanges its attention by the length of the input
     ],
