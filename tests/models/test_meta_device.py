@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from folding_live import randomised
 from tiny_models import converted
 from torch import nn
-from transformers import LlavaConfig, LlavaForConditionalGeneration
+from transformers import CONFIG_MAPPING, LlavaConfig, LlavaForConditionalGeneration
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.calls.calls import Call, forms
@@ -62,6 +62,22 @@ class Judged(Images):
         return self.out(self.last(-stream if stream.mean() > 0 else stream))
 
 
+class Replaced(Images):
+    """Replaces rows of the stream by the output of another layer, and adds to rows."""
+
+    def __init__(self, views: bool = False) -> None:
+        super().__init__()
+        self.own, self.views = nn.Linear(5, WIDTH), views
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        stream, first = self.stream(x, sizes), torch.arange(int(sizes[0]))
+        before = self.norm(stream)
+        seen = stream.view(-1, WIDTH) if self.views else stream
+        stream[first] = self.own(x[first])
+        stream.index_add_(0, first, self.mix(before)[first])
+        return self.out(self.last(seen))
+
+
 class Shared(nn.Module):
     """Changes the stream through another tensor that shares its memory."""
 
@@ -74,6 +90,13 @@ class Shared(nn.Module):
         if self.by_example and int(sizes[0]) < 0:
             return x
         return self.norm(self.change(self.own(x), self.side(x)))
+
+
+def out(stream: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
+    result = torch.zeros_like(stream)
+    view = result.view(-1)
+    torch.add(stream, stream.exp(), out=result)
+    return view.view(-1, WIDTH)
 
 
 def out_of_another(stream: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
@@ -92,6 +115,12 @@ def dropout(stream: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
     kept = nn.functional.dropout(stream, 0.5, training=False)
     kept += side * torch.arange(float(WIDTH), dtype=side.dtype)
     return stream
+
+
+def einsum(stream: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
+    kept = torch.einsum("ij->ij", stream)
+    stream += side * torch.arange(float(WIDTH), dtype=side.dtype)
+    return kept
 
 
 class Unpadded(nn.Module):
@@ -159,6 +188,13 @@ class Table(Images):
         return scores + self.out(self.of_table(self.table.weight)).sum(0)
 
 
+def random(module: nn.Module) -> Any:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, 0.4, 0.5)
+    return module.double().eval()
+
+
 def example(*sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(sum(sizes), 5, dtype=torch.float64) + 0.3, torch.tensor(sizes)
 
@@ -172,7 +208,7 @@ def error(folded: nn.Module, model: nn.Module, *given: Any, **named: Any) -> flo
 
 
 def test_a_model_that_reads_sizes_folds_for_every_size() -> None:
-    model = randomised(Images())
+    model = random(Images())
     found = analyze_module(model, *example(3, 4))
     assert found.problem.flow.traces[0].by_values
     assert [verdict.norm for verdict in found.plan.folded] == ["norm", "last"]
@@ -182,7 +218,7 @@ def test_a_model_that_reads_sizes_folds_for_every_size() -> None:
 
 
 def test_rows_that_values_select_fold_for_any_number_of_rows() -> None:
-    model, (x, _) = randomised(Unpadded()), example(8)
+    model, (x, _) = random(Unpadded()), example(8)
     found = analyze_module(model, x, torch.arange(8) % 3 > 0)
     assert not found.problem.flow.traces[0].by_values
     assert [verdict.norm for verdict in found.plan.folded] == ["norm"]
@@ -193,11 +229,11 @@ def test_rows_that_values_select_fold_for_any_number_of_rows() -> None:
 
 def test_a_model_that_reads_an_activation_is_refused() -> None:
     with pytest.raises(TraceFailed, match="Judged could not be traced"):
-        analyze_module(randomised(Judged()), *example(3, 4))
+        analyze_module(random(Judged()), *example(3, 4))
 
 
 def test_all_experts_are_traced_if_an_activation_selects_them() -> None:
-    model, x = randomised(Experts()), torch.randn(7, 5, dtype=torch.float64)
+    model, x = random(Experts()), torch.randn(7, 5, dtype=torch.float64)
     found = analyze_module(model, x)
     assert found.problem.flow.traces[0].by_values
     assert [verdict.norm for verdict in found.plan.folded] == ["norm", "last"]
@@ -208,7 +244,7 @@ def test_all_experts_are_traced_if_an_activation_selects_them() -> None:
 
 def test_the_number_of_an_expert_is_not_read() -> None:
     with pytest.raises(TraceFailed, match="Experts could not be traced"):
-        analyze_module(randomised(Experts(reads=True)), torch.randn(7, 5, dtype=torch.float64))
+        analyze_module(random(Experts(reads=True)), torch.randn(7, 5, dtype=torch.float64))
 
 
 def test_a_constant_in_code_has_a_value_and_a_stored_buffer_has_none() -> None:
@@ -220,7 +256,7 @@ def test_a_constant_in_code_has_a_value_and_a_stored_buffer_has_none() -> None:
 
 
 def test_a_norm_that_is_the_first_to_read_a_parameter_has_it_for_its_input() -> None:
-    model = randomised(Table())
+    model = random(Table())
     plan = analyze_module(model, *example(3, 4)).plan
     assert "of_table" in [verdict.norm for verdict in plan.folded]
     assert error(converted(model, plan, guarded=False), model, *example(2, 5)) <= 1e-12
@@ -251,12 +287,28 @@ def test_rows_that_do_not_fit_their_places_are_refused_as_with_values(
         model(*call.steps[0][0])
 
 
+def test_rows_that_are_written_in_place_are_traced() -> None:
+    model = random(Replaced())
+    found = analyze_module(model, *example(3, 4))
+    assert found.problem.flow.traces[0].by_values
+    assert {verdict.norm for verdict in found.plan.folded} == {"norm", "last"}
+    folded = converted(model, found.plan, guarded=False)
+    for sizes in ((3, 4), (2, 5), (1, 1)):
+        assert error(folded, model, *example(*sizes)) <= 1e-12
+
+
+def test_rows_that_a_view_sees_change_are_not() -> None:
+    plan = analyze_module(random(Replaced(views=True)), *example(3, 4)).plan
+    reasons = {verdict.norm: verdict.reason for verdict in plan.kept}
+    assert reasons["last"] == "its memory is written in place"
+
+
 @pytest.mark.parametrize("by_example", [False, True])
-@pytest.mark.parametrize("change", [out_of_another, foreach, dropout])
+@pytest.mark.parametrize("change", [out, out_of_another, foreach, dropout, einsum])
 def test_a_write_that_is_seen_through_shared_memory_keeps_the_norm(
     change: Any, by_example: bool
 ) -> None:
-    model = randomised(Shared(change, by_example))
+    model = random(Shared(change, by_example))
     plan = analyze_module(model, *example(3, 4)).plan
     assert [verdict.norm for verdict in plan.kept] == ["norm"]
     forced = converted(model, plan, guarded=False)
@@ -265,7 +317,7 @@ def test_a_write_that_is_seen_through_shared_memory_keeps_the_norm(
 
 
 def test_the_weights_of_a_live_model_are_neither_copied_nor_changed() -> None:
-    model = randomised(Images())
+    model = random(Images())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     bare = without_weights(model)
     assert all(parameter.is_meta for parameter in bare.parameters())
@@ -282,6 +334,37 @@ def test_inputs_keep_their_values_and_activations_have_none() -> None:
         with pytest.raises(RuntimeError):
             real.sum().item()
     assert counted == [2] and chosen.shape == (2, 4) and positions.tolist() == [2, 3, 4]
+
+
+class Features(nn.Module):
+    """A vision tower of which only the merged patches are used."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+        merged: torch.Tensor = self.tower(hidden_states, grid_thw=grid_thw).pooler_output
+        return merged
+
+
+@pytest.mark.slow
+def test_a_tower_that_takes_rows_of_patches_folds_for_other_grids() -> None:
+    config = CONFIG_MAPPING["qwen2_vl"]().vision_config
+    config.depth, config.embed_dim, config.hidden_size, config.num_heads = 2, 32, 24, 2
+    tower = random(Features(qwen2_vl.Qwen2VisionTransformerPretrainedModel(config)))
+    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+
+    def grid(*sides: tuple[int, int]) -> dict[str, torch.Tensor]:
+        rows = torch.tensor([[1, *side] for side in sides])
+        patches = torch.randn(int(rows.prod(1).sum()), width, dtype=torch.float64)
+        return {"hidden_states": patches, "grid_thw": rows}
+
+    found = analyze_module(tower, **grid((4, 4), (2, 4)))
+    assert found.problem.flow.traces[0].by_values and not found.plan.kept
+    folded = converted(tower, found.plan, guarded=False)
+    for sides in ([(4, 4), (2, 4)], [(6, 2)]):
+        assert error(folded, tower, **grid(*sides)) <= 1e-12
 
 
 def test_images_in_a_text_get_as_many_tokens_as_they_have_features() -> None:
