@@ -13,6 +13,10 @@ Progress = Callable[[float, float], None]
 """Called with the seconds that a run has taken so far, and with its expected total in seconds."""
 
 
+def no_progress(done: float, total: float) -> None:
+    """The ``Progress`` that tells nobody."""
+
+
 @dataclass
 class Clock:
     """The time that a run has used, and how much of its limit is left."""
@@ -20,7 +24,7 @@ class Clock:
     now: Callable[[], float]
     limit: float
     """Seconds that the whole run may take, ``inf`` without a limit."""
-    on_progress: Progress = lambda done, total: None
+    on_progress: Progress = no_progress
     after: float = 0.0
     """Seconds reserved for the work after the last case."""
 

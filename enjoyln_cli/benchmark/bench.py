@@ -19,7 +19,7 @@ from enjoyln_cli.benchmark.timing import TimeIsUp
 from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.reader import Subject, open_subject
-from enjoyln_cli.clock import Clock, Progress, duration
+from enjoyln_cli.clock import Clock, Progress, duration, no_progress
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.models.load import load
@@ -43,7 +43,7 @@ def bench(
     cache_dir: str | Path | None = None,
     trust_remote_code: bool = False,
     on_event: Event | None = None,
-    on_progress: Progress = lambda done, total: None,
+    on_progress: Progress = no_progress,
 ) -> Bench:
     """Time the converted checkpoint ``out`` and its original on this machine.
 

@@ -37,6 +37,7 @@ from enjoyln_cli.cli.options import (
     parse_size,
     quiet_option,
 )
+from enjoyln_cli.clock import Progress
 from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
 
 
@@ -92,7 +93,7 @@ def verify(
         require_folded(out)
     with watch_job(quiet or as_json, f"verifying {with_origin(out)}") as watch:
         if is_quantised:
-            result: Any = _verify_quantised(out, data, opening, options["against"])
+            result: Any = _verify_quantised(out, data, opening, options["against"], watch.seconds)
         else:
             from enjoyln_cli import verify as check  # takes seconds
 
@@ -111,14 +112,18 @@ def verify(
         raise click.exceptions.Exit(1)
 
 
-def _verify_quantised(out: Path, data: Options, opening: Options, against: str | None) -> Any:
+def _verify_quantised(
+    out: Path, data: Options, opening: Options, against: str | None, on_progress: Progress
+) -> Any:
     from enjoyln_cli.comparison.user_data import read_user_data
     from enjoyln_cli.conversion.inspect import Opening
     from enjoyln_cli.quantisation.written_result import verify_quantised
 
     user_data = read_user_data(**data)
     chosen = Opening(**opening) if against or opening["revision"] else None
-    return verify_quantised(out, user_data, against=against, opening=chosen)
+    return verify_quantised(
+        out, user_data, against=against, opening=chosen, on_progress=on_progress
+    )
 
 
 @help.command()

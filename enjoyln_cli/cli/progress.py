@@ -15,6 +15,7 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.text import Text
 
 from enjoyln_cli.cli.output_lines import console, say
+from enjoyln_cli.clock import no_progress
 from enjoyln_cli.text import size
 
 LINE_SECONDS = 5.0
@@ -56,16 +57,12 @@ def watch_job(quiet: bool, stage: str) -> Iterator[Watch]:
 
     event("stage", stage)
     if line is None:
-        yield Watch(event, _ignore if quiet else _plain_lines(), _ignore, warnings)
+        yield Watch(event, no_progress if quiet else _plain_lines(), no_progress, warnings)
         return
     try:
         yield Watch(event, line.count_bytes, line.count_seconds, warnings)
     finally:
         line.bar.stop()
-
-
-def _ignore(done: float, total: float) -> None:
-    """For a job whose progress is not shown."""
 
 
 class LastLine:

@@ -20,7 +20,7 @@ from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.checkpoint.result_files import MATRIX_FILE
 from enjoyln_cli.checkpoint.source import Source
-from enjoyln_cli.clock import Progress
+from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import NothingToFold
 from enjoyln_cli.events import Event, default_listener
@@ -196,7 +196,7 @@ def write(
     seconds: float | None = CHECK_SECONDS,
     on_event: Event | None = None,
     on_progress: Callable[[int, int], None] | None = None,
-    on_check: Progress = lambda done, total: None,
+    on_check: Progress = no_progress,
 ) -> FoldResult:
     """Carry out the plan of ``prepare`` (see ``convert``).
 
@@ -277,7 +277,7 @@ def convert(
     stream: bool = False,
     samples: int | str | Path | None = None,
     seconds: float | None = CHECK_SECONDS,
-    on_check: Progress = lambda done, total: None,
+    on_check: Progress = no_progress,
 ) -> FoldResult:
     """Fold ``model`` (a Hub id or a directory) into the new directory ``out``.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import Scheme, simulated
 from enjoyln_cli.comparison.user_data import UserData
@@ -133,6 +134,7 @@ def trials(
     inputs: int | None,
     event: Event,
     device: torch.device = CPU,
+    on_progress: Progress = no_progress,
 ) -> Iterator[Trials]:
     """Run the original on the data, on at most ``inputs`` inputs.
 
@@ -143,9 +145,8 @@ def trials(
     event("stage", "running the original on the data")
     model, most = _load(ready, None, device), INPUTS_IN_A_HALF if inputs is None else inputs // 2
     with TemporaryDirectory() as folder:
-        halves = exact_halves(
-            model, ready.subject, data, most, ready.plan.outputs, Path(folder), event
-        )
+        used, place = ready.plan.outputs, Path(folder)
+        halves = exact_halves(model, ready.subject, data, most, used, place, event, on_progress)
         del model
         yield Trials(ready, scheme, device, *halves)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from enjoyln_cli.calls.input_forms import accepted_by
+from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison import user_data
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import inputs_for, run
@@ -41,7 +42,13 @@ class Example:
 
 
 def split(
-    model: Any, folder: Path, data: UserData, most: int, trust_remote_code: bool, seed: int = 0
+    model: Any,
+    folder: Path,
+    data: UserData,
+    most: int,
+    trust_remote_code: bool,
+    seed: int = 0,
+    on_progress: Progress = no_progress,
 ) -> tuple[list[Example], list[Example]]:
     """Turn ``data`` into inputs for ``model``, at most ``most`` for each half.
 
@@ -59,7 +66,10 @@ def split(
             f"too little data: {counted(len(rows), 'input')}{windows}, but {2 * FEWEST} are "
             "needed: one half to choose by, the other to measure on"
         )
-    rows = [_with_decoder_inputs(model, _with_masks(model, row)) for row in rows]
+    countdown = Countdown(len(rows), on_progress)
+    for at, row in enumerate(rows):
+        rows[at] = _with_decoder_inputs(model, _with_masks(model, row))
+        countdown.count()
     rows = user_data.runnable(model, rows, torch.float32, lambda batch: run(model, [batch]))
     examples = [Example(row) for row in rows]
     if kind and "input_ids" in rows[0] and "decoder_input_ids" not in rows[0]:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from enjoyln_cli.checkpoint.reader import Subject
-from enjoyln_cli.clock import Countdown, Progress
+from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.embedding import EMBEDDING, embedder
 from enjoyln_cli.comparison.metrics import distances_of, largest, pool_distances, relative
@@ -147,6 +147,7 @@ def exact_halves(
     used: Sequence[str],
     folder: Path,
     event: Event,
+    on_progress: Progress,
 ) -> tuple[ExactOutputs, ExactOutputs]:
     """Run the original on both halves of the data: the one to choose by, the one to measure on.
 
@@ -156,11 +157,17 @@ def exact_halves(
     ``UnsupportedModel`` if there are too few inputs, or if the model cannot run on them.
     """
     embed = embedder(subject.source, event)
-    first, second = split(model, subject.source.path, data, most, subject.trust_remote_code)
+    first, second = split(
+        model, subject.source.path, data, most, subject.trust_remote_code, on_progress=on_progress
+    )
     batch = first[0].batch
     names = compared_outputs(with_embedding(run(model, [batch])[0], batch, embed), used)
-    choosing = exact_outputs(model, first, names, folder, embed)
-    return choosing, exact_outputs(model, second, names, folder, embed)
+    exact = exact_outputs(model, [*first, *second], names, folder, embed, on_progress)
+    at = len(first)
+    return (
+        replace(exact, examples=first, outputs=exact.outputs[:at]),
+        replace(exact, examples=second, outputs=exact.outputs[at:]),
+    )
 
 
 def exact_outputs(
@@ -169,11 +176,14 @@ def exact_outputs(
     names: tuple[str, ...],
     folder: Path,
     embed: Embed | None = None,
+    on_progress: Progress = no_progress,
 ) -> ExactOutputs:
     """Run the original on each example; the outputs ``names`` are stored in files in ``folder``."""
-    batches = [example.batch for example in examples]
-    found = zip(run(model, batches, folder), batches, strict=True)
-    outputs = [with_embedding(outputs, batch, embed) for outputs, batch in found]
+    countdown, outputs = Countdown(len(examples), on_progress), []
+    for example in examples:
+        (exact,) = run(model, [example.batch], folder)
+        outputs.append(with_embedding(exact, example.batch, embed))
+        countdown.count()
     return ExactOutputs(names, examples, choose_outputs(outputs, names), embed)
 
 

@@ -24,7 +24,7 @@ from enjoyln_cli.benchmark.timing import Task, time_rounds
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.reader import other_files
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
-from enjoyln_cli.clock import Countdown, Progress
+from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison.user_data import UserData, require_data
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
@@ -140,7 +140,7 @@ def quantize(
     force: bool = False,
     opening: Opening | None = None,
     on_event: Event | None = None,
-    on_progress: Progress = lambda done, total: None,
+    on_progress: Progress = no_progress,
 ) -> Quantised:
     """Quantise ``model`` (a Hub id or a directory) into the new directory ``out``.
 
@@ -152,8 +152,8 @@ def quantize(
     * ``max_error``: the largest relative error of the outputs; by default that of the scheme.
     * ``inputs``: use at most this many inputs in each half.
 
-    ``on_event`` receives stages and warnings, and ``on_progress``, after each form, the seconds
-    that have passed and those that the comparison takes in all.
+    ``on_event`` receives stages and warnings, and ``on_progress``, after each input and each
+    form, the seconds that this stage has taken so far and those that it takes in all.
 
     Raises ``UnsupportedModel`` for a model, a format or data that cannot be used, and
     ``VerificationFailed``, with the layers that cost most, if the error is too large. ``out``
@@ -183,7 +183,7 @@ def quantize(
         require_layers(float_model, keep)
         used = plan.outputs if plan else ()
         choosing, held_out = exact_halves(
-            float_model, subject, data, inputs, used, work.folder, event
+            float_model, subject, data, inputs, used, work.folder, event, on_progress
         )
         del float_model
         forms = candidates(plan, seeds, head_is_rounded=not FORMATS[form].is_checkpoint)

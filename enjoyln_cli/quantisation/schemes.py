@@ -28,8 +28,8 @@ class QuantisationScheme:
 
 
 SCHEMES: Mapping[str, QuantisationScheme] = {
-    "w8a8": QuantisationScheme(8, 8, False, 0.1),
-    "w8a8-static": QuantisationScheme(8, 8, True, 0.1),
+    "w8a8": QuantisationScheme(8, 8, False, 0.15),
+    "w8a8-static": QuantisationScheme(8, 8, True, 0.15),
     "w8a8-g32": QuantisationScheme(8, 8, False, 0.05, group=32),
     "w8a16": QuantisationScheme(8, None, False, 0.05),
     "w4a8": QuantisationScheme(4, 8, False, 0.3),

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
+from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.comparison.embedding import embedder
 from enjoyln_cli.comparison.user_data import UserData, require_data
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
@@ -47,12 +48,18 @@ class QuantisedCheck:
 
 
 def verify_quantised(
-    out: Path, data: UserData, *, against: str | None = None, opening: Opening | None = None
+    out: Path,
+    data: UserData,
+    *,
+    against: str | None = None,
+    opening: Opening | None = None,
+    on_progress: Progress = no_progress,
 ) -> QuantisedCheck:
     """Compare the quantised model in ``out`` with the original in float32, on the second half.
 
-    ``against`` is the original, if it has moved. Raises ``BadCheckpoint`` if the record in ``out``
-    cannot be read, ``ModelNotFound`` and ``UnsupportedModel`` as ``quantize`` does.
+    ``against`` is the original, if it has moved. ``on_progress`` is that of ``quantize``. Raises
+    ``BadCheckpoint`` if the record in ``out`` cannot be read, ``ModelNotFound`` and
+    ``UnsupportedModel`` as ``quantize`` does.
     """
     require_data(data)
     try:
@@ -67,9 +74,9 @@ def verify_quantised(
     embed = embedder(subject.source, default_listener)
     original: Any = FloatModel(subject, name).load(None)
     folder, trusted = subject.source.path, subject.trust_remote_code
-    _, examples = split(original, folder, data, INPUTS_IN_A_HALF, trusted)
+    _, examples = split(original, folder, data, INPUTS_IN_A_HALF, trusted, on_progress=on_progress)
     with TemporaryDirectory() as scratch:
-        exact = exact_outputs(original, examples, names, Path(scratch), embed)
+        exact = exact_outputs(original, examples, names, Path(scratch), embed, on_progress)
         measured = differences(load_result(out, form, type(original)), exact)
         perplexity = perplexity_in(exact)
     return QuantisedCheck(measured, perplexity, len(examples), limit, measured.error <= limit)

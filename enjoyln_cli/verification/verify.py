@@ -47,7 +47,7 @@ from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.reader import Checkpoint, Subject, open_subject
 from enjoyln_cli.checkpoint.result_files import MATRIX_FILE, VERIFY_FILE, verified_files
 from enjoyln_cli.checkpoint.source import Source
-from enjoyln_cli.clock import Clock, Progress
+from enjoyln_cli.clock import Clock, Progress, no_progress
 from enjoyln_cli.comparison.embedding import embedder
 from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.comparison.user_data import read_user_data, seconds_of
@@ -148,7 +148,7 @@ def verify(
     device_map: str = "auto",
     max_memory: int | None = None,
     on_event: Event | None = None,
-    on_progress: Progress = lambda done, total: None,
+    on_progress: Progress = no_progress,
     write: bool = True,
 ) -> Verification:
     """Measure whether the converted checkpoint ``out`` computes the original's function.

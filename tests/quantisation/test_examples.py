@@ -98,7 +98,11 @@ def t5() -> Any:
 
 def test_a_decoder_gets_what_the_original_generates(t5: Any, tmp_path: Path) -> None:
     ids = tuple(tuple(range(at + 3, at + 15)) for at in range(8))
-    choosing, _ = split(t5, tmp_path, UserData(tokens=ids), 4, False)
+    told: list[tuple[float, float]] = []
+    progress = lambda *seconds: told.append(seconds)  # noqa: E731
+    choosing, held_out = split(t5, tmp_path, UserData(tokens=ids), 4, False, on_progress=progress)
+    assert len(told) == len(choosing) + len(held_out)
+    assert all(done <= total for done, total in told)
     batch = choosing[0].batch
     assert batch["input_ids"].tolist() == [list(ids[0])]
     generated = t5.generate(batch["input_ids"], do_sample=False, max_new_tokens=48)
