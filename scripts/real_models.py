@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, WhisperForConditionalGeneration, WhisperProcessor
 
-from enjoyln_cli.comparison.user_data import read_user_data, require_data
+from enjoyln_cli.comparison.user_data import read_user_data
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.quantisation.measure import Compute
 from enjoyln_cli.quantisation.quantize import load_result, quantize
@@ -80,7 +80,7 @@ def measured(options: argparse.Namespace, form: str, scheme: str) -> dict[str, A
         row = quantize(
             options.model,
             out,
-            require_data(data),
+            data,
             scheme=scheme,
             form=form,
             seeds=range(options.rotations),
