@@ -292,6 +292,59 @@ def test_a_forward_that_is_called_directly_is_a_call_of_the_place() -> None:
     assert found.error < 1e-12 and not found.folded
 
 
+class OwnNorm(nn.Module):
+    """LayerNorm in a custom class, which may do more than return the result."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(D)), nn.Parameter(torch.zeros(D))
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.mean(-1, keepdim=True)
+        if self.how == "writes its input":
+            x -= mean
+            x += self.weight
+            x -= self.weight
+            centred = x
+        else:
+            centred = x - mean
+        normed = centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        if self.how == "keeps a value":
+            self.__dict__["kept"] = normed.abs().amax()
+        return normed * self.weight + self.bias
+
+
+class WithOwnNorm(nn.Module):
+    def __init__(self, how: str, dynamic: bool) -> None:
+        super().__init__()
+        self.emb, self.norm, self.dynamic = nn.Embedding(VOCAB, D), OwnNorm(how), dynamic
+        self.linear, self.how = nn.Linear(D, D), how
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.dynamic:
+            tokens = tokens[:, : int((tokens >= 0).sum(-1).max())]
+        x = self.emb(tokens)
+        y = self.linear(self.norm(x))
+        return y + x if self.how == "writes its input" else y
+
+    def seen(self) -> list[Any]:
+        return [vars(self.norm).get("kept")]
+
+    def forget(self) -> None:
+        self.norm.__dict__.pop("kept", None)
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("how", ["writes its input", "keeps a value"])
+def test_a_norm_that_does_more_than_return_is_not_swapped(how: str, dynamic: bool) -> None:
+    found = fold_in_place(randomised(WithOwnNorm(how, dynamic)), ids())
+    assert found.error < 1e-12 and not found.folded
+    plain = fold_in_place(randomised(WithOwnNorm("", dynamic)), ids())
+    assert plain.error < 1e-12 and plain.folded == {"norm"}
+
+
 class Casting(nn.Module):
     """Casts its weight to the same dtype, and may return a cast to another dtype."""
 

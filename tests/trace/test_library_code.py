@@ -37,8 +37,11 @@ STEPS: dict[str, Step] = {
     "autocast is off": in_autocast,
     "the dtype of autocast": cast_as_autocast,
     "a check for exporters": checked_for_export,
+    "compiling": lambda h: h if torch.compiler.is_compiling() else h.clone(),
     "gradients": lambda h: h.clone() if torch.is_grad_enabled() and h.requires_grad else h,
+    "default dtype": lambda h: h if torch.get_default_dtype().is_floating_point else h.clone(),
     "alignment": lambda h: h if h.is_meta or h.data_ptr() % 16 == 0 else h.clone(),
+    "a kernel of CUDA": lambda h: h.contiguous() if h.is_cuda else h,
 }
 
 
@@ -73,22 +76,38 @@ def test_torchs_functions_are_as_before() -> None:
 
 
 class Stream(nn.Module):
-    """A decoder of torch behind a layer that writes its stream."""
+    """An encoder or a decoder of torch behind a layer that writes its stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        layer = nn.TransformerDecoderLayer(WIDTH, 2, 32, batch_first=True, norm_first=True)
-        self.stack = nn.TransformerDecoder(layer, 2, nn.LayerNorm(WIDTH))
+        layer, stack = (getattr(nn, f"Transformer{kind}{part}") for part in ("Layer", ""))
+        settings = {} if kind == "Decoder" else {"enable_nested_tensor": False}
+        one = layer(WIDTH, 2, 32, batch_first=True, norm_first=True)
+        self.stack = stack(one, 2, nn.LayerNorm(WIDTH), **settings)
         self.embed = nn.Linear(5, WIDTH)
 
     def forward(self, x: torch.Tensor, *mask: Any) -> Any:
         return self.stack(self.embed(x), *mask)
 
 
+MASKS = {
+    "causal": nn.Transformer.generate_square_subsequent_mask(7, dtype=torch.float64),
+    "boolean": torch.ones(7, 7, dtype=torch.bool).tril(2).logical_not(),
+    "a band": torch.full((7, 7), -torch.inf, dtype=torch.float64).triu(3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_transformer_encoder_takes_a_mask(mask: str) -> None:
+    """Torch compares the mask with a causal one if ``is_causal`` is not given."""
+    inputs = floats(2, 7, 5), MASKS[mask]
+    found = fold_in_place(randomised(Stream("Encoder")), *inputs, others=[inputs])
+    assert len(found.folded) == 5 and found.error < 1e-12 and not found.reasons
+
+
 @pytest.mark.slow
 def test_a_transformer_decoder_takes_a_mask() -> None:
-    """Torch compares the mask with a causal one if ``is_causal`` is not given."""
-    causal = nn.Transformer.generate_square_subsequent_mask(7, dtype=torch.float64)
-    inputs = floats(2, 7, 5), floats(2, 7, WIDTH), causal
-    found = fold_in_place(randomised(Stream()), *inputs, others=[inputs])
+    inputs = floats(2, 7, 5), floats(2, 7, WIDTH), MASKS["causal"]
+    found = fold_in_place(randomised(Stream("Decoder")), *inputs, others=[inputs])
     assert len(found.folded) == 7 and found.error < 1e-12 and not found.reasons

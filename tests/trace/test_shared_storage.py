@@ -8,7 +8,7 @@ from types import MethodType
 import pytest
 import torch
 import torch.nn.functional as F
-from folding_live import VOCAB, D, fold_in_place, ids, randomised
+from folding_live import VOCAB, D, Outcome, fold_in_place, ids, randomised
 from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
@@ -30,6 +30,11 @@ class Stem(nn.Module):
 def bind(model: Stem, forward: Callable[..., torch.Tensor]) -> None:
     """Replace the ``forward`` of an instance."""
     model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+
+
+def test_without_anything_shared_it_folds() -> None:
+    found = fold_in_place(randomised(Stem()), ids())
+    assert found.folded == {"norm"} and found.error < 1e-12
 
 
 def two_parameters(model: Stem) -> None:
@@ -123,6 +128,31 @@ def test_slices_that_overlap_are_not_centred() -> None:
     found = fold_in_place(model, ids())
     assert found.error < 1e-12 and not found.folded
     assert "second.weight" in found.said or "first.weight" in found.said
+
+
+class Changing(nn.Module):
+    """Changes its own weight when it is called."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.emb, self.norm = nn.Embedding(VOCAB, D), nn.LayerNorm(D)
+        self.how = how
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weight = self.emb.weight
+        if self.how == "clamp_":
+            weight.data.clamp_(min=0.1)
+        elif self.how == "assigned data":
+            weight.data = weight.data.clamp(min=0.1)
+        elif self.how == "new parameter":
+            self.emb.weight = nn.Parameter(weight.clamp(min=0.1), requires_grad=False)
+        return self.norm(self.emb(tokens))
+
+
+@pytest.mark.parametrize("how", ["clamp_", "assigned data", "new parameter"])
+def test_a_weight_that_a_call_changes_is_not_centred(how: str) -> None:
+    found: Outcome = fold_in_place(randomised(Changing(how)), ids())
+    assert found.error < 1e-12 and not found.folded
 
 
 def test_a_tensor_computed_from_a_weight_before_the_call_is_a_constant() -> None:
