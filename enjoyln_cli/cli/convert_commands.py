@@ -294,8 +294,8 @@ def _choose(
     from enjoyln_cli.matrix_choice.seed_search import search_seeds
     from enjoyln_cli.matrix_choice.trials import trials
 
-    place, inputs = device_named(device), read_user_data(**data)
-    with trials(ready, inputs, scheme, samples, watch.event, place, watch.seconds) as tried:
+    inputs, run_on = read_user_data(**data), device_named(device)
+    with trials(ready, inputs, scheme, samples, watch.event, run_on, watch.seconds) as tried:
         if learn and out:
             state = learning_state(out)
             return learn_matrices(tried, learn, state, watch.event, watch.seconds, resume=resume)

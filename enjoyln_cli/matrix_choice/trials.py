@@ -145,8 +145,16 @@ def trials(
     event("stage", "running the original on the data")
     model, most = _load(ready, None, device), INPUTS_IN_A_HALF if inputs is None else inputs // 2
     with TemporaryDirectory() as folder:
-        used, place = ready.plan.outputs, Path(folder)
-        halves = exact_halves(model, ready.subject, data, most, used, place, event, on_progress)
+        halves = exact_halves(
+            model,
+            ready.subject,
+            data,
+            most,
+            ready.plan.outputs,
+            Path(folder),
+            event,
+            on_progress,
+        )
         del model
         yield Trials(ready, scheme, device, *halves)
 

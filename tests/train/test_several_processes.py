@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,9 @@ import pytest
 import torch
 import transformers
 from live_models import ROOT
-from several_processes import together
 from tiny_models import PHI, live
 from torch import nn
+from warm_process import start
 
 from enjoyln_cli import from_pretrained, verify
 from enjoyln_cli.errors import UnsupportedModel
@@ -21,6 +23,25 @@ from enjoyln_cli.train import keep_centred
 from enjoyln_cli.train.trained_fold import plan_in_training
 
 MEMBER = ROOT / "tests" / "support" / "training_member.py"
+
+
+def together(*commands: Sequence[object]) -> list[tuple[int, str]]:
+    """Exit status and output of each process, started as by a launcher."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        "WORLD_SIZE": f"{len(commands)}",
+        "LOCAL_WORLD_SIZE": f"{len(commands)}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{port}",
+    }
+    running = [
+        start(*command, environment={**common, "RANK": f"{rank}"})
+        for rank, command in enumerate(commands)
+    ]
+    said = [process.communicate()[0] for process in running]
+    return [(process.wait(), text) for process, text in zip(running, said, strict=True)]
 
 
 @pytest.fixture(scope="module")
