@@ -1,0 +1,230 @@
+"""Tests that need a GPU: folded models, their training, and matrices that are learned there."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from live_models import CHECKPOINTS, FOLDED, computed_rms
+from rounding import as_exact, in_float64, relative
+from tiny_models import GPT2, PHI, live
+from torch import nn
+from torch.nn.functional import cross_entropy
+from training import differences, square_loss
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    Trainer,
+    TrainingArguments,
+)
+
+from enjoyln_cli import fold_in_memory, from_pretrained, optimize, verify
+from enjoyln_cli.comparison.user_data import UserData
+from enjoyln_cli.conversion.fold import prepare
+from enjoyln_cli.conversion.inspect import Opening, analyze
+from enjoyln_cli.kernels import gpu
+from enjoyln_cli.matrix_choice.learned_matrices import learn_matrices
+from enjoyln_cli.matrix_choice.seed_search import search_seeds
+from enjoyln_cli.matrix_choice.trials import MatrixChoice, trials
+from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.train import EnjoyLNCallback, keep_centred
+
+DEVICE = "cuda"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+IDS = torch.randint(3, 37, (4, 9), generator=torch.Generator().manual_seed(1))
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
+
+
+def inputs(name: str) -> dict[str, Any]:
+    """A call of a checkpoint of the tests, on the GPU."""
+    if name == "vit":
+        images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+        return {"pixel_values": images.to(DEVICE)}
+    return {"input_ids": IDS.to(DEVICE)}
+
+
+def result(model: Any, given: dict[str, Any]) -> torch.Tensor:
+    dtype = next(model.parameters()).dtype
+    given = {
+        key: value.to(dtype) if value.is_floating_point() else value for key, value in given.items()
+    }
+    with torch.no_grad():
+        outputs = model(**given)
+    logits: torch.Tensor = outputs.logits
+    return logits
+
+
+def stock(name: str, dtype: torch.dtype) -> Any:
+    auto: Any = AutoModelForImageClassification if name == "vit" else AutoModelForCausalLM
+    return auto.from_pretrained(CHECKPOINTS / name, dtype=dtype).to(DEVICE)
+
+
+def is_right(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Whether the model computes what the original does, on the GPU, and in RMSNorm."""
+    original, given = stock(name, dtype), inputs(name)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    assert all(computed_rms(model, lambda: result(model, given)))
+    exact = result(in_float64(original), given)
+    return as_exact(result(model, given), result(original, given), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FOLDED)
+def test_a_folded_model_computes_the_original(
+    name: str, dtype: torch.dtype, outs: dict[str, Path]
+) -> None:
+    gpu.measured.clear()
+    assert is_right(from_pretrained(outs[name], dtype=dtype, device_map=DEVICE), name, dtype)
+    merged = from_pretrained(outs[f"{name} merge bias"], dtype=dtype).to(DEVICE)
+    assert is_right(optimize(merged), name, dtype)
+    assert gpu.measured, "loading a model measures what computes its norms"
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_compiled_model_computes_the_original(mode: str | None, outs: dict[str, Path]) -> None:
+    model = from_pretrained(outs["gpt2"], dtype=torch.float32, device_map=DEVICE)
+    original, given = stock("gpt2", torch.float32), inputs("gpt2")
+    compiled = torch.compile(model, fullgraph=True, mode=mode)
+    found = [result(compiled, given).clone() for _ in range(3)][-1]
+    assert as_exact(found, result(original, given), result(in_float64(original), given))
+
+
+def test_generation_and_half_of_the_blocks_on_the_cpu(outs: dict[str, Path]) -> None:
+    names = [name for name, _ in stock("gpt2", torch.float32).transformer.named_children()]
+    places: dict[str, Any] = {f"transformer.{name}": 0 for name in names if name != "h"}
+    blocks = range(len(stock("gpt2", torch.float32).transformer.h))
+    places |= {f"transformer.h.{i}": "cpu" if i else 0 for i in blocks} | {"lm_head": 0}
+    split = from_pretrained(outs["gpt2"], dtype=torch.float32, device_map=places)
+    whole = from_pretrained(outs["gpt2"], dtype=torch.float32, device_map=DEVICE)
+    original, given = stock("gpt2", torch.float32), inputs("gpt2")
+    exact = result(in_float64(original), given)
+    assert as_exact(result(split, given), result(original, given), exact)
+    assert all(computed_rms(split, lambda: result(split, given)))
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
+    texts = [model.generate(**given, **options).tolist() for model in (original, split, whole)]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_model_on_the_gpu_is_folded_there() -> None:
+    original = live("PhiForCausalLM", transformers.PhiConfig(**PHI)).to(DEVICE)
+    folded = fold_in_memory(copy.deepcopy(original), analyze(original).plan)
+    given = inputs("phi")
+    assert all(computed_rms(folded, lambda: result(folded, given)))
+    assert relative(result(folded, given), result(original, given)) < 1e-12
+
+
+def test_verify_runs_on_the_gpu(outs: dict[str, Path]) -> None:
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    assert verify(outs["phi"], device_map=DEVICE, write=False).passed
+    assert torch.cuda.max_memory_allocated() > before
+
+
+def gpt2() -> Any:
+    model = live("GPT2LMHeadModel", transformers.GPT2Config(**{**GPT2, **NO_DROPOUT}))
+    return model.to(DEVICE)
+
+
+def losses(model: Any, steps: int, autocast: bool) -> torch.Tensor:
+    """The losses of training steps, and of the evaluation after each."""
+    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-2), IDS.to(DEVICE)
+
+    def loss_of(training: bool) -> torch.Tensor:
+        model.train(training)
+        with torch.set_grad_enabled(training), torch.autocast(DEVICE, torch.bfloat16, autocast):
+            logits = model(input_ids=ids).logits
+        return cross_entropy(logits[:, :-1].flatten(0, 1).double(), ids[:, 1:].flatten())
+
+    found = []
+    for _ in range(steps):
+        loss = loss_of(True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.detach(), loss_of(False)]
+    return torch.stack(found)
+
+
+def test_training_learns_what_layer_norm_learns() -> None:
+    plain, kept = gpt2(), gpt2()
+    keep_centred(kept)
+    expected, found = losses(plain, 6, False), losses(kept, 6, False)
+    assert float(expected[-1]) < 0.9 * float(expected[0])
+    assert relative(found, expected) < 1e-11
+    kept.eval()
+    assert all(computed_rms(kept, lambda: result(kept, inputs("gpt2"))))
+
+
+def test_training_under_autocast() -> None:
+    exact, plain, kept = gpt2(), gpt2().float(), gpt2().float()
+    keep_centred(kept)
+    runs = losses(kept, 6, True), losses(plain, 6, True), losses(exact, 6, False)
+    assert as_exact(*runs, stored=torch.bfloat16)
+
+
+def test_training_in_rms_norm() -> None:
+    batches = [torch.randn(5, 7, dtype=torch.float64, device=DEVICE) for _ in range(5)]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(7, 24), nn.LayerNorm(24), nn.Linear(24, 3)).double().to(DEVICE)
+    apart, weights, plan = differences(net, square_loss, batches, "AdamW", example=batches[0])
+    assert plan.folded and apart < 1e-11 and weights < 1e-10
+
+
+def test_the_trainer_with_mixed_precision(tmp_path: Path) -> None:
+    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    options: dict[str, Any] = {"bf16": True, "max_steps": 2, "save_steps": 2, "report_to": []}
+    arguments = TrainingArguments(str(tmp_path), disable_tqdm=True, **options)
+    model = gpt2().float()
+    Trainer(model, arguments, train_dataset=rows, callbacks=[EnjoyLNCallback()]).train()  # type: ignore[arg-type]
+    assert verify(tmp_path / "checkpoint-2", write=False).passed
+
+
+def test_parts_of_weights_are_centred_together() -> None:
+    """FSDP2, which accelerate starts on GPUs only; here in one process."""
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    init_process_group("nccl", init_method="tcp://127.0.0.1:29577", rank=0, world_size=1)
+    try:
+        plain, kept = gpt2(), gpt2()
+        keep_centred(kept)
+        for part in (*kept.transformer.h, kept):
+            fully_shard(part, mesh=init_device_mesh(DEVICE, (1,)))
+        assert relative(losses(kept, 4, False), losses(plain, 4, False)) < 1e-11
+        assert all(computed_rms(kept.eval(), lambda: result(kept, inputs("gpt2"))))
+    finally:
+        destroy_process_group()
+
+
+def ignore(*_: object) -> None:
+    """For events and progress."""
+
+
+def costs(choice: MatrixChoice) -> torch.Tensor:
+    halves = (choice.first_half, choice.second_half)
+    return torch.tensor([each.cost for half in halves for each in half.values()])
+
+
+def test_matrices_are_chosen_and_learned_as_on_the_cpu(tmp_path: Path) -> None:
+    """One state file goes from the GPU to the CPU: the second half of the steps is run there."""
+    options = Options(fold=False, rotate=True, untie=True)
+    ready = prepare(CHECKPOINTS / "gpt2", None, Opening(options=options), on_event=ignore)
+    rows = torch.randint(0, 500, (16, 24), generator=torch.Generator().manual_seed(0)).tolist()
+    data, found = UserData(tokens=tuple(map(tuple, rows))), {}
+    for place in ("cpu", DEVICE):
+        with trials(ready, data, "w4a8", None, ignore, torch.device(place)) as tried:
+            searched = search_seeds(tried, 3, ignore, ignore)
+            learned = learn_matrices(tried, 10, tmp_path / place, ignore, ignore)
+        assert learned.chosen == "learned"
+        found[place] = torch.cat([costs(searched), costs(learned)])
+    assert torch.allclose(found["cpu"], found[DEVICE], rtol=0.05)
+    with trials(ready, data, "w4a8", None, ignore) as tried:
+        again = learn_matrices(tried, 10, tmp_path / DEVICE, ignore, ignore, resume=True)
+    assert torch.allclose(costs(again), found[DEVICE][-6:], rtol=0.05)
