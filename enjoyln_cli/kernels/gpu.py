@@ -1,4 +1,4 @@
-"""What computes a folded norm on an NVIDIA GPU: the fastest of a few candidates, measured at load.
+"""What computes a folded norm on a GPU: the fastest of a few candidates, measured at load.
 
 ``prepare`` measures for the norms of a model, when it is loaded or optimised and never in a call.
 Each candidate is compared with the float64 formula on the GPU. Those that are right are timed with
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,13 +22,10 @@ from torch import Tensor
 
 from enjoyln_cli.kernels import formula
 
-SOURCE = Path(__file__).parent / "cuda.cu"
-TYPES = {"float32": "float", "float16": "Half", "bfloat16": "Bfloat"}
-"""The C++ type of each dtype in ``cuda.cu``."""
-MOST_THREADS, LANES = 256, 32
-WEIGHT, BIAS = 1, 2
-ROWS = (1, 32, 1024)
-"""The numbers of rows that are measured: a token, a batch of tokens, and a prompt."""
+ROWS = (1, 32, 1024, 32768)
+"""The numbers of rows that are measured: a token, a batch of tokens, a prompt, many prompts."""
+MOST_COMPARED = 1024
+"""Rows that are compared with the float64 formula."""
 CALLS, ROUNDS = 20, 5
 """Calls in one CUDA graph, and how often each candidate is timed, in turns."""
 MARGIN = 0.05
@@ -119,12 +115,12 @@ def measure(device: torch.device, norms: Norms, rows: int) -> Choice:
     weight = random(norms.width).to(parameters) if norms.weight else None
     bias = random(norms.width).to(parameters) if norms.bias else None
     wide = [None if t is None else t.double() for t in (weight, bias)]
-    exact = formula.rms_norm(x.double(), wide[0], wide[1], EPS)
+    exact = formula.rms_norm(x[:MOST_COMPARED].double(), wide[0], wide[1], EPS)
     right: dict[str, Callable[[], Tensor]] = {}
     left_out: dict[str, str] = {}
     for name, norm in CANDIDATES.items():
         try:
-            if formula.is_close(norm(x, weight, bias, EPS), exact):
+            if formula.is_close(norm(x, weight, bias, EPS)[:MOST_COMPARED], exact):
                 right[name] = partial(norm, x, weight, bias, EPS)
             else:
                 left_out[name] = "its result is wrong"
@@ -170,17 +166,19 @@ def fastest(times: Mapping[str, Times]) -> str:
 
 
 def kernel_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm by the kernel of this project (``cuda.cu``), on the GPU of ``x``, ``(..., d)``."""
-    x, d = x.contiguous(), x.shape[-1]
-    y = torch.empty_like(x)
-    tensors = [x, y, x if weight is None else weight, x if bias is None else bias]
-    parts = WEIGHT * (weight is not None) + BIAS * (bias is not None)
-    aligned, threads = shape_of_launch(d, x.element_size(), [t.data_ptr() for t in tensors])
-    name = "rms_norm_packs" if aligned else "rms_norm_single"
-    kernel = _compiled(x.device, name, *_dtypes(x, weight, bias))
-    with torch.cuda.device(x.device):
-        kernel((x.numel() // d, 1, 1), (threads, 1, 1), [*tensors, d, float(eps), parts])
-    return y
+    """RMSNorm by the kernel of this project (``triton_norm``), on the GPU of ``x``, ``(..., d)``.
+
+    Raises ``ImportError`` where Triton is not installed, and what Triton raises if it cannot
+    compile the kernel.
+    """
+    return _kernel()(x, weight, bias, eps)
+
+
+@cache
+def _kernel() -> Norm:
+    from enjoyln_cli.kernels.triton_norm import rms_norm
+
+    return rms_norm
 
 
 CANDIDATES: dict[str, Norm] = {
@@ -189,26 +187,6 @@ CANDIDATES: dict[str, Norm] = {
     "kernel": kernel_norm,
 }
 """What may compute a norm, in the order in which one may replace another."""
-
-
-def shape_of_launch(width: int, size: int, addresses: Iterable[int]) -> tuple[bool, int]:
-    """Whether rows of ``width`` elements of ``size`` bytes are read in packs, and the threads."""
-    pack = 16 // size
-    aligned = width % pack == 0 and not any(address % 32 for address in addresses)
-    work = width // pack if aligned else width
-    return aligned, min(MOST_THREADS, LANES * max(1, -(-work // LANES)))
-
-
-@cache
-def _compiled(device: torch.device, name: str, dtype: str, parameters: str) -> Any:
-    """The function ``name`` of ``cuda.cu``, which torch compiles for a GPU.
-
-    Raises ``KeyError`` for a dtype that is none of ``TYPES``, and ``RuntimeError`` or ``OSError``
-    if torch cannot compile it, for example without ``CUDA_HOME``.
-    """
-    options = ["--std=c++17", f"-DROW={TYPES[dtype]}", f"-DPARAMETER={TYPES[parameters]}"]
-    with torch.cuda.device(device):
-        return torch.cuda._compile_kernel(SOURCE.read_text(), name, nvcc_options=options)
 
 
 def _dtypes(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[str, str]:

@@ -128,4 +128,3 @@ def test_a_wheel_is_built_with_and_without_a_compiler(compiler: bool, tmp_path: 
     assert name.startswith("enjoyln-") and "-py3-none-" in name
     files = zipfile.ZipFile(tmp_path / name).namelist()
     assert ("enjoyln_cli/kernels/librms_norm.so" in files) == compiler
-    assert "enjoyln_cli/kernels/cuda.cu" in files

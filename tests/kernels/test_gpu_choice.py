@@ -1,13 +1,11 @@
-"""What computes a norm on a GPU: when it is measured, what is chosen, and that NVRTC compiles it.
+"""What computes a norm on a GPU: when it is measured, and what is chosen.
 
-The measurements are handed in. What the kernel computes is in ``test_cuda_on_cpu``, and on a real
+The measurements are handed in. What the kernel computes is in ``test_triton_norm``, and on a real
 GPU in ``test_gpu``.
 """
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,62 +116,3 @@ def test_the_kinds_of_norms_of_a_model(outs: dict[str, Path]) -> None:
     assert kinds.count(biasless) == len(marker["merged"]["bias"])
     heads = replace(biasless, bias=True, width=width // model.config.num_attention_heads)
     assert set(kinds) <= {biasless, replace(biasless, bias=True), heads} and heads in kinds
-
-
-def test_a_launch_has_whole_warps_and_reads_packs_only_where_they_are_aligned() -> None:
-    for size, widths in ((4, (4, 768, 4096)), (2, (8, 768, 4096))):
-        for width in widths:
-            packs, threads = gpu.shape_of_launch(width, size, [256, 512])
-            assert packs and threads % 32 == 0 and 32 <= threads <= 256
-            assert not gpu.shape_of_launch(width, size, [256, 512 + size])[0]
-        assert not gpu.shape_of_launch(width + 1, size, [256])[0]
-    assert gpu.shape_of_launch(768, 2, [0]) == (True, 96)
-    assert gpu.shape_of_launch(1, 2, [0]) == (False, 32)
-
-
-def nvrtc_libraries() -> list[Path]:
-    folders = [Path(folder) / "nvidia" for folder in sys.path if folder]
-    return sorted({path for folder in folders for path in folder.glob("**/libnvrtc.so.*")})
-
-
-@pytest.fixture(params=nvrtc_libraries(), ids=lambda path: path.name)
-def nvrtc(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    """Each NVRTC that is installed: torch's wheels bring those of several CUDA versions."""
-    for builtins in sorted(request.param.parent.glob("libnvrtc-builtins.so.*")):
-        ctypes.CDLL(str(builtins))  # some versions look for this library by its name alone
-    return ctypes.CDLL(str(request.param))
-
-
-def compiled(library: ctypes.CDLL, options: list[str]) -> bytes:
-    """``cuda.cu`` as a binary for a GPU. Raises ``AssertionError`` with what NVRTC says."""
-    flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    library.nvrtcCreateProgram(
-        ctypes.byref(program), gpu.SOURCE.read_bytes(), b"cuda.cu", 0, None, None
-    )
-    failed = library.nvrtcCompileProgram(program, len(options), flags)
-    kind = "ProgramLog" if failed else "CUBIN"
-    getattr(library, f"nvrtcGet{kind}Size")(program, ctypes.byref(size))
-    result = ctypes.create_string_buffer(size.value)
-    getattr(library, f"nvrtcGet{kind}")(program, result)
-    library.nvrtcDestroyProgram(ctypes.byref(program))
-    assert not failed, result.value.decode()
-    return result.raw
-
-
-@pytest.mark.parametrize("dtype", gpu.TYPES)
-def test_nvrtc_compiles_the_kernel(
-    nvrtc: ctypes.CDLL, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the options that torch gets, without headers of CUDA's toolkit."""
-    given: list[list[str]] = []
-    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    monkeypatch.setattr(
-        torch.cuda, "_compile_kernel", lambda source, name, nvcc_options: given.append(nvcc_options)
-    )
-    gpu._compiled.cache_clear()
-    for architecture, parameters in (("sm_75", "float32"), ("sm_90", dtype)):
-        gpu._compiled(torch.device("cuda"), f"for {architecture}", dtype, parameters)
-        binary = compiled(nvrtc, [f"--gpu-architecture={architecture}", *given[-1]])
-        assert binary.startswith(b"\x7fELF")
-        assert b"rms_norm_packs" in binary and b"rms_norm_single" in binary
