@@ -36,7 +36,7 @@ from enjoyln_cli.kernels.gpu import Choice, Norms
 
 ROOT = Path(__file__).parent.parent
 WIDTHS = (768, 1024, 2048, 4096)
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = ((1, 128), (8, 512), (32, 512))
 """Rows and tokens of each model."""
 COMPILED, COMPILED_SIZES = ("gpt2", "bert", "vit"), ((8, 512),)
@@ -70,10 +70,15 @@ def measure_norms(seconds: float) -> list[dict[str, Any]]:
 
 def with_bandwidth(choice: Choice) -> dict[str, Any]:
     """A choice as plain values, with GB/s: bytes that have to be read and written, over time."""
-    size = torch.empty(0, dtype=getattr(torch, choice.norms.dtype)).element_size()
-    moved = 2 * choice.rows * choice.norms.width * size
+    moved = 2 * choice.rows * choice.norms.width * choice.norms.dtype.itemsize
     rates = {name: round(moved / (times.graph * 1e3), 1) for name, times in choice.times.items()}
-    return asdict(choice) | {"gigabytes_per_second": rates}
+    norms = {name: as_text(value) for name, value in choice.norms._asdict().items()}
+    return asdict(choice) | {"norms": norms, "gigabytes_per_second": rates}
+
+
+def as_text(value: Any) -> Any:
+    """The name of a dtype, and any other value as it is."""
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def time_eager(seconds: float) -> dict[str, Any]:

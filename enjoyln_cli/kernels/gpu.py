@@ -8,21 +8,21 @@ long as the process. ``ENJOYLN_KERNELS=0`` switches this off.
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from enjoyln_cli.kernels import formula
 
-ROWS = (1, 32, 1024, 32768)
+ROWS = (1, 32, 1024, 8192, 32768)
 """The numbers of rows that are measured: a token, a batch of tokens, a prompt, many prompts."""
 MOST_COMPARED = 1024
 """Rows that are compared with the float64 formula."""
@@ -35,14 +35,13 @@ EPS = 1e-5
 Norm = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
 
 
-@dataclass(frozen=True)
-class Norms:
+class Norms(NamedTuple):
     """A kind of norm: all that its speed depends on, besides the number of rows."""
 
-    dtype: str
-    """Of the rows, such as ``bfloat16``."""
-    parameters: str
-    """The dtype of weight and bias; that of the rows if there are none."""
+    dtype: torch.dtype
+    """Of the rows."""
+    parameters: torch.dtype
+    """Of weight and bias; that of the rows if there are none."""
     weight: bool
     bias: bool
     width: int
@@ -70,16 +69,24 @@ class Choice:
     """Why other candidates were not timed."""
 
 
-measured: dict[tuple[torch.device, Norms], tuple[Choice, ...]] = {}
-"""The choices of this process: for each GPU and kind of norm, one for each of ``ROWS``."""
+measured: dict[Any, tuple[Choice, ...]] = {}
+"""The choices of this process, by GPU and ``Norms``: one for each of ``ROWS``."""
+fewest = 0
+"""Elements of the smallest tensor for which anything but torch's LayerNorm was chosen."""
 
 
 def fastest_for(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Norm | None:
-    """The fastest candidate for a norm of ``x``, or ``None`` if nothing was measured for it."""
-    norms = Norms(*_dtypes(x, weight, bias), weight is not None, bias is not None, x.shape[-1])
-    for choice in measured.get((x.device, norms), ()):
-        most = choice.rows * math.sqrt(32)  # the geometric mean of this and the next of ROWS
-        if choice.rows == ROWS[-1] or x.numel() < most * norms.width:
+    """The fastest candidate for a norm of ``x``, or ``None`` if nothing was measured for it.
+
+    It is that of the largest number of rows that was measured and that ``x`` has. With more rows
+    a norm takes more of the GPU's time, and calling it as much of the processor's. So what pays for
+    more rows may not pay here. This runs in each norm of each call: a plain tuple is the key.
+    """
+    parameter = weight if weight is not None else x if bias is None else bias
+    width, has = x.shape[-1], (weight is not None, bias is not None)
+    choices = measured.get((x.device, (x.dtype, parameter.dtype, *has, width)), ())
+    for choice in reversed(choices):
+        if x.numel() >= choice.rows * width:
             return CANDIDATES[choice.candidate]
     return None
 
@@ -96,6 +103,7 @@ def prepare(kinds: Iterable[tuple[torch.device, Norms]]) -> None:
 
     Does nothing for kinds that were measured before, on other devices, and if it is switched off.
     """
+    global fewest
     for device, norms in () if why_not_measured() else kinds:
         device = torch.device(device.type, device.index or 0)
         if device.type == "cuda" and (device, norms) not in measured:
@@ -104,16 +112,19 @@ def prepare(kinds: Iterable[tuple[torch.device, Norms]]) -> None:
                 choices += (measure(device, norms, rows) for rows in ROWS)
             measured[device, norms] = tuple(choices)  # fewer if the memory is not enough
             torch.cuda.empty_cache()  # the memory of the graphs
+    chosen = [choice for choices in measured.values() for choice in choices]
+    sizes = [each.rows * each.norms.width for each in chosen if each.candidate != "layer_norm"]
+    fewest = min(sizes, default=sys.maxsize) if chosen else 0
 
 
 def measure(device: torch.device, norms: Norms, rows: int) -> Choice:
     """Check and time all candidates for ``rows`` rows of zero mean on the current GPU."""
     generator = torch.Generator(device).manual_seed(0)
     random = partial(torch.randn, device=device, generator=generator)
-    x, parameters = random(rows, norms.width), getattr(torch, norms.parameters)
-    x = (x - x.mean(-1, keepdim=True)).to(getattr(torch, norms.dtype))
-    weight = random(norms.width).to(parameters) if norms.weight else None
-    bias = random(norms.width).to(parameters) if norms.bias else None
+    x = random(rows, norms.width)
+    x = (x - x.mean(-1, keepdim=True)).to(norms.dtype)
+    weight = random(norms.width).to(norms.parameters) if norms.weight else None
+    bias = random(norms.width).to(norms.parameters) if norms.bias else None
     wide = [None if t is None else t.double() for t in (weight, bias)]
     exact = formula.rms_norm(x[:MOST_COMPARED].double(), wide[0], wide[1], EPS)
     right: dict[str, Callable[[], Tensor]] = {}
@@ -187,13 +198,3 @@ CANDIDATES: dict[str, Norm] = {
     "kernel": kernel_norm,
 }
 """What may compute a norm, in the order in which one may replace another."""
-
-
-def _dtypes(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[str, str]:
-    """The dtype of the rows, and that of the parameters, or of the rows if there are none."""
-    parameter = next((p for p in (weight, bias) if p is not None), x)
-    return _name(x.dtype), _name(parameter.dtype)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

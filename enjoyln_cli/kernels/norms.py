@@ -58,11 +58,12 @@ def rms_norm(
         return formula.torch_rms_norm(x, weight, bias, eps)
     if is_compiling() or x.dtype is torch.float64:
         return formula.rms_norm(x, weight, bias, eps)
-    if not literal and x.is_cpu and x.numel() < FEWEST:
+    if not literal and x.numel() < (FEWEST if x.is_cpu else gpu.fewest):
         return formula.layer_norm(x, weight, bias, eps)
-    y = cpu.rms_norm(x, weight, bias, eps)
-    if y is not None:
-        return y
+    if x.is_cpu:
+        y = cpu.rms_norm(x, weight, bias, eps)
+        if y is not None:
+            return y
     return _instead(x, weight, bias, literal)(x, weight, bias, eps)
 
 
@@ -71,15 +72,25 @@ def _instead(x: Tensor, weight: Tensor | None, bias: Tensor | None, literal: boo
 
     ``F.rms_norm`` is one kernel without a bias, and with a weight of the dtype of ``x``.
     """
-    device = x.device.type
-    is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    fuses = torch_fuses(device) and not is_autocast
+    device, shape = x.device.type, x.shape[-1:]
+    is_autocast = _has_autocast(device) and torch.is_autocast_enabled(device)
     if literal:
+        fuses = torch_fuses(device) and not is_autocast
         return formula.torch_rms_norm if fuses else formula.rms_norm
-    parameters = [p for p in (weight, bias) if p is not None]
-    gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters))
-    if is_autocast or gradient or any(p.shape != x.shape[-1:] for p in parameters):
+    if is_autocast or (torch.is_grad_enabled() and _requires_grad(x, weight, bias)):
         return formula.layer_norm
-    fits = fuses and bias is None and (weight is None or weight.dtype == x.dtype)
-    alike = formula.torch_rms_norm if fits else formula.layer_norm
-    return gpu.fastest_for(x, weight, bias) or alike
+    for parameter in (weight, bias):
+        if parameter is not None and parameter.shape != shape:
+            return formula.layer_norm
+    fastest = gpu.fastest_for(x, weight, bias) if gpu.measured else None
+    if fastest is not None:
+        return fastest
+    fits = bias is None and (weight is None or weight.dtype == x.dtype) and torch_fuses(device)
+    return formula.torch_rms_norm if fits else formula.layer_norm
+
+
+_has_autocast = cache(torch.amp.is_autocast_available)
+
+
+def _requires_grad(*tensors: Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)

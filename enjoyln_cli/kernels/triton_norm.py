@@ -15,8 +15,8 @@ MOST_WARPS = 8
 ELEMENTS_OF_A_WARP = 256
 
 
-@triton.jit
-def rms_norm_of_row(
+@triton.jit  # type: ignore[untyped-decorator]
+def rms_norm_of_row(  # type: ignore[no-untyped-def]
     x, y, weight, bias, width, eps, has_weight: tl.constexpr, has_bias: tl.constexpr,
     block: tl.constexpr,
 ):  # fmt: skip

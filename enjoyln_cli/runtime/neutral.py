@@ -75,10 +75,6 @@ def kinds_of_norms(
         has_bias = bias is not None and path not in biasless
         rows = getattr(model, "dtype", tensor.dtype)
         dtype = tensor.dtype if has_weight or has_bias else rows
-        kind = Norms(_name(rows), _name(dtype), has_weight, has_bias, tensor.numel())
+        kind = Norms(rows, dtype, has_weight, has_bias, tensor.numel())
         kinds.append((tensor.device, kind))
     return kinds
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -89,7 +89,7 @@ def test_a_kernel_runs_on_the_gpu_of_its_tensor() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_candidate_is_right_and_is_timed(dtype: str, bias: bool) -> None:
-    kind = gpu.Norms(dtype, dtype, True, bias, 768)
+    kind = gpu.Norms(getattr(torch, dtype), getattr(torch, dtype), True, bias, 768)
     gpu.prepare([(torch.device("cuda", 0), kind)])
     choices = gpu.measured[torch.device("cuda", 0), kind]
     assert [choice.rows for choice in choices] == list(gpu.ROWS)

@@ -6,7 +6,6 @@ GPU in ``test_gpu``.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from enjoyln_cli.kernels import formula, gpu
 from enjoyln_cli.kernels.gpu import Choice, Norms, Times, fastest
 from enjoyln_cli.runtime.neutral import kinds_of_norms
 
-KIND = Norms("float32", "float32", True, True, 24)
+KIND = Norms(torch.float32, torch.float32, True, True, 24)
 SLOW, FAST = Times(10.0, 20.0), Times(5.0, 20.0)
 
 
@@ -43,6 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Norms, int]]:
 
     monkeypatch.setattr(gpu, "measure", measure)
     monkeypatch.setattr(gpu, "measured", {})
+    monkeypatch.setattr(gpu, "fewest", 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
@@ -54,7 +54,7 @@ def on_gpu(*kinds: Norms) -> list[tuple[torch.device, Norms]]:
 
 
 def test_each_kind_is_measured_once(asked: list[tuple[Norms, int]]) -> None:
-    other = replace(KIND, width=32)
+    other = KIND._replace(width=32)
     kernels.prepare(on_gpu(KIND, KIND))
     kernels.prepare(on_gpu(KIND, other))
     assert asked == [(kind, rows) for kind in (KIND, other) for rows in gpu.ROWS]
@@ -90,7 +90,7 @@ def test_where_the_memory_is_not_enough_nothing_changes(
     assert [choice.rows for choice in choices] == [1, 32]
 
 
-def test_each_number_of_rows_uses_the_nearest_measurement(
+def test_each_number_of_rows_uses_the_measurement_of_as_many_or_fewer(
     asked: list[tuple[Norms, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the CPU, as if it were the GPU: the choice depends on a tensor's device and sizes."""
@@ -99,10 +99,32 @@ def test_each_number_of_rows_uses_the_nearest_measurement(
         gpu, "measured", {(torch.device("cpu"), KIND): gpu.measured[on_gpu(KIND)[0]]}
     )
     weight, bias = torch.ones(24), torch.zeros(24)
-    for rows, candidate in ((1, formula.layer_norm), (5, formula.layer_norm), (6, gpu.kernel_norm)):
+    for rows, candidate in (
+        (1, formula.layer_norm),
+        (31, formula.layer_norm),
+        (32, gpu.kernel_norm),
+    ):
         assert gpu.fastest_for(torch.ones(rows, 24), weight, bias) is candidate
     assert gpu.fastest_for(torch.ones(10**5, 24), weight, bias) is gpu.kernel_norm
     assert gpu.fastest_for(torch.ones(5, 24), weight, None) is None, "another kind"
+
+
+def test_smaller_tensors_than_any_choice_concerns_are_not_looked_up(
+    asked: list[tuple[Norms, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels.prepare(on_gpu(KIND, KIND._replace(width=48)))
+    assert gpu.fewest == 32 * 24
+    looked_up: list[int] = []
+
+    def fastest_for(x: torch.Tensor, *parameters: object) -> gpu.Norm:
+        looked_up.append(x.numel())
+        return formula.layer_norm
+
+    monkeypatch.setattr(gpu, "fastest_for", fastest_for)
+    weight = torch.ones(24, device="meta")
+    for rows in (31, 32):
+        kernels.rms_norm(torch.ones(rows, 24, device="meta"), weight, weight, 1e-5)
+    assert looked_up == [32 * 24]
 
 
 def test_the_kinds_of_norms_of_a_model(outs: dict[str, Path]) -> None:
@@ -112,7 +134,7 @@ def test_the_kinds_of_norms_of_a_model(outs: dict[str, Path]) -> None:
     found = kinds_of_norms(model, marker.get("weightless", ()), marker["merged"]["bias"])
     assert {device for device, _ in found} == {torch.device("cpu")}
     kinds = [kind for _, kind in found]
-    biasless = Norms("bfloat16", "bfloat16", True, False, width)
+    biasless = Norms(torch.bfloat16, torch.bfloat16, True, False, width)
     assert kinds.count(biasless) == len(marker["merged"]["bias"])
-    heads = replace(biasless, bias=True, width=width // model.config.num_attention_heads)
-    assert set(kinds) <= {biasless, replace(biasless, bias=True), heads} and heads in kinds
+    heads = biasless._replace(bias=True, width=width // model.config.num_attention_heads)
+    assert set(kinds) <= {biasless, biasless._replace(bias=True), heads} and heads in kinds

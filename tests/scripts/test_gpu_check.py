@@ -20,7 +20,7 @@ from enjoyln_cli.kernels import gpu
 from enjoyln_cli.kernels.gpu import Choice, Norms, Times
 
 SIMULATED = "SIMULATED, NOT A MEASUREMENT"
-KIND = Norms("float32", "float32", True, True, 768)
+KIND = Norms(torch.float32, torch.float32, True, True, 768)
 CHOICE = Choice(KIND, 32, "kernel", {"layer_norm": Times(10, 12), "kernel": Times(4, 9)}, {})
 
 
