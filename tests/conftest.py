@@ -12,9 +12,8 @@ import inductor
 import pytest
 import torch
 import transformers
-from hub_server import Hub, serving
+from hub_server import Hub, connected, serving
 from live_models import CHECKPOINTS
-from warm_process import servers
 
 from enjoyln_cli import Options, fold
 
@@ -35,11 +34,13 @@ def pytest_configure() -> None:
 
     A job in the background of a script ignores Ctrl-C, and so would the commands it starts. What
     transformers logs goes to the stream that was there when it was imported, which pytest has
-    closed by the time of the tests. Python looks for garbage less often than by default.
+    closed by the time of the tests. No test uses a token of the user. Python looks for garbage less
+    often than by default.
     """
     torch.set_num_threads(1)
     gc.set_threshold(20_000, 20, 100)
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.pop("HF_TOKEN", None)
     transformers.logging.set_verbosity_error()
     inductor.keep_apart()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -56,13 +57,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if name in seen:
                 item.add_marker(pytest.mark.slow)
             seen.add(name)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def servers_of_commands() -> Iterator[None]:
-    """Processes that commands are forked from (``warm_process``); they end with the tests."""
-    with servers():
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,21 +101,22 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("eight")
 
 
+@pytest.fixture(scope="session")
+def hub_server() -> Iterator[Hub]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def home(hub_server: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The cache of the module's tests, which reach ``hub_server`` in place of the Hub."""
+    path = tmp_path_factory.mktemp("home")
+    with connected(hub_server.url, path):
+        yield path
+
+
 @pytest.fixture
-def quiet_hub(hub: Hub) -> None:
+def quiet_hub(hub: Hub, home: Path) -> None:
     """The module's ``hub`` begins each test without requests and faults."""
     hub.requests.clear()
     hub.faults.clear()
-
-
-@pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``HF_HOME`` is for all commands in front of the Hub's server."""
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="session")
-def hub_server() -> Iterator[Hub]:
-    """One server for all tests: for another address, commands would import everything again."""
-    with serving() as server:
-        yield server

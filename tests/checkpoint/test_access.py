@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-from hub_clients import TOKEN
+from hub_server import TOKEN
 
 from enjoyln_cli.checkpoint.access import (
     DEFAULT_ACCESS,

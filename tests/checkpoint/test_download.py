@@ -7,15 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_clients import CHECKPOINTS, GPT2, TOKEN, Done, enjoyln, python
-from hub_server import Hub, sha256
+from commands import enjoyln, good, refused
+from hub_server import TOKEN, Hub, connected, sha256
+from huggingface_hub import hf_hub_download
+from live_models import CHECKPOINTS
 from safetensors.torch import load_file, save
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from enjoyln_cli.checkpoint.access import HubAccess
+from enjoyln_cli.checkpoint.reader import open_checkpoint
+from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import EnjoyLNError
 
 pytestmark = pytest.mark.usefixtures("quiet_hub")
 
+GPT2 = CHECKPOINTS / "gpt2"
 SHARDS = 3
 
 
@@ -66,18 +72,14 @@ def hub(hub_server: Hub) -> Hub:
 def plain(hub: Hub, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GPT-2, folded after a complete download."""
     out = tmp_path_factory.mktemp("plain") / "out"
-    call = ["fold", "org/sharded", "-o", out, "--no-verify"]
-    (done,) = enjoyln(hub, home, [*call, "--cache-dir", out.parent / "cache"])
-    assert done.status == 0, done.err
+    good("fold", "org/sharded", "-o", out, "--no-verify", "--cache-dir", out.parent / "cache")
     return out
 
 
-def stream(hub: Hub, home: Path, model: str, out: Path, *options: object, **settings: str) -> Done:
-    """``fold --stream`` with the cache ``cache`` beside ``out``."""
+def stream(model: str, out: Path, *options: object) -> list[object]:
+    """The words for ``fold --stream`` with the cache ``cache`` beside ``out``."""
     cache = out.parent / "cache"
-    call = ["fold", model, "-o", out, "--stream", "--cache-dir", cache, *options]
-    (done,) = enjoyln(hub, home, call, **settings)
-    return done
+    return ["fold", model, "-o", out, "--stream", "--cache-dir", cache, *options]
 
 
 def weights(folder: Path) -> dict[str, str]:
@@ -94,25 +96,20 @@ def cached_weights(folder: Path) -> list[str]:
     return sorted([*(path.name for path in large), *links])
 
 
-def test_the_result_is_the_same_and_the_cache_is_empty(
-    hub: Hub, home: Path, plain: Path, tmp_path: Path
-) -> None:
-    done = stream(hub, home, "org/sharded", tmp_path / "out")
-    assert done.status == 0, done.err
+def test_the_result_is_the_same_and_the_cache_is_empty(plain: Path, tmp_path: Path) -> None:
+    printed = good(*stream("org/sharded", tmp_path / "out"))
     assert weights(tmp_path / "out") == weights(plain)
     assert len(weights(plain)) == SHARDS + 4
     assert cached_weights(tmp_path / "out") == []
     assert cached_weights(plain) != []
-    text = " ".join(done.out.split())
+    text = " ".join(printed.split())
     assert "not verified (--stream)" in text and "enjoyln verify" in text
     card = (tmp_path / "out" / "README.md").read_text()
     assert "--stream" in card
 
 
-def test_a_single_file_of_a_private_repository(hub: Hub, home: Path, tmp_path: Path) -> None:
-    done = stream(hub, home, "me/single", tmp_path / "out", "--token", TOKEN, "--json")
-    assert done.status == 0, done.err
-    found = json.loads(done.out)
+def test_a_single_file_of_a_private_repository(hub: Hub, tmp_path: Path) -> None:
+    found = json.loads(good(*stream("me/single", tmp_path / "out", "--token", TOKEN, "--json")))
     assert found["streamed"] is True and found["verification"] is None
     assert found["become_rmsnorm"] == 7
     of_storage = [request for request in hub.requests if request.path.startswith("/storage/")]
@@ -120,42 +117,30 @@ def test_a_single_file_of_a_private_repository(hub: Hub, home: Path, tmp_path: P
     assert not any("authorization" in request.headers for request in of_storage)
 
 
-@pytest.mark.slow
-def test_one_file_at_a_time(hub: Hub, home: Path, tmp_path: Path) -> None:
-    code = f"""
-import json
-from enjoyln_cli.checkpoint.access import HubAccess
-from enjoyln_cli.checkpoint.reader import open_checkpoint
-from enjoyln_cli.checkpoint.source import open_source
-access = HubAccess(token={TOKEN!r}, cache_dir={str(tmp_path)!r})
-source = open_source("org/sharded", access=access, weights=True, stream=True)
-assert {TOKEN!r} not in repr(source)
-assert len(open_checkpoint(source).tensors) > 20
-blobs = source.path.parent.parent / "blobs"
-def large():
-    return sum(path.stat().st_size > 50_000 for path in blobs.iterdir())
-seen = [large()]
-for file in source.remote.headers:
-    with source.remote.at_hand(file):
-        seen.append(large())
-        assert list(source.remote.here) == [file] and source.remote.here[file].is_file()
-    seen.append(large())
-print(json.dumps(seen))
-"""
-    assert json.loads(python(hub, home, code)) == [0, 1, 0, 1, 0, 1, 0]
+def test_one_file_at_a_time(tmp_path: Path) -> None:
+    access = HubAccess(token=TOKEN, cache_dir=str(tmp_path))
+    source = open_source("org/sharded", access=access, weights=True, stream=True)
+    assert TOKEN not in repr(source)
+    assert len(open_checkpoint(source).tensors) > 20
+    blobs = source.path.parent.parent / "blobs"
+
+    def large() -> int:
+        return sum(path.stat().st_size > 50_000 for path in blobs.iterdir())
+
+    assert source.remote and large() == 0
+    for file in source.remote.headers:
+        with source.remote.at_hand(file):
+            assert large() == 1
+            assert list(source.remote.here) == [file] and source.remote.here[file].is_file()
+        assert large() == 0
 
 
-def test_what_was_in_the_cache_stays_there(
-    hub: Hub, home: Path, plain: Path, tmp_path: Path
-) -> None:
+def test_what_was_in_the_cache_stays_there(hub: Hub, plain: Path, tmp_path: Path) -> None:
     file = "model-00002-of-00003.safetensors"
-    fetch = "from huggingface_hub import hf_hub_download; "
-    fetch += f"hf_hub_download('org/sharded', {file!r}, cache_dir={str(tmp_path / 'cache')!r})"
-    python(hub, home, fetch)
+    hf_hub_download("org/sharded", file, cache_dir=tmp_path / "cache")
     before = cached_weights(tmp_path / "out")
     hub.requests.clear()
-    done = stream(hub, home, "org/sharded", tmp_path / "out")
-    assert done.status == 0, done.err
+    good(*stream("org/sharded", tmp_path / "out"))
     assert cached_weights(tmp_path / "out") == before and file in before
     data = hub.repositories["org/sharded"].files()[file]
     assert not any(request.path.endswith(sha256(data)) for request in hub.requests)
@@ -165,12 +150,11 @@ def test_what_was_in_the_cache_stays_there(
 def test_offline_what_is_in_the_cache_is_enough(
     hub: Hub, home: Path, plain: Path, tmp_path: Path
 ) -> None:
-    call = ["fold", "org/sharded", "--cache-dir", plain.parent / "cache", "--stream"]
-    (done,) = enjoyln(hub, home, [*call, "-o", tmp_path / "out"], HF_HUB_OFFLINE="1")
-    assert done.status == 0, done.err
+    with connected(hub.url, home, offline=True):
+        words = ("fold", "org/sharded", "--cache-dir", plain.parent / "cache", "--stream")
+        good(*words, "-o", tmp_path / "out")
+        assert "not in the cache" in refused(*stream("org/sharded", tmp_path / "other"))
     assert weights(tmp_path / "out") == weights(plain)
-    done = stream(hub, home, "org/sharded", tmp_path / "other", HF_HUB_OFFLINE="1")
-    assert "not in the cache" in done.error
 
 
 def asked(hub: Hub, oid: str) -> list[str]:
@@ -180,13 +164,12 @@ def asked(hub: Hub, oid: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_download_that_is_cut_goes_on(hub: Hub, home: Path, tmp_path: Path) -> None:
+def test_a_download_that_is_cut_goes_on(hub: Hub, tmp_path: Path) -> None:
     """A broken download resumes within a run. If the run fails, the partial file is deleted."""
     files = hub.repositories["org/large"].files()
     oid = sha256(files["model-00001-of-00003.safetensors"])
-    call = ["fold", "org/large", "--no-verify", "--cache-dir", tmp_path / "all"]
-    (done,) = enjoyln(hub, home, [*call, "-o", tmp_path / "plain"])
-    assert done.status == 0, done.err
+    whole = ("fold", "org/large", "--no-verify", "--cache-dir", tmp_path / "all")
+    good(*whole, "-o", tmp_path / "plain")
 
     def cut(*later: int) -> None:
         hub.requests.clear()
@@ -197,51 +180,45 @@ def test_a_download_that_is_cut_goes_on(hub: Hub, home: Path, tmp_path: Path) ->
             hub.fault("GET", oid, status=status)
 
     cut()
-    done = stream(hub, home, "org/large", tmp_path / "out")
-    assert done.status == 0, done.err
+    good(*stream("org/large", tmp_path / "out"))
     assert asked(hub, oid) == ["", f"bytes={10 << 20}-"]
     assert weights(tmp_path / "out") == weights(tmp_path / "plain")
 
     cut(404)
-    done = stream(hub, home, "org/large", tmp_path / "again")
-    assert "org/large" in done.error and not (tmp_path / "again").exists()
+    again = stream("org/large", tmp_path / "again")
+    assert "org/large" in refused(*again) and not (tmp_path / "again").exists()
     assert cached_weights(tmp_path / "again") == []
-    done = stream(hub, home, "org/large", tmp_path / "again")
-    assert done.status == 0, done.err
+    good(*again)
     assert weights(tmp_path / "again") == weights(tmp_path / "plain")
     assert cached_weights(tmp_path / "again") == []
 
 
 def test_a_run_that_failed_goes_on_with_the_files_that_are_missing(
-    hub: Hub, home: Path, plain: Path, tmp_path: Path
+    hub: Hub, plain: Path, tmp_path: Path
 ) -> None:
     files = hub.repositories["org/sharded"].files()
     first, *_, last = (sha256(files[name]) for name in sorted(files) if "-of-00003" in name)
     hub.fault("GET", last)  # the header, as it is
     hub.fault("GET", last, status=404)
-    done = stream(hub, home, "org/sharded", tmp_path / "out")
-    assert "org/sharded" in done.error and not (tmp_path / "out").exists()
+    words = stream("org/sharded", tmp_path / "out")
+    assert "org/sharded" in refused(*words) and not (tmp_path / "out").exists()
     hub.requests.clear()
-    done = stream(hub, home, "org/sharded", tmp_path / "out", "--resume")
-    assert done.status == 0, done.err
+    good(*words, "--resume")
     assert asked(hub, first) == [] and asked(hub, last) == [""]
     assert weights(tmp_path / "out") == weights(plain)
     assert cached_weights(tmp_path / "out") == []
 
 
-def test_a_hub_that_serves_whole_files_only(hub: Hub, home: Path, tmp_path: Path) -> None:
+def test_a_hub_that_serves_whole_files_only(hub: Hub, tmp_path: Path) -> None:
     hub.fault("GET", "storage/", status=200)
-    done = stream(hub, home, "org/sharded", tmp_path / "out")
-    assert "leave --stream out" in done.error
+    assert "leave --stream out" in refused(*stream("org/sharded", tmp_path / "out"))
 
 
-def test_vectors_from_other_files(hub: Hub, home: Path, tmp_path: Path) -> None:
+def test_vectors_from_other_files(tmp_path: Path) -> None:
     """The weight and bias of a norm are merged into linear layers that lie in another file."""
-    done = stream(hub, home, "org/phi", tmp_path / "out", "--merge", "affine")
-    assert done.status == 0, done.err
-    call = ["fold", CHECKPOINTS / "phi", "-o", tmp_path / "plain", "--no-verify"]
-    (other,) = enjoyln(hub, home, [*call, "--merge", "affine"])
-    assert other.status == 0, other.err
+    merge = ("--merge", "affine")
+    good(*stream("org/phi", tmp_path / "out", *merge))
+    good("fold", CHECKPOINTS / "phi", "-o", tmp_path / "plain", "--no-verify", *merge)
     found: dict[str, torch.Tensor] = {}
     for path in (tmp_path / "out").glob("*.safetensors"):
         found |= load_file(path)
@@ -250,9 +227,7 @@ def test_vectors_from_other_files(hub: Hub, home: Path, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_head_that_is_stored_and_differs_is_not_tied(
-    hub: Hub, home: Path, tmp_path: Path
-) -> None:
+def test_a_head_that_is_stored_and_differs_is_not_tied(hub: Hub, tmp_path: Path) -> None:
     """Whether two tensors are equal, and so tied, is decided by their values on the Hub."""
     tensors = load_file(GPT2 / "model.safetensors")
     head = tensors["transformer.wte.weight"].clone()
@@ -262,34 +237,31 @@ def test_a_head_that_is_stored_and_differs_is_not_tied(
         stored = dealt({**tensors, "lm_head.weight": head + more})
         hub.add(f"org/{name}", {"config.json": json.dumps(config).encode(), **stored})
         options = ["--stream", "--dry-run", "--json", "--cache-dir", tmp_path / "cache"]
-        (done,) = enjoyln(hub, home, ["fold", f"org/{name}", *options])
-        folded[name] = json.loads(done.out) if done.status == 0 else done.err
+        done = enjoyln("fold", f"org/{name}", *options)
+        folded[name] = json.loads(done.stdout) if done.exit_code == 0 else done.stderr
     assert folded["same"]["added_subtractions"] == 1
     assert folded["other"] != folded["same"]
 
 
-def test_the_means_are_kept_and_bring_the_original_back(
-    hub: Hub, home: Path, tmp_path: Path
-) -> None:
-    done = stream(hub, home, "org/sharded", tmp_path / "out", "--keep-means")
-    assert done.status == 0, done.err
-    (done,) = enjoyln(hub, home, ["unfold", tmp_path / "out", "-o", tmp_path / "back"])
-    assert done.status == 0, done.err
+def test_the_means_are_kept_and_bring_the_original_back(hub: Hub, tmp_path: Path) -> None:
+    good(*stream("org/sharded", tmp_path / "out", "--keep-means"))
+    good("unfold", tmp_path / "out", "-o", tmp_path / "back")
     files = hub.repositories["org/sharded"].files()
     for path in (tmp_path / "back").glob("model-*"):
         assert path.read_bytes() == files[path.name]
 
 
-def test_refusals(hub: Hub, home: Path, tmp_path: Path) -> None:
-    def refused(model: object, *options: object) -> Done:
-        call = ["fold", model, "-o", tmp_path / "out", "--stream", *options]
-        (done,) = enjoyln(hub, home, call)
-        assert not (tmp_path / "out").exists()
-        return done
-
-    assert "is a directory" in refused(GPT2).error
-    assert "a pickle" in refused("org/pickle").error
-    assert refused("org/sharded", "--max-shard-size", "1MB").status == 2
+@pytest.mark.parametrize(
+    ("model", "options", "status", "reason"),
+    [
+        (str(GPT2), [], 1, "is a directory"),
+        ("org/pickle", [], 1, "a pickle"),
+        ("org/sharded", ["--max-shard-size", "1MB"], 2, "--max-shard-size"),
+    ],
+)
+def test_refusals(model: str, options: list[str], status: int, reason: str, tmp_path: Path) -> None:
+    assert reason in refused(*stream(model, tmp_path / "out", *options), status=status)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_message_names_no_password() -> None:

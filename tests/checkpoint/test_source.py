@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_server import Hub, serving
-from warm_process import run
+from hub_server import Hub, connected, nobody, serving
 
-from enjoyln_cli.checkpoint.source import open_source
-from enjoyln_cli.errors import ModelNotFound
+from enjoyln_cli.checkpoint.access import HubAccess
+from enjoyln_cli.checkpoint.source import Source, open_source
+from enjoyln_cli.errors import EnjoyLNError, ModelNotFound, UnsupportedModel
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = json.dumps({"model_type": "gpt2", "n_layer": 1}).encode()
@@ -59,24 +58,6 @@ REFUSALS = {
     "old/model": (404, {"X-Error-Code": "RevisionNotFound"}),
 }
 
-SCRIPT = """
-import json, sys
-from pathlib import Path
-from enjoyln_cli.checkpoint.access import HubAccess
-from enjoyln_cli.checkpoint.source import open_source
-from enjoyln_cli.errors import EnjoyLNError
-cache = sys.argv[1]
-for call in json.loads(sys.argv[2]):
-    try:
-        access = HubAccess(cache_dir=cache)
-        found = open_source(call.pop("model"), access=access, **call)
-        files = sorted(p.relative_to(found.path).as_posix() for p in found.path.rglob("*.*")
-                       if p.is_file())
-        print(json.dumps([str(found.path), found.revision, files]))
-    except EnjoyLNError as error:
-        print(json.dumps([type(error).__name__, str(error)]))
-"""
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Hub]:
@@ -90,130 +71,122 @@ def server() -> Iterator[Hub]:
 
 
 @pytest.fixture(scope="module")
-def hub(server: Hub) -> str:
-    return server.url
-
-
-@pytest.fixture(scope="module")
 def commit(server: Hub) -> str:
     return server.repositories["good/model"].refs["main"]
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the module's downloads lie; the tests without a connection find those of ``online``."""
     return tmp_path_factory.mktemp("cache")
 
 
-def asked(
-    calls: list[dict[str, Any]], cache: Path, here: Path | None = None, **environment: str
-) -> list[list[Any]]:
-    """What ``open_source`` returns or raises for each call, in a separate process."""
-    settings = {"HF_HUB_DISABLE_XET": "1", **environment}
-    words = ("-c", SCRIPT, cache, json.dumps(calls))
-    status, out, err = run(*words, settings=settings, cwd=here, fresh=True)
-    assert status == 0, err
-    return [json.loads(line) for line in out.splitlines()]
+@pytest.fixture
+def online(server: Hub, cache: Path) -> Iterator[HubAccess]:
+    with connected(server.url, cache):
+        yield HubAccess(cache_dir=str(cache))
 
 
-@pytest.fixture(scope="module")
-def answers(hub: str, cache: Path) -> dict[str, list[Any]]:
-    calls: dict[str, dict[str, Any]] = {
-        "config": {"model": "good/model"},
-        "weights": {"model": "good/model", "weights": True},
-        "sharded": {"model": "sharded/model", "weights": True},
-        "code": {"model": "own/code"},
-        "flax": {"model": "flax/only", "weights": True},
-        "revision": {"model": "old/model", "revision": "v9"},
-        **{model: {"model": model} for model in REFUSALS},
-    }
-    found = asked([dict(call) for call in calls.values()], cache, HF_ENDPOINT=hub)
-    return dict(zip(calls, found, strict=True))
+def files(source: Source) -> list[str]:
+    found = (path for path in source.path.rglob("*.*") if path.is_file())
+    return sorted(path.relative_to(source.path).as_posix() for path in found)
 
 
-def test_weights_come_once_and_with_the_other_files(
-    answers: dict[str, list[Any]], commit: str
-) -> None:
-    path, revision, files = answers["weights"]
+def refusal(kind: type[EnjoyLNError], *words: str, **options: Any) -> str:
+    """The message with which a model is not opened."""
+    with pytest.raises(EnjoyLNError) as refused:
+        open_source(*words, **options)
+    assert type(refused.value) is kind
+    return str(refused.value)
+
+
+def test_weights_come_once_and_with_the_other_files(online: HubAccess, commit: str) -> None:
+    source = open_source("good/model", access=online, weights=True)
+    assert source.revision == commit
     expected = ["1_Pooling/config.json", "config.json", "model.safetensors", "tokenizer.json"]
-    assert (revision, files) == (commit, expected)
-    assert Path(path, "model.safetensors").read_bytes() == TENSORS
+    assert files(source) == expected
+    assert (source.path / "model.safetensors").read_bytes() == TENSORS
 
 
-def test_the_shards_of_the_index_are_fetched_and_no_variant(answers: dict[str, list[Any]]) -> None:
+def test_the_shards_of_the_index_are_fetched_and_no_variant(online: HubAccess) -> None:
     names = ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
-    assert answers["sharded"][2] == names
+    assert files(open_source("sharded/model", access=online, weights=True)) == names
 
 
-def test_code_that_the_config_names_is_fetched_with_it(answers: dict[str, list[Any]]) -> None:
-    assert answers["code"][2] == ["config.json", "configuration_own.py"]
+def test_code_that_the_config_names_is_fetched_with_it(online: HubAccess) -> None:
+    assert files(open_source("own/code", access=online)) == ["config.json", "configuration_own.py"]
 
 
 @pytest.mark.parametrize(
-    ("case", "kind", "words"),
+    ("model", "options", "kind", "words"),
     [
-        ("gated/model", "ModelNotFound", ["is gated", "/gated/model", "--token"]),
-        ("missing/model", "ModelNotFound", ["no such model", "private", "--token"]),
-        ("private/model", "ModelNotFound", ["refuses access", "401", "--token"]),
-        ("wrong/token", "ModelNotFound", ["refuses access", "--token"]),
-        ("forbidden/model", "ModelNotFound", ["refuses access", "403"]),
-        ("disabled/model", "ModelNotFound", ["access to disabled/model is disabled"]),
-        ("stumbling/model", "ModelNotFound", ["cannot serve", "(520); try again later"]),
-        ("empty/model", "UnsupportedModel", ["empty/model has no config.json"]),
-        ("revision", "ModelNotFound", ["old/model has no revision 'v9'"]),
-        ("flax", "UnsupportedModel", ["holds a Flax model (flax_model.msgpack)"]),
+        ("gated/model", {}, ModelNotFound, ["is gated", "/gated/model", "--token"]),
+        ("missing/model", {}, ModelNotFound, ["no such model", "private", "--token"]),
+        ("private/model", {}, ModelNotFound, ["refuses access", "401", "--token"]),
+        ("wrong/token", {}, ModelNotFound, ["refuses access", "--token"]),
+        ("forbidden/model", {}, ModelNotFound, ["refuses access", "403"]),
+        ("disabled/model", {}, ModelNotFound, ["access to disabled/model is disabled"]),
+        ("stumbling/model", {}, ModelNotFound, ["cannot serve", "(520); try again later"]),
+        ("empty/model", {}, UnsupportedModel, ["empty/model has no config.json"]),
+        ("old/model", {"revision": "v9"}, ModelNotFound, ["old/model has no revision 'v9'"]),
+        (
+            "flax/only",
+            {"weights": True},
+            UnsupportedModel,
+            ["holds a Flax model (flax_model.msgpack)"],
+        ),
     ],
 )
 def test_refusals_of_the_hub(
-    answers: dict[str, list[Any]], case: str, kind: str, words: list[str]
+    online: HubAccess,
+    model: str,
+    options: dict[str, Any],
+    kind: type[EnjoyLNError],
+    words: list[str],
 ) -> None:
-    found, message = answers[case]
-    assert found == kind
+    message = refusal(kind, model, access=online, **options)
     assert "\n" not in message
     for word in words:
         assert word in message
 
 
-@pytest.mark.slow
-def test_offline(answers: dict[str, list[Any]], hub: str, cache: Path) -> None:
-    calls = [
-        {"model": "good/model", "weights": True},
-        {"model": "flax/only", "weights": True},
-        {"model": "other/model"},
-    ]
-    cached, no_weights, unknown = asked(calls, cache, HF_ENDPOINT=hub, HF_HUB_OFFLINE="1")
-    assert cached == answers["weights"]
-    assert no_weights[0] == unknown[0] == "ModelNotFound"
-    assert "without its weights" in no_weights[1]
-    assert "other/model is not in the cache, and HF_HUB_OFFLINE is set" in unknown[1]
+def test_offline(server: Hub, online: HubAccess, cache: Path) -> None:
+    fetched = open_source("good/model", access=online, weights=True)
+    open_source("flax/only", access=online)
+    with connected(server.url, cache, offline=True):
+        cached = open_source("good/model", access=online, weights=True)
+        no_weights = refusal(ModelNotFound, "flax/only", access=online, weights=True)
+        unknown = refusal(ModelNotFound, "other/model", access=online)
+    assert (cached.path, cached.revision) == (fetched.path, fetched.revision)
+    assert "without its weights" in no_weights
+    assert "other/model is not in the cache, and HF_HUB_OFFLINE is set" in unknown
 
 
 @pytest.mark.slow
-def test_nobody_answers(answers: dict[str, list[Any]], cache: Path, commit: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        closed = f"http://127.0.0.1:{free.getsockname()[1]}"
-        calls = [{"model": "good/model"}, {"model": "other/model"}]
-        cached, unknown = asked(calls, cache, HF_ENDPOINT=closed)
-    assert cached[1] == commit
-    assert unknown[0] == "ModelNotFound"
-    assert f"not in the cache, and {closed} cannot be reached" in unknown[1]
+def test_nobody_answers(online: HubAccess, cache: Path, commit: str) -> None:
+    open_source("good/model", access=online)
+    with nobody() as closed, connected(closed, cache):
+        assert open_source("good/model", access=online).revision == commit
+        unknown = refusal(ModelNotFound, "other/model", access=online)
+    assert f"not in the cache, and {closed} cannot be reached" in unknown
 
 
 @pytest.mark.slow
-def test_a_directory_is_suggested_where_the_hub_has_no_such_model(hub: str, tmp_path: Path) -> None:
+def test_a_directory_is_suggested_where_the_hub_has_no_such_model(
+    online: HubAccess, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If the Hub cannot be reached, there is no suggestion: the name may be right."""
     for name in ("missing/models", "other/vit"):
         (tmp_path / name).mkdir(parents=True)
-    calls = [{"model": "missing/model"}, {"model": "missing/modles"}, {"model": "other/bit"}]
-    close, too, tiny = asked(calls, tmp_path / "cache", tmp_path, HF_ENDPOINT=hub)
-    for found in (close, too):
-        assert "no such model" in found[1] and "; did you mean missing/models?" in found[1]
-    assert "no such model" in tiny[1] and "did you mean" not in tiny[1]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        closed = f"http://127.0.0.1:{free.getsockname()[1]}"
-        (unknown,) = asked(calls[:1], tmp_path / "cache", tmp_path, HF_ENDPOINT=closed)
-    assert "cannot be reached" in unknown[1] and "did you mean" not in unknown[1]
+    monkeypatch.chdir(tmp_path)
+    for name in ("missing/model", "missing/modles"):
+        message = refusal(ModelNotFound, name, access=online)
+        assert "no such model" in message and "; did you mean missing/models?" in message
+    message = refusal(ModelNotFound, "other/bit", access=online)
+    assert "no such model" in message and "did you mean" not in message
+    with nobody() as closed, connected(closed, cache):
+        message = refusal(ModelNotFound, "missing/model", access=online)
+    assert "cannot be reached" in message and "did you mean" not in message
 
 
 def test_a_directory_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from live_models import ROOT
 from report_cases import CHECKED, ONLY_RMS, PLAN, REASON
 from rich.cells import cell_len
 from rich.table import Table
-from warm_process import on_a_terminal, run
+from terminal import on_a_terminal
 
 from enjoyln_cli.cli import console, progress
 from enjoyln_cli.plan.plan import Merge, NamedParameter, Plan, Reader, UnmergedNorm, Verdict
@@ -234,32 +236,20 @@ with progress.watch_job(False, "opening") as watch:
     assert not any(lines[at[-1] + 1 :]), "nothing is left of the line"
 
 
-SHOW = """
-from report_cases import CHECKED, ONLY_RMS, PLAN
-from enjoyln_cli.cli import console, progress
-from enjoyln_cli.proof.explain import Tree
-from enjoyln_cli.report.model_report import ModelReport
-reports = [ModelReport("a/long/model/名前", PLAN, ()), ModelReport("LLaMA", ONLY_RMS)]
-console.write_reports(reports)
-console.write_tree(Tree("→ root", True, (Tree("leaf", False),)))
-console.write_verification(CHECKED)
-with progress.watch_job(False, "écrire") as watch:
-    watch.progress(0, 10)
-    watch.progress(10, 10)
-"""
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
-def test_any_encoding_does(encoding: str) -> None:
-    narrow = f"""
-import sys
-for stream in (sys.stdout, sys.stderr):
-    stream.reconfigure(encoding={encoding!r})
-"""
-    status, shown, _ = run("-c", narrow + SHOW)
-    assert status == 0 and "h.2-3.ln" in shown
-    assert shown.encode(errors="surrogateescape").decode(encoding)
+def test_any_encoding_does(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    for name in ("stdout", "stderr"):
+        stream = io.TextIOWrapper(shown, encoding, write_through=True)
+        monkeypatch.setattr(sys, name, stream)
+    reports = [ModelReport("a/long/model/名前", PLAN, ()), ModelReport("LLaMA", ONLY_RMS)]
+    console.write_reports(reports)
+    console.write_tree(Tree("→ root", True, (Tree("leaf", False),)))
+    console.write_verification(CHECKED)
+    with progress.watch_job(False, "écrire") as watch:
+        watch.progress(0, 10)
+        watch.progress(10, 10)
+    assert "h.2-3.ln" in shown.getvalue().decode(encoding)
 
 
 @pytest.mark.parametrize(("width", "lines"), [(1, True), (20, True), (79, False), (200, False)])

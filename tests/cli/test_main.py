@@ -280,7 +280,7 @@ def test_debugging_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 @pytest.mark.slow
 def test_ctrl_c_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    process = running("fold", GPT2, "-o", tmp_path / "out", fresh=True)  # which takes its time
+    process = running("fold", GPT2, "-o", tmp_path / "out")
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("finding"):
@@ -302,9 +302,11 @@ def closed_pipe() -> Iterator[int]:
 
 @pytest.mark.slow
 def test_a_closed_pipe_is_silent(closed_pipe: int, llama: Path) -> None:
+    """``| head`` closes the pipe like this once it has its lines."""
     for arguments, said in ((["--help"], ""), (["report", llama], f"analysing {llama}\n")):
         process = running(*arguments, stdout=closed_pipe)
         assert process.communicate()[1] == said
+        assert process.returncode == 1
 
 
 # Library.

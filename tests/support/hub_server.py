@@ -2,13 +2,11 @@
 
 Repositories live in memory: a commit is all of its files, a ref names a commit. Files that a real
 Hub would put into its large file storage are redirected to, uploaded in parts and checked against
-their SHA-256 as there. Xet is not spoken; set ``HF_HUB_DISABLE_XET=1``. Faults are asked for one by
-one::
+their SHA-256 as there. Xet is not spoken. Faults are asked for one by one::
 
-    with serving() as hub:
+    with serving() as hub, connected(hub.url, cache):
         hub.add("me/model", {"config.json": b"{}"})
         hub.fault("GET", "resolve/.*/config.json", status=429, headers={"Retry-After": "0"})
-        ... HF_ENDPOINT=hub.url
 """
 
 from __future__ import annotations
@@ -17,13 +15,19 @@ import base64
 import hashlib
 import json
 import re
+import socket
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote
+from unittest import mock
+from urllib.parse import parse_qs, unquote, urlsplit
+
+TOKEN = "hf_PLANTEDtokenPLANTEDtoken"
+"""Of the user ``me``; it may stand in no output and in no file."""
 
 PART = 1 << 18
 """Bytes of one part of an upload."""
@@ -148,38 +152,19 @@ class Hub:
 
     # Serving.
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        headers = {name.decode().lower(): value.decode() for name, value in scope["headers"]}
-        path = scope.get("raw_path", b"").decode() or scope["path"]
-        query = parse_qs(scope["query_string"].decode(), keep_blank_values=True)
-        request = Request(scope["method"], unquote(path), query, headers, body)
-        self.requests.append(request)
-        fault = self._fault_for(request)
-        if fault and fault.held:
-            await receive()  # that it has hung up
-            return
-        if fault and fault.status:
-            reply: Reply = fault.status, b"asked for", dict(fault.headers)
-        else:
-            try:
-                reply = self._answer(request)
-            except Problem as problem:
-                reply = problem.reply
-        await _send(reply, request, fault, send)
+    def reply(self, request: Request) -> Reply:
+        try:
+            return self._answer(request)
+        except Problem as problem:
+            return problem.reply
 
-    def _fault_for(self, request: Request) -> Fault | None:
+    def fault_for(self, request: Request) -> Fault:
         for fault in self.faults:
             hit = fault.method == request.method and re.search(fault.pattern, request.path)
             if fault.times and hit:
                 fault.times -= 1
                 return fault
-        return None
+        return Fault("", "")
 
     def _answer(self, request: Request) -> Reply:
         bearer = request.headers.get("authorization")
@@ -212,20 +197,6 @@ class Hub:
         if commit not in repository.commits:
             raise Problem(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return commit
-
-
-async def _send(
-    reply: Reply, request: Request, fault: Fault | None, send: Callable[[Any], Awaitable[None]]
-) -> None:
-    status, body, headers = reply
-    headers = {"Content-Length": str(len(body)), **headers}
-    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": encoded})
-    if fault and fault.cut:
-        half = body[: len(body) // 2]
-        await send({"type": "http.response.body", "body": half, "more_body": True})
-        return  # with less than was promised: the server hangs up
-    await send({"type": "http.response.body", "body": b"" if request.method == "HEAD" else body})
 
 
 def answer(content: Any, status: int = 200) -> Reply:
@@ -463,21 +434,73 @@ ROUTES: tuple[tuple[tuple[str, ...], str, Call], ...] = (
 )
 
 
+class Handler(BaseHTTPRequestHandler):
+    """Answers the requests of one connection as the ``hub`` does, but for its faults."""
+
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def respond(self) -> None:
+        url = urlsplit(self.path)
+        query = parse_qs(url.query, keep_blank_values=True)
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        body = self.rfile.read(int(headers.get("content-length", 0)))
+        request = Request(self.command, unquote(url.path), query, headers, body)
+        self.hub.requests.append(request)
+        fault = self.hub.fault_for(request)
+        if fault.held:
+            self.close_connection = not self.rfile.read(1)  # ends when the client hangs up
+            return
+        asked_for = (fault.status or 0, b"asked for", dict(fault.headers))
+        status, content, more = asked_for if fault.status else self.hub.reply(request)
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **more}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.close_connection |= fault.cut
+        if self.command != "HEAD":
+            self.wfile.write(content[: len(content) // 2] if fault.cut else content)
+
+    do_GET = do_HEAD = do_POST = do_PUT = respond
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
 @contextmanager
 def serving() -> Iterator[Hub]:
-    """A Hub on a free port of this machine, in a thread of its own."""
-    import uvicorn  # which only these tests need
-
+    """A Hub on a free port of this machine, in threads of its own."""
     hub = Hub()
-    config = uvicorn.Config(hub, port=0, log_level="critical", lifespan="off", access_log=False)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    until = time.monotonic() + 30
-    while not server.started:
-        assert thread.is_alive() and time.monotonic() < until, "the server did not start"
-        time.sleep(0.01)
-    hub.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    yield hub
-    server.should_exit = True
-    thread.join(timeout=30)
+    handler = type("HandlerOfHub", (Handler,), {"hub": hub})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        hub.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield hub
+        server.shutdown()
+
+
+def connected(
+    url: str, home: Path, *, offline: bool = False
+) -> AbstractContextManager[dict[str, Any]]:
+    """In the block, the Hub of this process is at ``url``, and its cache and token in ``home``."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    return mock.patch.multiple(
+        constants,
+        ENDPOINT=url,
+        HUGGINGFACE_CO_URL_TEMPLATE=f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+        HF_HUB_CACHE=str(home / "hub"),
+        HF_TOKEN_PATH=str(home / "token"),
+        HF_HUB_DISABLE_XET=True,
+        HF_HUB_OFFLINE=offline,
+    )
+
+
+@contextmanager
+def nobody() -> Iterator[str]:
+    """The address of a port of this machine where nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{free.getsockname()[1]}"

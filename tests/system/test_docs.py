@@ -26,7 +26,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ import click
 import inductor
 import pytest
 from click.testing import CliRunner
-from hub_server import Hub, serving
+from hub_server import TOKEN, Hub
 from live_models import ROOT
 
 import enjoyln_cli
@@ -60,7 +59,6 @@ LARGER = 100
 """Largest allowed error, divided by the error on the page."""
 
 HUB = "https://huggingface.co"
-FILE = "{repo_id}/resolve/{revision}/{filename}"
 HERE = "/home/me"
 """The names on a page for the test's own Hub, and for the directory of the test."""
 
@@ -182,26 +180,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    with serving() as server:
-        server.tokens["hf_a_token_of_mine"] = "me"
-        yield server
-
-
 @pytest.fixture
-def online(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> str:
+def online(hub_server: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Use the test's own Hub, as the user ``me``."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import disable_progress_bars
-
-    disable_progress_bars()
-    monkeypatch.setenv("HF_TOKEN", "hf_a_token_of_mine")
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.url}/{FILE}")
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    return hub.url
+    hub_server.tokens[TOKEN] = "me"
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return hub_server.url
 
 
 @pytest.mark.one_case

@@ -13,20 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from commands import GPT2, enjoyln, refused, running
-from warm_process import on_a_terminal
+from terminal import on_a_terminal
 
 PLAIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 """A locale without UTF-8, with Python's own UTF-8 modes off."""
-
-
-@pytest.mark.slow
-def test_a_reader_that_goes_away() -> None:
-    """``| head`` closes the pipe like this once it has its lines."""
-    words = [GPT2, GPT2]
-    process = running("report", *words, "--json")
-    process.stdout.close()
-    assert process.stderr.read() == ""
-    assert process.wait() == 1
 
 
 @pytest.mark.slow
@@ -63,14 +53,16 @@ def test_closed_streams_in_a_locale_without_utf8(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_narrow_terminal_shows_every_number(tmp_path: Path) -> None:
-    fold = ("fold", GPT2, "-o", tmp_path / "out", "--no-verify")
-    for words, shown in (
-        (("report", GPT2), ("LayerNorms 7", "become RMSNorm 7", "stay 0")),
-        (fold, ("converted 7 of 7",)),
-    ):
-        text = on_a_terminal("-m", "enjoyln_cli", *words, COLUMNS="20", NO_COLOR="1")
-        assert all(line in text for line in shown)
-        assert "\x1b[3" not in text, "a colour"
+    fold = ["fold", GPT2, "-o", str(tmp_path / "out"), "--no-verify"]
+    commands = f"""
+from enjoyln_cli.cli.main import main
+for words in (["report", {GPT2!r}], {fold}):
+    main(words, standalone_mode=False)
+"""
+    text = on_a_terminal("-c", commands, COLUMNS="20", NO_COLOR="1")
+    for line in ("LayerNorms 7", "become RMSNorm 7", "stay 0", "converted 7 of 7"):
+        assert line in text
+    assert "\x1b[3" not in text, "a colour"
 
 
 def test_tests_use_one_thread_in_a_process_and_the_cores_that_are_there(

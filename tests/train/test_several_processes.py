@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from commands import python
 from live_models import ROOT
 from tiny_models import PHI, live
 from torch import nn
-from warm_process import start
 
 from enjoyln_cli import from_pretrained, verify
 from enjoyln_cli.errors import UnsupportedModel
@@ -37,7 +37,7 @@ def together(*commands: Sequence[object]) -> list[tuple[int, str]]:
         "MASTER_PORT": f"{port}",
     }
     running = [
-        start(*command, environment={**common, "RANK": f"{rank}"})
+        python(*command, environment={**common, "RANK": f"{rank}"})
         for rank, command in enumerate(commands)
     ]
     said = [process.communicate()[0] for process in running]
