@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from live_models import moved
 from torch import nn
 
 from enjoyln_cli import fold, from_pretrained
+from enjoyln_cli.models.outputs import tensors_in
 
 WIDE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 MLP = {"intermediate_size": 24}
@@ -87,24 +87,12 @@ def pair(name: str, folder: Path) -> tuple[Any, Any]:
     return from_pretrained(place, dtype=torch.float64), stock.eval()
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every floating tensor of an output."""
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from tensors(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors(one)
-
-
 def far(found: Any, expected: Any) -> float:
     """The largest distance of two outputs, relative to the expected one."""
-    pairs = list(zip(tensors(found), tensors(expected), strict=True))
-    assert pairs
-    return max(float((a - b).norm() / (b.norm() + 1e-30)) for a, b in pairs)
+    pairs = zip(tensors_in(found), tensors_in(expected), strict=True)
+    return max(
+        float((a - b).norm() / (b.norm() + 1e-30)) for a, b in pairs if b.is_floating_point()
+    )
 
 
 def run(model: Any, inputs: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """A Hub on this machine: as much of its API as ``huggingface_hub`` uses to download and to upload.
 
 Repositories live in memory: a commit is all of its files, a ref names a commit. Files that a real
-Hub would put into its large file storage are redirected to, uploaded in parts and checked against
+Hub would put into its large file storage are redirected to, uploaded apart and checked against
 their SHA-256 as there. Xet is not spoken. Faults are asked for one by one::
 
     with serving() as hub, connected(hub.url, cache):
@@ -28,9 +28,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_PLANTEDtokenPLANTEDtoken"
 """Of the user ``me``; it may stand in no output and in no file."""
-
-PART = 1 << 18
-"""Bytes of one part of an upload."""
 
 LARGE = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".data")
 """Names of files that lie in the large file storage."""
@@ -126,7 +123,8 @@ class Hub:
     repositories: dict[str, Repository] = field(default_factory=dict)
     storage: dict[str, bytes] = field(default_factory=dict)
     """The large files, by their SHA-256."""
-    parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    uploads: dict[str, bytes] = field(default_factory=dict)
+    """What was uploaded and is not checked yet, by the SHA-256 that was announced."""
     tokens: dict[str, str] = field(default_factory=dict)
     """Tokens, and whose they are. A user may write where the owner has the user's name."""
     requests: list[Request] = field(default_factory=list)
@@ -330,34 +328,20 @@ def batch(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
         if oid in hub.storage:
             objects.append({"oid": oid, "size": size})
             continue
-        upload: dict[str, Any] = {"href": f"{hub.url}/upload/{oid}/1"}
-        if size > PART:
-            count = -(-size // PART)
-            links = {str(n): f"{hub.url}/upload/{oid}/{n}" for n in range(1, count + 1)}
-            upload = {"href": f"{hub.url}/complete/{oid}"}
-            upload["header"] = {"chunk_size": str(PART), **links}
-        verify = {"href": f"{hub.url}/verify/{oid}"}
-        objects.append({"oid": oid, "size": size, "actions": {"upload": upload, "verify": verify}})
-    return answer({"transfer": "multipart", "objects": objects})
+        actions = {step: {"href": f"{hub.url}/{step}/{oid}"} for step in ("upload", "verify")}
+        objects.append({"oid": oid, "size": size, "actions": actions})
+    return answer({"transfer": "basic", "objects": objects})
 
 
 def upload(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
-    hub.parts.setdefault(match["oid"], {})[int(match["part"])] = request.body
-    return 200, b"", {"ETag": f'"{sha256(request.body)}"'}
-
-
-def complete(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
-    given = [part["etag"].strip('"') for part in request.json["parts"]]
-    held = [sha256(data) for _, data in sorted(hub.parts[match["oid"]].items())]
-    if given != held:
-        raise Problem(400, message="parts do not match")
-    return answer({})
+    hub.uploads[match["oid"]] = request.body
+    return 200, b"", {}
 
 
 def verify(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     """Into the storage, if what came is what was announced."""
     oid = match["oid"]
-    data = b"".join(data for _, data in sorted(hub.parts.pop(oid, {}).items()))
+    data = hub.uploads.pop(oid, b"")
     if sha256(data) != oid or len(data) != request.json["size"]:
         raise Problem(400, message="the digest of the uploaded object is wrong")
     hub.storage[oid] = data
@@ -426,8 +410,7 @@ ROUTES: tuple[tuple[tuple[str, ...], str, Call], ...] = (
     (("POST",), rf"{API}/preupload/(?P<revision>.+)", preupload),
     (("POST",), rf"{API}/commit/(?P<revision>.+)", commit),
     (("POST",), rf"/{REPO}\.git/info/lfs/objects/batch", batch),
-    (("PUT",), r"/upload/(?P<oid>\w+)/(?P<part>\d+)", upload),
-    (("POST",), r"/complete/(?P<oid>\w+)", complete),
+    (("PUT",), r"/upload/(?P<oid>\w+)", upload),
     (("POST",), r"/verify/(?P<oid>\w+)", verify),
     (READ, rf"/{REPO}/resolve/(?P<revision>refs/pr/\d+|[^/]+)/(?P<path>.+)", resolve),
     (READ, r"/storage/(?P<oid>\w+)", stored),

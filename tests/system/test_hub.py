@@ -255,10 +255,10 @@ def test_ctrl_c_says_what_is_left_and_a_second_push_goes_on(
     hub: Hub, home: Path, out: Path
 ) -> None:
     hub.storage.pop(sha256((out / "model.safetensors").read_bytes()), None)
-    hub.fault("PUT", "/upload/.*/2", held=True)
+    hub.fault("PUT", "/upload/", held=True)
     process = running("push", out, "me/held", "--yes", environment=settings_for(hub, home))
     until = time.monotonic() + 60
-    while not any(re.fullmatch("/upload/.*/2", request.path) for request in hub.requests):
+    while not any(request.path.startswith("/upload/") for request in hub.requests):
         assert process.poll() is None and time.monotonic() < until
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
