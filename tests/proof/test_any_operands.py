@@ -219,7 +219,8 @@ CALLS = {
     "images": 140,
     "paddings": 620,
     "matrices": 235,
-    "contractions": 65,
+    "factors": 90,
+    "reductions": 90,
     "convolutions": 120,
 }
 """More calls for families with many ops, with calls that torch often refuses, or long chains."""

@@ -1,12 +1,16 @@
 """Calls of every op that has a rule, at random: ranks, broadcasts, dtypes, keywords, empty sizes.
 
 Each family is a function of a random generator that gives ``(function, inputs)``; torch refuses
-some of these calls, which then are no cases.
+some of these calls, which then are no cases. ``drawn`` makes a family of ops by their schemas. Ops
+whose operands have to fit each other have families of their own.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import partial
+from math import prod
 from random import Random
 from typing import Any
 
@@ -16,10 +20,13 @@ import transformers.integrations.moe  # noqa: F401 (defines an op)
 
 aten = torch.ops.aten
 Case = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
-FAMILIES: dict[str, Callable[[Random], Case]] = {}
+Family = Callable[[Random], Case]
+Shape = tuple[int, ...]
+Draw = Callable[[Random, Shape], Any]
+FAMILIES: dict[str, Family] = {}
 
 
-def family(make: Callable[[Random], Case]) -> Callable[[Random], Case]:
+def family(make: Family) -> Family:
     FAMILIES[make.__name__.strip("_")] = make
     return make
 
@@ -92,104 +99,143 @@ def factored(r: Random, count: int) -> list[int]:
     return [*shape, count]
 
 
-def unary(*ops: Any, low: int = 0) -> Callable[[Random], Case]:
-    return lambda r: (r.choice(ops), (tensor(r, *sizes(r, low)),))
+def numbers(count: int, least: int, most: int) -> Draw:
+    """``count`` numbers, each between ``least`` and ``most``."""
+    return lambda r, shape: [r.randint(least, most) for _ in range(count)]
+
+
+def drawn(*ops: Any, shapes: Callable[[Random], Shape] = sizes, **how: Draw) -> Family:
+    """Calls of one of the ops, whose arguments are drawn by ``how`` or else by ``value``.
+
+    Arguments that may be left out mostly are. Now and then one tensor stands for all.
+    """
+
+    def make(r: Random) -> Case:
+        op, shape = r.choice(ops), shapes(r)
+        given: dict[str, Any] = {}
+        for argument in op._schema.arguments:
+            if not argument.has_default_value() or r.random() < 0.4:
+                draw = how.get(argument.name) or partial(value, argument)
+                given[argument.name] = draw(r, shape)
+        names = [name for name, found in given.items() if isinstance(found, torch.Tensor)]
+        names = [name for name in names if name not in VALUES]
+        inputs = tuple(given[name] for name in names) or (tensor(r, *shape),)
+        is_one = r.random() < 0.1
+
+        def call(*tensors: torch.Tensor) -> Any:
+            tensors = tensors[:1] * len(names) if is_one else tensors
+            return op(**{**given, **dict(zip(names, tensors, strict=False))})
+
+        return call, inputs
+
+    return make
+
+
+VALUES = ("condition", "index", "mask")
+"""Tensors that are part of a function, not inputs."""
+PLACES = re.compile("dim|axis|source|destination")
+"""What arguments are called that name dimensions."""
+
+
+def value(argument: Any, r: Random, shape: Shape) -> Any:
+    """A value for an argument of a call with a first operand of this shape."""
+    name, kind = argument.name, str(argument.real_type)
+    if kind.startswith("Optional") and r.random() < 0.3:
+        return None
+    match name, re.sub(r"Optional\[(.*)\]", r"\1", kind):
+        case "self" | "input", "Tensor":
+            return tensor(r, *shape)
+        case "condition" | "mask", "Tensor":
+            return mask(r, *thinner(r, shape))
+        case "index", "Tensor":
+            return whole(r, min(shape, default=1), r.choice(shape or (1,)))
+        case _, "Tensor":
+            return tensor(r, *r.choice((thinner, wider))(r, shape))
+        case _, "int" if PLACES.match(name):
+            return dim(r, len(shape))
+        case _, "List[int]" if PLACES.match(name):
+            return dims(r, len(shape))
+        case _, "List[int]":
+            return [r.randint(0, 2) for _ in shape]
+        case _, "int":
+            return r.randint(-2, 3)
+        case _, "number" | "float":
+            return r.choice((-1, 0, 2, 1.5, 0.5))
+        case _, "bool":
+            return name != "pin_memory" and r.random() < 0.5
+        case _, "ScalarType":
+            return r.choice((torch.float64, torch.float64, torch.float32, torch.int64, torch.bool))
+        case _, "str":
+            return r.choice(("floor", "trunc") if name == "rounding_mode" else PADDINGS)
+    return None  # a device, or a layout of memory
+
+
+PADDINGS = ("constant", "reflect", "replicate")
 
 
 # Views, copies and casts.
 
-FAMILIES["copies"] = unary(
-    aten.clone, aten.contiguous, aten.alias, aten.detach, aten.lift_fresh_copy, aten.neg,
-    aten.positive, aten.zeros_like, lambda x: aten.detach_(x.clone()),
+
+def into(r: Random, shape: Shape) -> Shape:
+    """Another shape for as many elements."""
+    if not prod(shape):
+        return tuple(r.sample([*shape, r.randint(0, 3)], len(shape)))
+    return tuple(factored(r, prod(shape)))
+
+
+FAMILIES["copies"] = drawn(
+    aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default,
+    aten.lift_fresh_copy.default, aten.neg.default, aten.positive.default, aten.detach_.default,
 )  # fmt: skip
+FAMILIES["views"] = drawn(
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.view_as.default,
+    aten.reshape_as.default, aten.view.dtype,
+    size=into, shape=into, other=lambda r, shape: tensor(r, *into(r, shape)),
+    dtype=lambda r, shape: r.choice((torch.int64, torch.float32, torch.complex128)),
+)  # fmt: skip
+FAMILIES["dimensions"] = drawn(
+    aten.flatten.using_ints, aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.default,
+    aten.squeeze.dim, aten.squeeze.dims, sizes=lambda r, shape: factored(r, 6),
+)  # fmt: skip
+FAMILIES["orders"] = drawn(
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.numpy_T.default,
+    aten.movedim.int, aten.movedim.intlist, aten.swapaxes.default, aten.swapdims.default,
+    aten.moveaxis.int, aten.mT.default,
+    dims=lambda r, shape: [at - r.choice((0, len(shape))) for at in shuffled(r, shape)],
+)  # fmt: skip
+FAMILIES["casts"] = drawn(
+    aten._to_copy.default, aten.to.dtype, aten.to.other, aten.type_as.default, aten.copy.default
+)
+FAMILIES["dropouts"] = drawn(aten.dropout.default, aten.feature_dropout.default)
 
 
-@family
-def views(r: Random) -> Case:
-    x = tensor(r, *sizes(r))
-    shape = factored(r, x.numel()) if x.numel() else r.sample([*x.shape, r.randint(0, 3)], x.ndim)
-    ops = [aten.view, aten.reshape, aten._unsafe_view]
-    if r.random() < 0.3:
-        other = tensor(r, *shape)
-        return r.choice((aten.view_as, aten.reshape_as)), (x, other)
-    if r.random() < 0.1:
-        return lambda x: x.view(r.choice((torch.int64, torch.float32, torch.complex128))), (x,)
-    op = r.choice(ops)
-    return lambda x: op(x, shape), (x,)
-
-
-@family
-def dimensions(r: Random) -> Case:
-    x = tensor(r, *sizes(r))
-    n, some = x.ndim, dims(r, x.ndim)
-    at, split, to = dim(r, n), factored(r, 6), dim(r, n + 1)
-    first, last = sorted((dim(r, n) % max(n, 1), dim(r, n) % max(n, 1)))
-    return r.choice((
-        lambda x: aten.flatten.using_ints(x, first, last),
-        lambda x: aten.unflatten.int(x, at, split),
-        lambda x: aten.unsqueeze(x, to),
-        lambda x: aten.squeeze(x),
-        lambda x: aten.squeeze.dim(x, at),
-        lambda x: aten.squeeze.dims(x, some),
-    )), (x,)  # fmt: skip
-
-
-@family
-def orders(r: Random) -> Case:
-    x = tensor(r, *sizes(r))
-    n = x.ndim
-    order, one, two = r.sample(range(n), n), dim(r, n), dim(r, n)
-    some = dims(r, n)
-    return r.choice((
-        lambda x: aten.permute(x, [d - r.choice((0, n)) for d in order]),
-        lambda x: aten.transpose.int(x, one, two),
-        lambda x: aten.t(x),
-        lambda x: aten.numpy_T(x),
-        lambda x: aten.movedim.int(x, one, two),
-        lambda x: aten.movedim.intlist(x, some, some[::-1]),
-        lambda x: aten.swapaxes(x, one, two),
-        lambda x: aten.swapdims(x, one, two),
-        lambda x: aten.moveaxis.int(x, one, two),
-        lambda x: aten.mT(x),
-    )), (x,)  # fmt: skip
-
-
-@family
-def casts(r: Random) -> Case:
-    x = tensor(r, *sizes(r))
-    y = tensor(r, *(x.shape if r.random() < 0.5 else sizes(r)))
-    dtype = r.choice((torch.float64, torch.float64, torch.int32, torch.bool, torch.complex128))
-    return r.choice((
-        lambda x, y: aten._to_copy(x, dtype=dtype),
-        lambda x, y: aten.to.dtype(x, dtype, False, True),
-        lambda x, y: aten.to.other(x, y),
-        lambda x, y: aten.type_as(x, y),
-        lambda x, y: aten.copy(x, y),
-    )), (x, y)  # fmt: skip
-
-
-@family
-def dropouts(r: Random) -> Case:
-    x, train, p = tensor(r, *sizes(r)), r.random() < 0.3, r.choice((0.0, 0.5, 1.0))
-    op = r.choice((aten.dropout, aten.feature_dropout))
-    return lambda x: op(x, p, train), (x,)
+def shuffled(r: Random, shape: Shape) -> list[int]:
+    return r.sample(range(len(shape)), len(shape))
 
 
 # Sums, products and choices.
 
 
-def two(r: Random) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = sizes(r)
-    return tensor(r, *thinner(r, shape)), tensor(r, *thinner(r, shape))
-
-
-@family
-def sums(r: Random) -> Case:
-    op, scaled = r.choice((aten.add, aten.sub)), options(r, alpha=[2, 0, -1])
-    if r.random() < 0.25:
-        by = r.choice((0, 2, 1.5))
-        return lambda x: op(x, by, **scaled), (tensor(r, *sizes(r)),)
-    return lambda x, y: op(x, y, **scaled), two(r)
+FAMILIES["sums"] = drawn(aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
+FAMILIES["factors"] = drawn(
+    aten.mul.Tensor, aten.multiply.Tensor, aten.div.Tensor, aten.div.Tensor_mode,
+    aten.true_divide.Tensor,
+)  # fmt: skip
+FAMILIES["scalings"] = drawn(
+    aten.mul.Scalar, aten.multiply.Scalar, aten.div.Scalar, aten.div.Scalar_mode,
+    aten.true_divide.Scalar, other=lambda r, shape: r.choice((-1, 2, 1.5)),
+)  # fmt: skip
+FAMILIES["choices"] = drawn(
+    aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar,
+    aten.where.default,
+)  # fmt: skip
+FAMILIES["fillings"] = drawn(
+    aten.masked_fill.Scalar, value=lambda r, shape: r.choice((0, 0.0, 1.5))
+)
+FAMILIES["fillings_by_tensors"] = drawn(
+    aten.masked_fill.Tensor, value=lambda r, shape: tensor(r, *sizes(r, 0, 1))
+)
+FAMILIES["lerps"] = drawn(aten.lerp.Scalar, aten.lerp.Tensor)
 
 
 @family
@@ -202,89 +248,56 @@ def centrings(r: Random) -> Case:
     return lambda x: aten.sub(x, aten.mean.dim(x, which, keep, **kind), **scaled), (x,)
 
 
-@family
-def factors(r: Random) -> Case:
-    op = r.choice((aten.mul, aten.multiply, aten.div, aten.true_divide))
-    how = options(r, rounding_mode=["floor", "trunc"]) if op is aten.div else {}
-    if r.random() < 0.25:
-        by = r.choice((-1, 2, 1.5))
-        return lambda x: op(x, by, **how), (tensor(r, *sizes(r)),)
-    if r.random() < 0.15:
-        return lambda x: op(x, x, **how), (tensor(r, *sizes(r)),)
-    return lambda x, y: op(x, y, **how), two(r)
-
-
-@family
-def choices(r: Random) -> Case:
-    shape = sizes(r)
-    m, (x, y) = mask(r, *thinner(r, shape)), two(r)
-    number = r.choice((0, 0.0, 1.5))
-    x, y = (x, y) if r.random() < 0.3 else (tensor(r, *thinner(r, shape)), tensor(r, *shape))
-    return r.choice((
-        lambda x, y: aten.where.self(m, x, y),
-        lambda x, y: aten.where.ScalarSelf(m, number, y),
-        lambda x, y: aten.where.ScalarOther(m, x, number),
-        lambda x, y: aten.where.Scalar(m, number, number),
-        lambda x, y: aten.where.default(m),
-        lambda x, y: aten.masked_fill.Scalar(x, m, number),
-        lambda x, y: aten.masked_fill.Tensor(x, m, y.sum()),
-    )), (x, y)  # fmt: skip
-
-
-@family
-def lerps(r: Random) -> Case:
-    shape = sizes(r)
-    x, y, w = (tensor(r, *thinner(r, shape)) for _ in range(3))
-    by = r.choice((0, 0.5, 1, 2.0))
-    if r.random() < 0.4:
-        return lambda x, y: aten.lerp.Scalar(x, y, by), (x, y)
-    return lambda x, y, w: aten.lerp.Tensor(x, y, w), (x, y, w)
-
-
 # Repeats, slices and concatenations.
 
 
+def onto(r: Random, shape: Shape) -> list[int]:
+    """A shape that ``shape`` can be expanded to; a size that stays may be given as -1."""
+    found = list(wider(r, shape))
+    for at in range(1, len(shape) + 1):
+        found[-at] = -1 if r.random() < 0.2 else found[-at]
+    return found
+
+
+def counts(r: Random, shape: Shape) -> list[int]:
+    return [r.choice((1, 1, 2, 0)) for _ in range(r.randint(0, len(shape) + 1))]
+
+
+FAMILIES["repeats"] = drawn(
+    aten.expand.default, aten.broadcast_to.default, aten.expand_as.default, size=onto,
+    other=lambda r, shape: tensor(r, *wider(r, shape)),
+)  # fmt: skip
+FAMILIES["repetitions"] = drawn(aten.repeat.default, aten.tile.default, repeats=counts, dims=counts)
+FAMILIES["interleaved"] = drawn(aten.repeat_interleave.self_int)
+
+
 @family
-def repeats(r: Random) -> Case:
+def rows_repeated(r: Random) -> Case:
     shape = sizes(r)
-    x, n = tensor(r, *shape), len(shape)
-    onto = wider(r, shape)
-    minus = [-1 if r.random() < 0.2 and i >= len(onto) - n else s for i, s in enumerate(onto)]
-    times = [r.choice((1, 1, 2, 0)) for _ in range(r.randint(0, n + 1))]
-    by, at = whole(r, 3, shape[0] if shape else 1), dim(r, n)
-    return r.choice((
-        lambda x: aten.expand(x, minus),
-        lambda x: aten.broadcast_to(x, onto),
-        lambda x: aten.expand_as(x, x.new_zeros(onto)),
-        lambda x: aten.repeat(x, times),
-        lambda x: aten.tile(x, times),
-        lambda x: aten.repeat_interleave.self_int(x, 3, at),
-        lambda x: aten.repeat_interleave.self_int(x, 2),
-        lambda x: aten.repeat_interleave.self_int(x, 2, dim=at),
-        lambda x: aten.repeat_interleave.self_Tensor(x, by, 0, output_size=int(by.sum())),
-    )), (x,)  # fmt: skip
+    by = whole(r, 3, shape[0] if shape else 1)
+    op, total = aten.repeat_interleave.self_Tensor, int(by.sum())
+    return lambda x: op(x, by, 0, output_size=total), (tensor(r, *shape),)
 
 
 @family
 def slices(r: Random) -> Case:
     x = tensor(r, *sizes(r))
     at, n = dim(r, x.ndim), 0 if not x.ndim else x.shape[dim(r, x.ndim)]
-    start, stop, step = r.choice((None, 0, 1, -2, 3)), r.choice((None, 2, -1, 100)), r.randint(1, 2)
     k = r.randrange(-max(n, 1), max(n, 1))
     rest = [a for a in (r.randint(0, n), r.randint(0, n)) if a <= n]
     parts = [min(rest), max(rest) - min(rest), n - max(rest)]
     width = r.randint(1, 3)
     return r.choice((
-        lambda x: aten.slice.Tensor(x, at, start, stop, step),
-        lambda x: aten.slice.Tensor(x),
-        lambda x: aten.narrow(x, at, k, width),
-        lambda x: aten.select.int(x, at, k),
         lambda x: aten.split.Tensor(x, width, at)[k] + 0,
         lambda x: aten.split_with_sizes.default(x, parts, at)[k] + 0,
         lambda x: aten.chunk.default(x, width, at)[k] + 0,
         lambda x: aten.unbind.int(x, at)[k] + 0,
-        lambda x: aten.unfold(x, at, width, step),
     )), (x,)  # fmt: skip
+
+
+FAMILIES["narrower"] = drawn(
+    aten.slice.Tensor, aten.narrow.default, aten.select.int, aten.unfold.default
+)
 
 
 @family
@@ -360,26 +373,13 @@ def indices(r: Random) -> Case:
     return lambda x, y: aten.index_put(x, places, y, add), (x, values)
 
 
-@family
-def rows_by_number(r: Random) -> Case:
-    shape = sizes(r)
-    x, at = tensor(r, *shape), dim(r, len(shape))
-    here, many = (shape[at] if shape else 1), r.randint(0, 3)
-    number = whole(r, here, *((many,) if r.random() < 0.9 else ()))
-    rows = list(shape)
-    if rows:
-        rows[at] = many
-    y, scaled = tensor(r, *rows), options(r, alpha=[2, 0])
-    some = dims(r, len(shape))
-    by = [r.randint(-2, 2) for _ in some]
-    return r.choice((
-        lambda x, y: aten.index_select(x, at, number),
-        lambda x, y: aten.index_add(x, at, number, y, **scaled),
-        lambda x, y: aten.index_copy(x, at, number, y),
-        lambda x, y: aten.roll(x, by, some),
-        lambda x, y: aten.roll(x, [2]),
-        lambda x, y: aten.flip(x, some),
-    )), (x, y)  # fmt: skip
+FAMILIES["rows_by_number"] = drawn(
+    aten.index_select.default, aten.index_add.default, aten.index_copy.default,
+    aten.flip.default, source=lambda r, shape: tensor(r, *shape),
+)  # fmt: skip
+FAMILIES["rolls"] = drawn(
+    aten.roll.default, shifts=numbers(1, -2, 2), dims=lambda r, shape: [dim(r, len(shape))]
+)
 
 
 @family
@@ -438,83 +438,38 @@ def scatters_of_rows(r: Random) -> Case:
 # Reductions, windows, images.
 
 
-@family
-def reductions(r: Random) -> Case:
-    x = tensor(r, *sizes(r))
-    some, one, keep = dims(r, x.ndim), dim(r, x.ndim), r.random() < 0.5
-    kind = options(r, dtype=[torch.float64, torch.float64, torch.int64])
-    return r.choice((
-        lambda x: aten.sum(x, **kind),
-        lambda x: aten.sum.dim_IntList(x, some, keep, **kind),
-        lambda x: aten.sum.dim_IntList(x, None, keep),
-        lambda x: aten.mean(x),
-        lambda x: aten.mean.dim(x, some, keep, **kind),
-        lambda x: aten.mean.dim(x, None, keep),
-        lambda x: aten.cumsum(x, one, **kind),
-    )), (x,)  # fmt: skip
+FAMILIES["reductions"] = drawn(
+    aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.cumsum.default,
+    self=lambda r, shape: tensor(r, *shape) if r.random() < 0.8 else whole(r, 9, *shape),
+)  # fmt: skip
 
 
-@family
-def images(r: Random) -> Case:
-    lead = sizes(r, 1, 2)
-    k, stride, pad = [r.randint(1, 2)], [r.randint(1, 2)], [r.randint(0, 1)]
-    three, four = tensor(r, *lead, 6), tensor(r, *lead, 4, 6)
-    to, corner = [r.randint(1, 7)], r.random() < 0.5
-    to2 = [*to, r.randint(1, 7)]
-    k2 = [*k, r.randint(1, 2)]
-    if r.random() < 0.4:
-        return r.choice((
-            lambda x: aten.avg_pool1d(x, k, stride, pad),
-            lambda x: aten.avg_pool1d(x, k),
-            lambda x: aten.adaptive_avg_pool1d(x, to),
-            lambda x: aten.upsample_nearest1d(x, to),
-            lambda x: aten.upsample_linear1d(x, to, corner),
-            lambda x: aten.upsample_nearest1d.vec(x, None, [2.0]),
-            lambda x: aten.upsample_linear1d.vec(x, to, corner, None),
-        )), (three,)  # fmt: skip
-    return r.choice((
-        lambda x: aten.avg_pool2d(x, k2, [], pad),
-        lambda x: aten.avg_pool2d(x, k, stride, pad),
-        lambda x: aten.avg_pool2d(x, [2, 1], [2, 1]),
-        lambda x: aten.adaptive_avg_pool2d(x, to2),
-        lambda x: aten.upsample_bicubic2d(x, to2, corner),
-        lambda x: aten.upsample_bilinear2d(x, to2, corner),
-        lambda x: aten.upsample_nearest2d(x, to2),
-        lambda x: aten._upsample_bicubic2d_aa(x, to2, corner),
-        lambda x: aten._upsample_bilinear2d_aa(x, to2, corner),
-    )), (four,)  # fmt: skip
+FAMILIES["sequences"] = drawn(
+    aten.avg_pool1d.default, aten.adaptive_avg_pool1d.default, aten.upsample_nearest1d.default,
+    aten.upsample_linear1d.default, aten.upsample_nearest1d.vec, aten.upsample_linear1d.vec,
+    shapes=lambda r: (*sizes(r, 1, 2), 6), kernel_size=numbers(1, 1, 2), stride=numbers(1, 1, 2),
+    padding=numbers(1, 0, 1), output_size=numbers(1, 1, 7), scale_factors=numbers(1, 2, 2),
+)  # fmt: skip
+FAMILIES["images"] = drawn(
+    aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default, aten.upsample_bicubic2d.default,
+    aten.upsample_bilinear2d.default, aten.upsample_nearest2d.default,
+    aten._upsample_bicubic2d_aa.default, aten._upsample_bilinear2d_aa.default,
+    shapes=lambda r: (*sizes(r, 1, 2), 4, 6), kernel_size=numbers(2, 1, 2),
+    stride=numbers(2, 1, 2), padding=numbers(2, 0, 1), output_size=numbers(2, 1, 7),
+)  # fmt: skip
 
 
-@family
-def paddings(r: Random) -> Case:
-    shape = sizes(r)
-    x = tensor(r, *shape)
-    widths = [r.choice((0, 0, 1, 2, -1)) for _ in range(2 * r.randint(0, len(shape)))]
-    mode, value = r.choice(("constant", "reflect", "replicate")), r.choice((None, 0, 0.0, 1.5))
-    few = [max(0, w) for w in widths]
-    return r.choice((
-        lambda x: aten.constant_pad_nd(x, widths),
-        lambda x: aten.constant_pad_nd(x, widths, value or 0),
-        lambda x: aten.pad(x, widths, mode),
-        lambda x: aten.pad(x, widths, "constant", value),
-        lambda x: aten.replication_pad1d(x, few),
-        lambda x: aten.replication_pad2d(x, few),
-        lambda x: aten.replication_pad3d(x, few),
-        lambda x: aten.reflection_pad1d(x, few),
-        lambda x: aten.reflection_pad2d(x, few),
-        lambda x: aten.reflection_pad3d(x, few),
-    )), (x,)  # fmt: skip
+def widths(r: Random, shape: Shape) -> list[int]:
+    return [r.choice((0, 0, 1, 2, -1)) for _ in range(2 * r.randint(0, len(shape)))]
 
 
-@family
-def zeros(r: Random) -> Case:
-    shape = sizes(r)
-    kind = options(r, dtype=[torch.float64, torch.int64])
-    return r.choice((
-        lambda x: aten.zeros(shape, **kind) + 0,
-        lambda x: aten.new_zeros(x, shape, **kind),
-        lambda x: aten.zeros_like(x, **kind),
-    )), (tensor(r, *sizes(r)),)  # fmt: skip
+FAMILIES["paddings"] = drawn(
+    aten.constant_pad_nd.default, aten.pad.default, aten.replication_pad1d.default,
+    aten.replication_pad2d.default, aten.replication_pad3d.default,
+    aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default,
+    pad=widths, padding=lambda r, shape: [max(0, width) for width in widths(r, shape)],
+)  # fmt: skip
+FAMILIES["zeros"] = drawn(aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 
 
 # Products with weights, and norms.
@@ -673,24 +628,18 @@ def layer_norms(r: Random) -> Case:
     return call, (x, *given)
 
 
+FAMILIES["spreads"] = drawn(
+    aten.softmax.int, aten.log_softmax.int, aten._softmax.default, aten.var.dim, aten.var.default,
+    aten.var.correction, aten.std.correction, aten.std.default, aten.group_norm.default,
+    aten.tanh.default, shapes=lambda r: sizes(r, 1), self=lambda r, shape: real(r, *shape),
+    half_to_float=lambda r, shape: False,
+)  # fmt: skip
+"""Ops over elements, which a shift may or may not change."""
+
+
 @family
-def spreads(r: Random) -> Case:
-    """Ops over elements, which a shift may or may not change."""
+def moments(r: Random) -> Case:
     x = real(r, *sizes(r, 1))
-    some, one, keep = dims(r, x.ndim), dim(r, x.ndim), r.random() < 0.5
-    kind = options(r, dtype=[torch.float64, torch.float32])
-    one_or_some = r.choice(([one], [one], some, None))
-    return r.choice((
-        lambda x: aten.softmax.int(x, one, **kind),
-        lambda x: aten.log_softmax.int(x, one, **kind),
-        lambda x: aten._softmax(x, one, False),
-        lambda x: aten.var.dim(x, one_or_some, True, keep),
-        lambda x: aten.std.correction(x, one_or_some, correction=r.choice((0, 1)), keepdim=keep),
-        lambda x: aten.var.correction(x, one_or_some, correction=0, keepdim=keep),
-        lambda x: aten.var_mean.correction(x, one_or_some, correction=0, keepdim=keep)[0] + 0,
-        lambda x: aten.var_mean.correction(x, one_or_some, correction=0, keepdim=keep)[1] + 0,
-        lambda x: aten.var(x),
-        lambda x: aten.std(x, False),
-        lambda x: aten.group_norm(x, r.choice((1, 2, 3))),
-        lambda x: torch.tanh(x),
-    )), (x,)  # fmt: skip
+    over, part = r.choice((dims(r, x.ndim), [dim(r, x.ndim)], None)), r.randrange(2)
+    how = options(r, correction=[0, 1], keepdim=[True])
+    return lambda x: aten.var_mean.correction(x, over, **how)[part] + 0, (x,)

@@ -19,7 +19,8 @@ from enjoyln_cli.trace.steps import Steps, quiet
 
 aten = torch.ops.aten
 HOLD_VALUES = {
-    "bags_of_embeddings", "embeddings", "expert_products", "gathers", "indices", "scatters_of_rows",
+    "bags_of_embeddings", "embeddings", "expert_products", "gathers", "indices", "rows_repeated",
+    "scatters_of_rows",
 }  # fmt: skip
 """Families whose functions contain tensors with values, so most of their calls are not recorded."""
 
