@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from commands import enjoyln, good, refused
+from rounding import relative
 from safetensors.torch import load_file, save_file
 from stored_files import stored_plan
 from tiny_models import BERT, GPT2, PHI, live
@@ -83,10 +84,6 @@ def first_output(model: Any) -> torch.Tensor:
         return model(input_ids=IDS)[0]
 
 
-def largest(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).abs().max() / b.abs().max())
-
-
 def fold_both(base: Path, adapter: Path, into: Path, **options: Any) -> tuple[Path, Path]:
     """Fold ``base``, and edit ``adapter`` for the result: the directories of both."""
     out, edited = into / "out", into / "edited"
@@ -116,20 +113,20 @@ def test_an_adapter_does_the_same_on_the_folded_base(
     model = from_pretrained(out, dtype=torch.float64)
     own = first_output(model)
     tuned = peft.PeftModel.from_pretrained(model, edited).eval()
-    assert largest(first_output(tuned), exact) < 1e-12
+    assert relative(first_output(tuned), exact) < 1e-12
     norms = [norm for norm in model.modules() if isinstance(norm, Folded)]
     if name != "bert":  # hidden units that subtract a mean have to be without an adapter
         assert norms and not any(norm.shifted for norm in norms)
-    assert largest(own, exact) > 1e-2
+    assert relative(own, exact) > 1e-2
 
     stock = peft.PeftModel.from_pretrained(load(out), edited).eval()
-    assert largest(first_output(stock), exact) < 1e-12
+    assert relative(first_output(stock), exact) < 1e-12
     settings = json.loads((edited / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(out)
     assert settings["lora_bias"] is ("merge" in options)
     if "merge" in options:  # as it was before the fold, it is wrong
         plain = peft.PeftModel.from_pretrained(load(out), folders[f"{name} adapter"]).eval()
-        assert largest(first_output(plain), exact) > 1e-3
+        assert relative(first_output(plain), exact) > 1e-3
 
 
 def test_an_adapter_with_biases_and_whole_modules(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -142,7 +139,7 @@ def test_an_adapter_with_biases_and_whole_modules(folders: dict[str, Path], tmp_
         fold_both(folders["phi"], tmp_path / "adapter", tmp_path, options=merging)
     out, edited = fold_both(folders["phi"], tmp_path / "adapter", tmp_path)
     tuned = peft.PeftModel.from_pretrained(load(out), edited).eval()
-    assert largest(first_output(tuned), first_output(model)) < 1e-12
+    assert relative(first_output(tuned), first_output(model)) < 1e-12
     saved = load_file(edited / "adapter_model.safetensors")
     weight = saved["base_model.model.model.layers.0.mlp.fc2.weight"]
     assert float(weight.mean(0).abs().max() / weight.abs().max()) < 1e-15
@@ -164,7 +161,7 @@ def test_an_adapter_on_an_untied_head(folders: dict[str, Path], tmp_path: Path) 
         for reader in norm.readers
     )
     tuned = peft.PeftModel.from_pretrained(from_pretrained(out), edited).eval()
-    assert largest(first_output(tuned), first_output(model)) < 1e-12
+    assert relative(first_output(tuned), first_output(model)) < 1e-12
 
 
 def test_the_adapter_keeps_its_dtype(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -235,7 +232,7 @@ def test_an_adapter_is_edited_like_its_base(
     command = "rotate" if way == "rotated" else "fold"
     good(command, folders["phi adapter"], "--like", folders[way], "-o", tmp_path / "new")
     tuned = peft.PeftModel.from_pretrained(load(folders[way]), tmp_path / "new").eval()
-    assert largest(first_output(tuned), exact) < 1e-12
+    assert relative(first_output(tuned), exact) < 1e-12
     settings = json.loads((tmp_path / "new" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(folders[way])
 
@@ -255,10 +252,10 @@ def test_a_prompt_is_edited_like_rows_of_the_table(
     good("rotate", tmp_path / "prompt", "--like", folders[way], "-o", tmp_path / "new")
     tuned = peft.PeftModel.from_pretrained(load(folders[way]), tmp_path / "new").double().eval()
     rounding = torch.finfo(torch.float32).eps  # PEFT stores prompts in float32
-    assert largest(first_output(tuned), first_output(model)) < rounding
+    assert relative(first_output(tuned), first_output(model)) < rounding
     if way == "rotated":  # as it was trained, it is wrong
         before = peft.PeftModel.from_pretrained(load(folders[way]), tmp_path / "prompt")
-        assert largest(first_output(before.double().eval()), first_output(model)) > 1e-3
+        assert relative(first_output(before.double().eval()), first_output(model)) > 1e-3
 
 
 def test_what_is_no_adapter_of_this_result_is_refused(

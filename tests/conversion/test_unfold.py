@@ -19,7 +19,7 @@ from fold_cases import CONFIG, EDITS, gathered, same, sharded, state, store, wri
 from live_models import CHECKPOINTS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from stored_files import opened
+from stored_files import contents, opened
 
 from enjoyln_cli import fold, unfold
 from enjoyln_cli.checkpoint.result_files import FILE, FOLDER
@@ -35,14 +35,6 @@ from enjoyln_cli.rewrite.shard_layout import plain_layout
 from enjoyln_cli.rewrite.writer import write_shards
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 def folded(source: Path, out: Path, scale: bool = False, **options: Any) -> Path:
@@ -111,25 +103,25 @@ def test_every_file_comes_back(
     out = folded(tmp_path / "model", tmp_path / "out", bool(scale))
     assert not any(same(written(out)[name], held[name]) for name in EDITS)
     result = unfold(out, back)
-    assert files(back) == files(tmp_path / "model")
+    assert contents(back) == contents(tmp_path / "model")
     assert (result.restored, result.tensors, result.back) == (True, len(held), back)
-    assert result.bytes_written == sum(map(len, files(back).values()))
+    assert result.bytes_written == sum(map(len, contents(back).values()))
 
 
 def test_other_files_come_along(source: Path, out: Path, back: Path) -> None:
     assert (out / FOLDER / FILE).is_file()
     told: list[tuple[int, int]] = []
     unfold(out, back, jobs=2, on_progress=lambda done, total: told.append((done, total)))
-    assert files(back) == files(source)
+    assert contents(back) == contents(source)
     size = sum(tensor.nbytes for tensor in state(torch.float32).values())
     assert (told[0], told[-1]) == ((0, size), (size, size))
 
 
 def test_the_original_layout_comes_back_from_another(source: Path, tmp_path: Path) -> None:
     out = folded(source, tmp_path / "out", max_shard_size=3_000_000)
-    assert set(files(out)) != set(files(source))
+    assert set(contents(out)) != set(contents(source))
     unfold(out, tmp_path / "back")
-    assert files(tmp_path / "back") == files(source)
+    assert contents(tmp_path / "back") == contents(source)
 
 
 @pytest.mark.parametrize("kind", ["bin", "sharded bin"])
@@ -141,8 +133,8 @@ def test_pickles_come_back_as_safetensors(tmp_path: Path, kind: str) -> None:
     found = written(tmp_path / "back")
     assert set(found) == set(held)
     assert all(same(found[name], tensor) for name, tensor in held.items())
-    weights = {name for name in files(out) if "model" in name and "/" not in name}
-    assert set(files(tmp_path / "back")) == {*weights, "config.json"}
+    weights = {name for name in contents(out) if "model" in name and "/" not in name}
+    assert set(contents(tmp_path / "back")) == {*weights, "config.json"}
 
 
 EVERY_EDIT = {
@@ -171,7 +163,7 @@ def test_every_edit_can_be_undone(tmp_path: Path, case: str, dtype: torch.dtype)
         save_archive(recorder, out / FOLDER, {"mine": 1}, headers, index)
     (out / "config.json").write_text("{}")
     restore(opened(out), open_archive(out / FOLDER, {"mine": 1}), changes, back)
-    assert files(back) == {"model.safetensors": (model / "model.safetensors").read_bytes()}
+    assert contents(back) == {"model.safetensors": (model / "model.safetensors").read_bytes()}
 
 
 def test_what_a_copy_holds_needs_no_corrections(tmp_path: Path) -> None:
@@ -195,7 +187,7 @@ def test_values_that_no_arithmetic_keeps(tmp_path: Path, back: Path) -> None:
     held["out.weight"][:, 3] = torch.tensor([0.0, -0.0, 1e-40, 1.0] * 6)
     store(tmp_path / "model", held, "single")
     unfold(folded(tmp_path / "model", tmp_path / "out"), back)
-    assert files(back) == files(tmp_path / "model")
+    assert contents(back) == contents(tmp_path / "model")
 
 
 def test_what_is_kept_does_not_depend_on_the_number_of_workers(
@@ -209,7 +201,7 @@ def test_what_is_kept_does_not_depend_on_the_number_of_workers(
 
 
 def test_what_is_kept_is_small_and_in_a_folder_that_nobody_loads(out: Path) -> None:
-    assert set(files(out / FOLDER)) == {FILE}
+    assert set(contents(out / FOLDER)) == {FILE}
     with safe_open(out / FOLDER / FILE, "pt") as file:
         names = [name.partition("/") for name in file.offset_keys()]
     assert {name for kind, _, name in names if kind == "difference"} == set(EDITS)
@@ -222,13 +214,13 @@ def test_what_is_kept_is_small_and_in_a_folder_that_nobody_loads(out: Path) -> N
 
 def test_without_kept_means_the_marker_goes(source: Path, tmp_path: Path, back: Path) -> None:
     out = folded(source, tmp_path / "out", keep_means=False)
-    assert FOLDER not in {name.partition("/")[0] for name in files(out)}
+    assert FOLDER not in {name.partition("/")[0] for name in contents(out)}
     result = unfold(out, back)
     assert not result.restored
     assert json.loads((back / "config.json").read_text()) == CONFIG
     gone = ("config.json", "enjoyln_recipe.yaml", "enjoyln_plan.json")
-    others = {name: text for name, text in files(out).items() if name not in gone}
-    assert others == {name: text for name, text in files(back).items() if name != "config.json"}
+    others = {name: text for name, text in contents(out).items() if name not in gone}
+    assert others == {name: text for name, text in contents(back).items() if name != "config.json"}
 
 
 # A whole model
@@ -242,7 +234,7 @@ def test_a_trained_checkpoint_by_command(tmp_path: Path, back: Path) -> None:
     assert stated["verification"]["passed"]
     assert stated["bytes_kept"] == (out / FOLDER / FILE).stat().st_size
     assert "bit for bit" in good("unfold", out, "-o", back)
-    assert files(back) == files(source)
+    assert contents(back) == contents(source)
 
 
 def test_the_transformer_of_a_pipeline(tmp_path: Path, back: Path) -> None:
@@ -258,7 +250,7 @@ def test_the_transformer_of_a_pipeline(tmp_path: Path, back: Path) -> None:
     fold(whole, tmp_path / "out", keep_means=True, verify=False)
     assert (tmp_path / "out" / "0_Transformer" / FOLDER / FILE).is_file()
     assert unfold(tmp_path / "out", back).restored
-    assert files(back) == files(whole)
+    assert contents(back) == contents(whole)
 
 
 # Refusals: one line, and nothing left behind
@@ -281,7 +273,7 @@ def test_an_existing_place(source: Path, out: Path, back: Path) -> None:
     refused("exists; .*--force", out, back, OutputError)
     assert (back / "mine").exists()
     unfold(out, back, force=True)
-    assert files(back) == files(source)
+    assert contents(back) == contents(source)
 
 
 @pytest.mark.one_case

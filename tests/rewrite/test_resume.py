@@ -18,9 +18,8 @@ import pytest
 import torch
 from commands import GPT2, good, refused, running
 from fold_cases import EDITS, fold, gathered, plan_for, state, store
-from kill_runs import contents
 from live_models import ROOT
-from stored_files import opened
+from stored_files import contents, opened
 
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, OutputError
 from enjoyln_cli.fs.staging import count_finished, staged_output, work_of
@@ -44,7 +43,7 @@ def stopped(source: Path, out: Path, **options: Any) -> Path:
     return work_of(out)
 
 
-def expected(source: Path, out: Path, **options: Any) -> dict[str, str]:
+def expected(source: Path, out: Path, **options: Any) -> dict[str, bytes]:
     """The files of an undisturbed fold, which is removed again."""
     fold(source, out, **options)
     found = contents(out)

@@ -10,7 +10,6 @@ there was a kill before and after the first finished file, and a run that went o
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import torch
 from fold_cases import EDITS, plan_for, state, store
-from stored_files import opened
+from stored_files import contents, opened
 
 from enjoyln_cli.fs.staging import FINISHED, count_finished, work_of
 from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
@@ -52,14 +51,6 @@ def child(source: Path, out: Path, resume: bool) -> int:
 
 def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def contents(folder: Path) -> dict[str, str]:
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def main(folder: Path, runs: int, seed: int) -> None:

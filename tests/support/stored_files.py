@@ -26,6 +26,12 @@ def opened(folder: Path) -> Checkpoint:
     return open_checkpoint(open_source(str(folder)))
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its path in it."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
 def stored_plan(folder: Path) -> Plan:
     """The plan in a result, without the calls that are in its marker."""
     return read_plan(opened(folder), None)

@@ -25,6 +25,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def language_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """In the dtype of the model; its own loss is rounded to float32."""
     logits = model(input_ids=ids).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from tiny_models import PHI, live
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy
+from training import language_loss
 
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.runtime.modules import Folded
@@ -31,11 +31,6 @@ WRITER = "model.layers.0.mlp.fc2.weight"
 
 def ids_of(rank: int) -> torch.Tensor:
     return torch.randint(3, 37, (2, 9), generator=torch.Generator().manual_seed(rank))
-
-
-def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    logits = model(input_ids=ids).logits
-    return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def train(way: str, plan: Plan | None, accelerator: Accelerator) -> dict[str, Any]:
@@ -55,13 +50,13 @@ def train(way: str, plan: Plan | None, accelerator: Accelerator) -> dict[str, An
     ids, losses = ids_of(accelerator.process_index), []
     for _ in range(STEPS):
         model.train()
-        loss = loss_of(model, ids)
+        loss = language_loss(model, ids)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         model.eval()
         with torch.no_grad():
-            losses += [float(loss), float(loss_of(model, ids))]
+            losses += [float(loss), float(language_loss(model, ids))]
     norms = [norm for norm in whole.modules() if isinstance(norm, Folded)]
     rms = bool(norms) and not any(norm.shifted for norm in norms)
     state = model.train().state_dict()

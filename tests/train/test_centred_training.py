@@ -17,7 +17,7 @@ from live_models import CHECKPOINTS, moved
 from safetensors.torch import load_file, save_file
 from tiny_models import GPT2, PHI, live
 from torch import nn
-from torch.nn.functional import cross_entropy
+from training import language_loss
 
 from enjoyln_cli import Options, analyze, fold, from_pretrained, refold, verify
 from enjoyln_cli.checkpoint.marker import read_marker
@@ -65,9 +65,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def loss_of(model: Any) -> torch.Tensor:
-    """In float64: the model's own loss is rounded to float32."""
-    logits = model(input_ids=IDS).logits
-    return cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+    return language_loss(model, IDS)
 
 
 def uses_rms_norm(model: nn.Module) -> bool:
