@@ -212,7 +212,7 @@ FEW = 8
 CALLS = {
     "copies": 200,
     "views": 60,
-    "dimensions": 110,
+    "dimensions": 170,
     "orders": 190,
     "casts": 90,
     "gathers": 180,
@@ -220,7 +220,8 @@ CALLS = {
     "paddings": 620,
     "matrices": 235,
     "factors": 90,
-    "reductions": 90,
+    "reductions": 170,
+    "narrower": 170,
     "convolutions": 120,
 }
 """More calls for families with many ops, with calls that torch often refuses, or long chains."""

@@ -296,8 +296,9 @@ def slices(r: Random) -> Case:
 
 
 FAMILIES["narrower"] = drawn(
-    aten.slice.Tensor, aten.narrow.default, aten.select.int, aten.unfold.default
-)
+    aten.slice.Tensor, aten.narrow.default, aten.select.int, aten.unfold.default,
+    start=lambda r, shape: r.randint(-2, 2), length=lambda r, shape: r.randint(1, 3),
+)  # fmt: skip
 
 
 @family
