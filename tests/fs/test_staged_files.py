@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from stored_files import contents
 
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.fs.staged_files import staged_file
@@ -20,10 +21,6 @@ def write(file: Path, text: str, data: str = "", force: bool = False) -> None:
             staged.with_name("model.data").write_text(data)
 
 
-def contents(folder: Path) -> dict[str, str]:
-    return {name: (folder / name).read_text() for name in os.listdir(folder)}
-
-
 def test_files_appear_together_at_the_end(tmp_path: Path) -> None:
     file = tmp_path / "model"
     with staged_file(file, DATA) as staged:
@@ -31,7 +28,7 @@ def test_files_appear_together_at_the_end(tmp_path: Path) -> None:
         staged.with_name("model.data").write_text("weights")
         assert staged.name == "model" and staged.parent.parent == tmp_path
         assert not file.exists() and not (tmp_path / "model.data").exists()
-    assert contents(tmp_path) == {"model": "graph", "model.data": "weights"}
+    assert contents(tmp_path) == {"model": b"graph", "model.data": b"weights"}
 
 
 @pytest.mark.parametrize("name", ["model", "model.data"])
@@ -39,15 +36,15 @@ def test_an_existing_file_is_replaced_only_with_force(tmp_path: Path, name: str)
     (tmp_path / name).write_text("old")
     with pytest.raises(OutputError, match=rf"{name} exists; .*--force"):
         write(tmp_path / "model", "graph", "weights")
-    assert contents(tmp_path) == {name: "old"}
+    assert contents(tmp_path) == {name: b"old"}
     write(tmp_path / "model", "graph", "weights", force=True)
-    assert contents(tmp_path) == {"model": "graph", "model.data": "weights"}
+    assert contents(tmp_path) == {"model": b"graph", "model.data": b"weights"}
 
 
 def test_data_of_a_replaced_file_does_not_stay(tmp_path: Path) -> None:
     write(tmp_path / "model", "graph", "weights")
     write(tmp_path / "model", "small graph", force=True)
-    assert contents(tmp_path) == {"model": "small graph"}
+    assert contents(tmp_path) == {"model": b"small graph"}
 
 
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
@@ -59,7 +56,7 @@ def test_a_failure_leaves_the_old_files(tmp_path: Path, failure: type[BaseExcept
     ):
         staged.write_text("half")
         raise failure
-    assert contents(tmp_path) == {"model": "graph", "model.data": "weights"}
+    assert contents(tmp_path) == {"model": b"graph", "model.data": b"weights"}
 
 
 def test_a_file_that_appears_in_the_meantime_is_not_replaced(tmp_path: Path) -> None:
@@ -69,7 +66,7 @@ def test_a_file_that_appears_in_the_meantime_is_not_replaced(tmp_path: Path) -> 
     ):
         staged.write_text("graph")
         (tmp_path / "model").write_text("of another program")
-    assert contents(tmp_path) == {"model": "of another program"}
+    assert contents(tmp_path) == {"model": b"of another program"}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from stored_files import contents
 
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.fs.staging import check_file, check_place, staged_output
@@ -20,14 +21,6 @@ def source(tmp_path: Path) -> Path:
     path.mkdir()
     (path / "config.json").write_text("{}")
     return path
-
-
-def contents(path: Path) -> dict[str, str]:
-    return {
-        found.relative_to(path).as_posix(): found.read_text()
-        for found in path.rglob("*")
-        if found.is_file()
-    }
 
 
 def names(path: Path) -> list[str]:
@@ -42,7 +35,7 @@ def test_appears_at_the_end_and_not_before(tmp_path: Path, source: Path) -> None
         (staged / "b.txt").write_text("b")
         assert not out.exists()
         assert staged.parent.parent == out.parent
-    assert contents(out) == {"inner/a.txt": "a", "b.txt": "b"}
+    assert contents(out) == {"inner/a.txt": b"a", "b.txt": b"b"}
     assert names(tmp_path) == ["out", "source"]
 
 
@@ -85,8 +78,8 @@ def test_force_replaces_a_directory(tmp_path: Path, source: Path) -> None:
     (out / "inner" / "old.txt").write_text("old")
     with staged_output(out, source=source, force=True) as staged:
         (staged / "new.txt").write_text("new")
-        assert contents(out) == {"inner/old.txt": "old"}
-    assert contents(out) == {"new.txt": "new"}
+        assert contents(out) == {"inner/old.txt": b"old"}
+    assert contents(out) == {"new.txt": b"new"}
     assert names(tmp_path) == ["out", "source"]
 
 
@@ -100,8 +93,8 @@ def test_force_replaces_a_file_and_a_link_but_not_the_target_of_the_link(
     for name in ("link", "file"):
         with staged_output(tmp_path / name, source=source, force=True) as staged:
             (staged / "new.txt").write_text("new")
-        assert contents(tmp_path / name) == {"new.txt": "new"}
-    assert contents(tmp_path / "kept") == {"a.txt": "a"}
+        assert contents(tmp_path / name) == {"new.txt": b"new"}
+    assert contents(tmp_path / "kept") == {"a.txt": b"a"}
 
 
 def test_a_place_taken_in_the_meantime_is_left_alone(tmp_path: Path, source: Path) -> None:
