@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,19 @@ class Outcome:
     @property
     def said(self) -> str:
         return "; ".join(self.reasons)
+
+
+class Computing(nn.Module):
+    """A model of the given parts that computes a function of itself and of its inputs."""
+
+    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.run(self, *inputs)
 
 
 def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
