@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from folding_live import floats, fold_in_place, randomised
+from folding_live import Computing, floats, fold_in_place, randomised
 from torch import nn
 
 from enjoyln_cli import analyze
@@ -45,31 +45,25 @@ STEPS: dict[str, Step] = {
 }
 
 
-class Net(nn.Module):
+def net(step: Step) -> Computing:
     """Takes a step of ``STEPS`` on the stream in front of its norm."""
-
-    def __init__(self, step: Step) -> None:
-        super().__init__()
-        self.embed, self.norm = nn.Linear(5, WIDTH), nn.LayerNorm(WIDTH)
-        self.head, self.step = nn.Linear(WIDTH, 3), step
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.step(self.embed(x))))
+    parts = {"embed": nn.Linear(5, WIDTH), "norm": nn.LayerNorm(WIDTH), "head": nn.Linear(WIDTH, 3)}
+    return Computing(lambda m, x: m.head(m.norm(step(m.embed(x)))), **parts)
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_mode_or_a_device_may_choose_how_to_compute(step: str) -> None:
-    bare = Net(STEPS[step]).double().to("meta").eval()
+    bare = net(STEPS[step]).double().to("meta").eval()
     plan = analyze(bare, floats(2, 7, 5).to("meta")).plan
     assert [verdict.status for verdict in plan.norms] == ["static"]
-    model = randomised(Net(STEPS[step]))
+    model = randomised(net(STEPS[step]))
     found = fold_in_place(model, floats(2, 7, 5), others=[(floats(3, 4, 5),)])
     assert found.folded == {"norm"} and found.error < 1e-12
 
 
 def test_torchs_functions_are_as_before() -> None:
     before = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast.__init__
-    analyze(Net(in_autocast).eval(), torch.randn(2, 7, 5))
+    analyze(net(in_autocast).eval(), torch.randn(2, 7, 5))
     assert before == (torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast.__init__)
     with pytest.raises(RuntimeError):
         torch.is_autocast_enabled("meta")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from folding_live import Computing, floats, randomised
 from support.assertions import asserted
 from torch import nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -18,29 +19,12 @@ from enjoyln_cli.trace.trace import Trace
 WIDTH = 6
 
 
-class Net(nn.Module):
-    """Two layers with a norm between them, and ``code`` that is given as a function."""
-
-    def __init__(self, code: Any) -> None:
-        super().__init__()
-        self.own, self.norm, self.out = (
-            nn.Linear(5, WIDTH),
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 3),
-        )
-        self.code = code
-
-    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return self.out(self.norm(self.code(self.own(x), ids)))
-
-
 def trace_of(code: Any) -> Trace:
-    torch.manual_seed(0)
-    model = Net(code)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, 0.4, 0.5)
+    """Of a model with two layers, a norm between them, and ``code`` before the norm."""
+    parts = {"own": nn.Linear(5, WIDTH), "norm": nn.LayerNorm(WIDTH), "out": nn.Linear(WIDTH, 3)}
+    model = Computing(lambda m, x, ids: m.out(m.norm(code(m.own(x), ids))), **parts)
     ids = torch.tensor([[1, 0, 2, 2], [2, 2, 1, 0], [0, 1, 2, 2]])
-    found = analyze_module(model.double().eval(), torch.randn(3, 4, 5).double(), ids)
+    found = analyze_module(randomised(model), floats(3, 4, 5), ids)
     return found.problem.flow.traces[0]
 
 
