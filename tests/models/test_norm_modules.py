@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from folding_live import randomised
+from folding_live import Computing, randomised
 from tiny_models import converted
 from torch import nn
 from torch.nn.utils import parametrize
@@ -235,22 +235,18 @@ def test_hooks_that_transformers_records_with_keep_no_norm() -> None:
     install(copy.deepcopy(model), [v.norm for v in plan.folded], plan.ops)
 
 
-class Tied(nn.Module):
-    """An embedding with two norms and a tied head: one centring operation folds both norms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, D)
-        self.one, self.two = nn.LayerNorm(D), nn.LayerNorm(D)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        return F.linear(self.one(x).tanh() + self.two(x).exp(), self.embed.weight)
-
-
 def test_no_operation_stands_on_a_module_whose_output_a_hook_changes() -> None:
     """The operation would run before the hook, but the proof concerns the value after the hook."""
-    ids, model = torch.arange(7)[None], randomised(Tied())
+
+    def run(m: Any, ids: torch.Tensor) -> torch.Tensor:
+        x = m.embed(ids)
+        return F.linear(m.one(x).tanh() + m.two(x).exp(), m.embed.weight)
+
+    norms = {"one": nn.LayerNorm(D), "two": nn.LayerNorm(D)}
+    ids, model = (
+        torch.arange(7)[None],
+        randomised(Computing(run, embed=nn.Embedding(7, D), **norms)),
+    )
     plan = analyze_module(model, ids).plan
     assert [op.module for op in plan.ops] == ["embed"] and error(model, plan, ids) < 1e-12
     model.embed.register_forward_hook(lambda module, args, output: output.square())
@@ -260,6 +256,10 @@ def test_no_operation_stands_on_a_module_whose_output_a_hook_changes() -> None:
 
 
 # Ways to call a norm.
+
+
+def written_and_normed(run: Callable[..., Any], **more: Any) -> Any:
+    return randomised(Computing(run, write=nn.Linear(D, D), norm=nn.LayerNorm(D), **more))
 
 
 class Extra(nn.LayerNorm):
@@ -338,111 +338,77 @@ def test_a_folded_norm_accepts_the_same_arguments() -> None:
 # Norms with several names.
 
 
-class TwoNames(nn.Module):
+def two_names(both: bool) -> Any:
     """One norm with two names: one is called on a value that can be centred, one on another."""
 
-    def __init__(self, both: bool) -> None:
-        super().__init__()
-        self.write, self.first = nn.Linear(D, D), nn.LayerNorm(D)
-        self.second, self.both = self.first, both
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.write(x)
+        return m.first(y) * m.second(2 * y if both else x.exp())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.write(x)
-        return self.first(y) * self.second(2 * y if self.both else x.exp())
+    norm = nn.LayerNorm(D)
+    return randomised(Computing(run, write=nn.Linear(D, D), first=norm, second=norm))
 
 
 @pytest.mark.parametrize("both", [True, False])
 def test_one_norm_under_two_names_folds_if_all_calls_can(both: bool) -> None:
-    found = verdicts(randomised(TwoNames(both)))
+    found = verdicts(two_names(both))
     assert found == {"first": "" if both else "exp does not keep a zero mean"}
-
-
-class Repeated(nn.Module):
-    """A block that is registered three times; with ``last``, its last run skips ``write``."""
-
-    def __init__(self, last: bool) -> None:
-        super().__init__()
-        block = Block()
-        block.read = nn.Linear(D, D)
-        self.blocks, self.last = nn.ModuleList([block] * 3), last
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i, block in enumerate(self.blocks):
-            x = block.read(block.norm(x)) if self.last and i == 2 else block(x)
-        return x
 
 
 @pytest.mark.parametrize("last", [True, False])
 def test_a_norm_of_a_block_that_stands_at_several_places(last: bool) -> None:
-    """With ``last``, the norm also reads the output of ``read``, which the model returns."""
-    found = verdicts(randomised(Repeated(last)))
+    """With ``last``, its last run skips ``write``: the norm reads the output of ``read``, too."""
+
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(m.blocks):
+            x = block.read(block.norm(x)) if last and i == 2 else block(x)
+        return x
+
+    block = Block()
+    block.read = nn.Linear(D, D)
+    found = verdicts(randomised(Computing(run, blocks=nn.ModuleList([block] * 3))))
     assert list(found) == ["blocks.0.norm"]
     assert ("used elsewhere" in found["blocks.0.norm"]) == last
 
 
 def test_a_norm_under_a_name_that_is_not_to_be_folded_is_not_installed() -> None:
-    model = randomised(TwoNames(True))
+    model = two_names(True)
     with pytest.raises(UnsupportedModel, match="second: is the same module as first"):
         install(model, ["second"], [])
     assert type(model.first) is nn.LayerNorm
 
 
-class Branches(nn.Module):
-    """Calls a control flow operator of torch."""
-
-    def __init__(self, operator: str) -> None:
-        super().__init__()
-        self.write, self.norm, self.operator = nn.Linear(D, D), nn.LayerNorm(D), operator
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.write(x)
-        match self.operator:
-            case "cond":
-                z = torch.cond(x.sum() > 0, lambda y: self.norm(y.exp()), lambda y: y.sin(), (x,))
-            case _:
-                begin = torch.zeros((), dtype=torch.int64), x
-                z = torch.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 1.5), begin)[1]
-        return self.norm(y) + z
+def branch(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = m.write(x)
+    z = torch.cond(x.sum() > 0, lambda y: m.norm(y.exp()), lambda y: y.sin(), (x,))
+    return m.norm(y) + z
 
 
-@pytest.mark.parametrize("operator", ["cond", "while_loop"])
-def test_a_model_with_an_operator_that_calls_functions_is_refused(operator: str) -> None:
-    with pytest.raises(TraceFailed, match="Branches.forward, line .* control flow operator"):
-        verdicts(randomised(Branches(operator)))
+def loop(m: Any, x: torch.Tensor) -> torch.Tensor:
+    begin = torch.zeros((), dtype=torch.int64), x
+    z = torch.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 1.5), begin)[1]
+    return m.norm(m.write(x)) + z
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.write, self.norm = nn.Linear(D, D), nn.LayerNorm(D)
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return checkpoint(self.norm, self.write(x), use_reentrant=self.reentrant)
+@pytest.mark.parametrize("run", [branch, loop])
+def test_a_model_with_an_operator_that_calls_functions_is_refused(run: Any) -> None:
+    with pytest.raises(TraceFailed, match=f"{run.__name__}, line .* control flow operator"):
+        verdicts(written_and_normed(run))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.filterwarnings("ignore:None of the inputs")
 def test_a_checkpointed_norm_folds(reentrant: bool) -> None:
-    assert verdicts(randomised(Checkpointed(reentrant))) == {"norm": ""}
-
-
-class Borrowed(nn.Module):
-    """Runs its norm with the weights of another norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.write, self.norm = nn.Linear(D, D), nn.LayerNorm(D)
-        self.weight = nn.Parameter(torch.ones(D))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        y = self.write(x)
-        other = {"weight": self.weight, "bias": self.norm.bias}
-        return self.norm(y) + torch.func.functional_call(self.norm, other, (x.exp(),))
+    run = lambda m, x: checkpoint(m.norm, m.write(x), use_reentrant=reentrant)  # noqa: E731
+    assert verdicts(written_and_normed(run)) == {"norm": ""}
 
 
 def test_a_norm_that_is_called_with_other_weights_stays() -> None:
-    assert verdicts(randomised(Borrowed()))["norm"]
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        other = {"weight": m.weight, "bias": m.norm.bias}
+        return m.norm(m.write(x)) + torch.func.functional_call(m.norm, other, (x.exp(),))
+
+    assert verdicts(written_and_normed(run, weight=nn.Parameter(torch.ones(D))))["norm"]
 
 
 class CastBack(nn.Module):
@@ -459,22 +425,17 @@ class CastBack(nn.Module):
         return (self.weight.to(torch.float32) * x).to(given)
 
 
-class WritesResult(nn.Module):
-    """Writes to memory that two tensors share, so that the graph has to be decomposed."""
+def test_a_norm_that_casts_back_is_found_in_a_decomposed_graph() -> None:
+    """A write to memory that two tensors share has to be decomposed."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.norm, self.head = nn.Embedding(20, 12), CastBack(12), nn.Linear(12, 5)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def run(m: Any, ids: torch.Tensor) -> torch.Tensor:
         result = torch.zeros(*ids.shape, 5)
-        result.transpose(0, 1).copy_(self.head(self.norm(self.emb(ids))).transpose(0, 1))
+        result.transpose(0, 1).copy_(m.head(m.norm(m.emb(ids))).transpose(0, 1))
         result.view(-1).add_(1.0)
         return result
 
-
-def test_a_norm_that_casts_back_is_found_in_a_decomposed_graph() -> None:
-    plan = analyze_module(WritesResult().eval(), torch.arange(12).reshape(2, 6)).plan
+    parts = {"emb": nn.Embedding(20, 12), "norm": CastBack(12), "head": nn.Linear(12, 5)}
+    plan = analyze_module(Computing(run, **parts).eval(), torch.arange(12).reshape(2, 6)).plan
     assert [verdict.norm for verdict in plan.folded] == ["norm"]
 
 
