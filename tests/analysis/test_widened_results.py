@@ -28,8 +28,6 @@ from enjoyln_cli.errors import BadCheckpoint, NotCentred, RecipeError, Verificat
 from enjoyln_cli.models.arithmetic import Float64
 from enjoyln_cli.models.outputs import tensors_in
 from enjoyln_cli.plan.mean_units import UNITS
-from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.recipe.follow import follow
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.rewrite.directory import fold_checkpoint
@@ -198,40 +196,6 @@ def test_a_forced_wrong_widening_is_refuted(tmp_path: Path) -> None:
 
 
 # Recipes.
-
-
-WIDENED = "bert.encoder.layer.{i}.output.dense.weight"
-
-
-CONFIG = AutoConfig.from_pretrained(SOURCE)
-
-
-@pytest.fixture(scope="module")
-def proven() -> Plan:
-    return analyze_config(CONFIG, options=WIDEN).plan
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "message"),
-    [
-        (WIDENED, {"bias": None}, "bias: null.*the proof .*dense.bias"),
-        (FIRST.format("{i}", "weight"), {}, "not part of the proof; .*widen_mlp: true"),
-        (
-            WIDENED.replace("{i}", "1"),
-            {"first": FIRST.format(1, "weight"), "bias": FIRST.format(1, "bias")},
-            "also sets the hidden units of bert.encoder.layer.0.output.dense.weight",
-        ),
-        ("", {}, "needs the MLP of bert.encoder.layer.0.output.dense.weight"),
-    ],
-)
-def test_a_recipe_that_asks_for_something_else(
-    proven: Plan, name: str, fields: dict[str, Any], message: str
-) -> None:
-    recipe = recipe_of(proven, config=CONFIG, options=WIDEN)
-    (line,) = recipe.widen.values()
-    widen = {name: {**line, **fields}} if name else {}
-    with pytest.raises(RecipeError, match=message):
-        follow(replace(recipe, widen=widen), proven, config=CONFIG)
 
 
 def test_without_the_option_nothing_is_widened(outs: dict[str, Path], tmp_path: Path) -> None:

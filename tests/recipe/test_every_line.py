@@ -53,7 +53,7 @@ def norms() -> tuple[Verdict, ...]:
     ]
     found += [Verdict(f"h.{i}.q_norm", "static") for i in LAYERS]
     found += [Verdict(f"{block}.norm", "static") for block in BLOCKS]
-    return (*found, Verdict("final", "static"))
+    return (*found, Verdict("final", "static", mlps=("h.2.mlp.down.weight",)))
 
 
 def writers() -> tuple[Writer, ...]:
@@ -67,7 +67,8 @@ def writers() -> tuple[Writer, ...]:
         found.append(replace(whole(name, name, (32, 32), 0), scale=scale))
     for i in (0, 1):
         name = f"h.{i}.attn.out.bias"
-        found.append(replace(whole(name, name, (32,), 0), scale=NamedParameter(f"h.{i}.gamma")))
+        scale = NamedParameter(f"h.{i}.gamma", f"toy.h.{i}.gamma")
+        found.append(replace(whole(name, name, (32,), 0), scale=scale))
     for i in (0, 2):
         name = f"h.{i}.mlp.out.weight"
         stored = whole(name, f"toy.{name}", (64, 32), 1)
@@ -207,6 +208,10 @@ def test_the_recipe_says_the_whole_plan() -> None:
         ("bias: {dim: 0, scale: 'h.{i}.gamma'}", "bias: {dim: 0}",
          "h.0.attn.out.bias: the recipe has {dim: 0}, the proof {dim: 0, scale: h.0.gamma}"),
         (", fixes_ones: true", "", "rotate: embed.tokens.weight: .* the proof .*fixes_ones: true"),
+        ("outputs: [logits]", "outputs: [mems]",
+         "outputs: the recipe has mems, the proof logits; write what the proof has, or pass --out"),
+        ("  h.{i}.mlp.down.weight: {first", "  h.{i}.mlp.up.weight: {first",
+         "widen: h.0.mlp.up.weight is not part of the proof; remove it, or write widen_mlp: true"),
     ],
 )  # fmt: skip
 def test_a_change_of_any_line_is_refused(old: str, new: str, message: str) -> None:
@@ -215,3 +220,41 @@ def test_a_change_of_any_line_is_refused(old: str, new: str, message: str) -> No
     changed = parse_recipe(text.replace(old, new), where="mine.yaml")
     with pytest.raises(RecipeError, match=f"mine.yaml: .*{message}"):
         follow(changed, plan(), config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("widen:\n", "widen:\n  h.0.mlp.down.weight: keep\n",
+         "n_inner also sets the hidden units of h.0.mlp.down.weight; list that under widen too"),
+        ("  h.{i}.attn.out.bias: {dim: 0, scale: 'h.{i}.gamma'}\n", "",
+         "merges h.0.gamma, but not into h.0.attn.out.bias; list that under centre too"),
+        ("merge:\n", "merge:\n  h.1.q_norm: keep\n",
+         "turns embed.tokens.weight, which needs h.1.q_norm merged; list that under merge"),
+    ],
+)  # fmt: skip
+def test_an_edit_that_another_one_needs_is_named(old: str, new: str, message: str) -> None:
+    text = FILE.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    changed = parse_recipe(text.replace(old, new), where="mine.yaml")
+    with pytest.raises(RecipeError, match=f"mine.yaml: .*{message}"):
+        follow(changed, plan(), config=CONFIG)
+
+
+def test_a_norm_that_an_mlp_subtracts_for_needs_it() -> None:
+    recipe = load_recipe(FILE)
+    widen = {"other.down.weight": recipe.widen["other.down.weight"]}
+    with pytest.raises(RecipeError, match="folds final, which needs the MLP of h.2.mlp.down.weig"):
+        follow(replace(recipe, widen=widen), plan(), config=CONFIG)
+
+
+def test_a_norm_may_be_left_unmerged_and_only_a_folded_one_is_merged() -> None:
+    """Where nothing is rotated."""
+    recipe, proven = replace(load_recipe(FILE), rotate={}), replace(plan(), bases=())
+    left = replace(recipe, merge={**recipe.merge, "final": "keep"})
+    found = follow(left, proven, config=CONFIG)
+    assert "final" not in {merge.norm for merge in found.merged}
+    assert (found.unmerged[-1].norm, found.unmerged[-1].reason) == ("final", "the recipe keeps it")
+    unfolded = replace(recipe, norms={**recipe.norms, "final": "keep"})
+    with pytest.raises(RecipeError, match="merges final, which it does not fold; also write keep"):
+        follow(unfolded, proven, config=CONFIG)
