@@ -81,30 +81,3 @@ def test_a_fused_layer_of_torch_does_not_pass_over_a_centring() -> None:
         with torch.set_grad_enabled(gradients):
             expected, got = model(x, padding), converted(model, plan, guarded=False)(x, padding)
         assert torch.allclose(got, expected, rtol=1e-11, atol=1e-11)
-
-
-class Measured(nn.Module):
-    """One feature of the stream is selected, for its shape or for its values."""
-
-    def __init__(self, values: bool) -> None:
-        super().__init__()
-        self.write, self.norm, self.values = nn.Linear(5, 12), nn.LayerNorm(12), values
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        stream = self.write(x)
-        feature = stream[..., -1]
-        places = torch.zeros_like(feature)[..., None]
-        return self.norm(stream) + (feature[..., None] if self.values else places)
-
-
-def test_a_feature_that_is_taken_for_its_shape_is_not_observed() -> None:
-    model, x = moved(Measured(False)), torch.randn(2, 7, 5, dtype=torch.float64)
-    plan = analyze(model, x).plan
-    assert [v.status for v in plan.norms] == ["static"]
-    assert same(model, plan, x)
-
-
-def test_a_feature_that_is_taken_for_its_values_is_observed() -> None:
-    model, x = moved(Measured(True)), torch.randn(2, 7, 5, dtype=torch.float64)
-    (kept,) = analyze(model, x).plan.kept
-    assert "is also used elsewhere" in kept.reason and "write.weight" in kept.culprit

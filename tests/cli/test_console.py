@@ -144,13 +144,6 @@ def test_the_form_for_gpus_is_named_once(capsys: pytest.CaptureFixture[str]) -> 
         assert "for a GPU" not in capsys.readouterr().out
 
 
-def test_without_layernorms_there_is_no_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
-    console.write_reports([ModelReport("LLaMA", ONLY_RMS)])
-    assert capsys.readouterr().out == (
-        "LLaMA: 33 norms are RMSNorm already, no LayerNorm to convert\n"
-    )
-
-
 def test_a_tree_keeps_its_shape_and_its_brackets(capsys: pytest.CaptureFixture[str]) -> None:
     leaf = Tree("w[0]: centred [red]in the weights[/red]", True)
     console.write_tree(Tree("h.0.ln folds", True, (leaf, Tree("embed: opaque", False))))

@@ -83,6 +83,7 @@ def divided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Run the test with each tensor in one piece, and divided into many parts and pieces."""
     monkeypatch.setattr(tensor_parts, "PART", request.param[0])
     monkeypatch.setattr(edit_pieces, "PIECE", request.param[1])
+    monkeypatch.setattr(edit_pieces, "SINGLE_PASS", 10 * request.param[1])
     monkeypatch.setattr(edit_pieces, "RUN", min(edit_pieces.RUN, request.param[1] // 10))
 
 

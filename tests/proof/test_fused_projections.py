@@ -136,6 +136,9 @@ OBSERVERS: dict[str, tuple[Callable[..., torch.Tensor], set[str]]] = {
     "its shape": (
         lambda y, whole, q, k, v: torch.zeros_like(whole).sum(), {"q_norm", "k_norm"},
     ),
+    "one feature for its shape": (
+        lambda y, whole, q, k, v: torch.zeros_like(q[..., -1]).sum(), {"q_norm", "k_norm"},
+    ),
     "another softmax": (
         lambda y, whole, q, k, v: q.softmax(-1).var() * whole[:, :, 0].softmax(-1).sum(),
         {"q_norm", "k_norm"},

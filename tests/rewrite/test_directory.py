@@ -235,6 +235,9 @@ def test_what_is_copied_may_hold_anything(tmp_path: Path, out: Path) -> None:
     store(tmp_path / "model", tensors, "single")
     fold(tmp_path / "model", out)
     assert same_elements(written(out)["ln.weight"], tensors["ln.weight"]).all()
+    fold(tmp_path / "model", out, dtype=torch.float16, force=True)
+    narrow = written(out)["ln.weight"]
+    torch.testing.assert_close(narrow, tensors["ln.weight"].half(), equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("edits", [{}, EDITS], ids=["copied", "centred"])
@@ -324,21 +327,6 @@ def test_parameters_are_centred_in_place() -> None:
     for name, axis in edits.items():
         assert same(model.state_dict()[name], centred(before[name], (axis,))), name
     assert same(model.proj.bias, before["proj.bias"])
-
-
-def test_parameters_of_another_model_are_refused_before_anything_changes() -> None:
-    model = Small()
-    plan = small_plan(
-        model, {"wte.weight": Axis(1, 0, 1, 8, 1), "proj.weight": Axis(0, 0, 1, 8, 1)}
-    )
-    model.proj = nn.Linear(6, 8)
-    before = model.wte.weight.clone()
-    with pytest.raises(
-        BadCheckpoint,
-        match=r"Small: proj\.weight: shape \[8, 6\] before the edit, but the plan has \[8, 5\]",
-    ):
-        centre_parameters(model, plan)
-    assert same(model.wte.weight, before)
 
 
 # The marker

@@ -63,39 +63,6 @@ def test_float64_is_centred_to_the_order_of_summation(tmp_path: Path) -> None:
         torch.testing.assert_close(found, centred(tensors[name], EDITS[name]), rtol=0, atol=1e-15)
 
 
-def test_tensors_larger_than_a_part_and_a_piece(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensor_parts, "PART", 1 << 18)
-    made = torch.Generator().manual_seed(1)
-    shapes = {
-        "tall": (3001, 801),
-        "flat": (3, edit_pieces.PIECE + 5),
-        "long": (edit_pieces.PIECE * 2 + 3,),
-    }
-    tensors = {n: torch.randn(s, generator=made).add(0.2).half() for n, s in shapes.items()}
-    axes = {name: (feature_axis(shape, 0),) for name, shape in shapes.items()}
-    store(tmp_path / "model", tensors, "single")
-    for name, found in written(centred_shards(tmp_path / "model", axes)[0]).items():
-        assert same(found, centred(tensors[name], axes[name])), name
-
-
-@pytest.mark.parametrize(
-    "axes",
-    [
-        (Axis(0, 0, 1, 24, 1), Axis(1, 0, 1, 72, 1)),
-        (Axis(1, 0, 3, 24, 1), Axis(1, 12, 1, 24, 1)),
-    ],
-    ids=["two dimensions", "overlapping"],
-)
-def test_axes_that_touch_are_applied_one_after_the_other(
-    source: Path, axes: tuple[Axis, ...]
-) -> None:
-    out, _ = centred_shards(source, {"c_attn.weight": axes})
-    expected = centred(state(torch.float32)["c_attn.weight"], axes)
-    assert same(written(out)["c_attn.weight"], expected)
-
-
 def test_a_file_that_is_cut_short_meanwhile_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,19 +106,6 @@ def test_bytes_do_not_depend_on_workers_and_on_how_files_are_copied(
     outs.append(centred_shards(source, name="copied")[0])
     for path in outs[0].iterdir():
         assert all((out / path.name).read_bytes() == path.read_bytes() for out in outs)
-
-
-@pytest.mark.parametrize("shape", [(24, 36), (40, 20_000)])
-def test_a_tensor_that_cannot_be_divided(
-    tmp_path: Path, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensor_parts, "PART", 1000)
-    monkeypatch.setattr(edit_pieces, "SINGLE_PASS", 1000)
-    w = torch.randn(shape, generator=torch.Generator().manual_seed(2)) + 0.3
-    store(tmp_path / "model", {"w": w}, "single")
-    axes = (Axis(0, 0, 1, shape[0], 1), Axis(1, 0, 1, shape[1], 1))
-    out, _ = centred_shards(tmp_path / "model", {"w": axes})
-    assert same(written(out)["w"], centred(w, axes))
 
 
 def test_progress_counts_every_byte_of_the_tensors(source: Path) -> None:
@@ -246,16 +200,6 @@ def test_another_dtype_on_the_way(tmp_path: Path, into: torch.dtype, kind: str) 
         index = json.loads((out / "model.safetensors.index.json").read_text())
         size = sum(t.nbytes for t in found.values())
         assert index["metadata"] == {"total_parameters": 7, "total_size": size}
-
-
-def test_infinity_is_kept_where_nobody_centres(tmp_path: Path) -> None:
-    held = {"mask": torch.tensor([0.5, float("-inf"), float("nan")]), "w": torch.randn(4, 6)}
-    store(tmp_path / "model", held, "single")
-    edits = {"w": (Axis(0, 0, 1, 4, 1),)}
-    out, _ = centred_shards(tmp_path / "model", edits, dtype=torch.float16)
-    torch.testing.assert_close(
-        written(out)["mask"], held["mask"].half(), equal_nan=True, rtol=0, atol=0
-    )
 
 
 # Refusals

@@ -14,7 +14,7 @@ from rounding import TIMES, lost_by, relative
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from enjoyln_cli import from_pretrained, optimize
+from enjoyln_cli import from_pretrained
 from enjoyln_cli.runtime.modules import Folded, RMSNorm
 from enjoyln_cli.runtime.scope import Fold, thread
 
@@ -190,17 +190,6 @@ def test_compiled(merged: dict[str, Path], around: bool) -> None:
     model.load_state_dict(state)
     stock.load_state_dict(state)
     assert close(logits(compiled), logits(stock))
-
-
-def test_loading_by_transformers_alone(merged: dict[str, Path]) -> None:
-    from enjoyln_cli import EnjoyLNConfig
-
-    model = AutoModelForCausalLM.from_pretrained(
-        merged["affine"], quantization_config=EnjoyLNConfig()
-    )
-    logits(model)
-    assert sorted(flagged(model, "biasless")) == merged_norms(model, "bias")
-    assert sorted(flagged(optimize(model), "weightless")) == merged_norms(model, "weight")
 
 
 @pytest.mark.slow

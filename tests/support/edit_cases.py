@@ -24,6 +24,11 @@ EDITS = {
         "w",
         Edit(times=(Vector("g", 1),), scale=Vector("s", 0), axes=(OUT,), append=Append(1, NEW)),
     ),
+    "linear, centred along both dimensions": ("w", Edit(axes=(OUT, feature_axis((ROWS, IN), 1)))),
+    "linear, groups that overlap": (
+        "w",
+        Edit(axes=(Axis(1, 0, 2, 9, 1), Axis(1, 6, 1, 12, 1))),
+    ),
     "merged only": ("w", Edit(times=(Vector("g", 1),))),
     "longer rows only": ("w", Edit(append=Append(1, NEW))),
     "transposed, merged": ("t", Edit(times=(Vector("g", 0),), axes=(Axis(1, 0, 1, ROWS, 1),))),
