@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from folding_live import Computing
 from tiny_models import BERT, GPT2, PHI, TOKENS, VIT, WHISPER, calls, converted, error, live
 from torch import nn
 from transformers import CONFIG_MAPPING
@@ -197,41 +198,32 @@ def test_an_operation_on_the_input_of_a_block() -> None:
         assert error(wrong, original, heard) > 1e-3
 
 
-class TwoNorms(nn.Module):
-    """A block with two norms of its input, and possibly another reader of the input."""
+def stemmed(reads: bool) -> Any:
+    """A stem that ends in a function, and a block with two norms of its input.
 
-    def __init__(self, reads: bool) -> None:
-        super().__init__()
-        self.one, self.two, self.reads = nn.LayerNorm(13), nn.LayerNorm(13), reads
+    The stem's value is returned, too. With ``reads``, the block adds its input to its output.
+    """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.one(x) * self.two(x)
-        return y + x if self.reads else y
+    def block(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.one(x) * m.two(x)
+        return y + x if reads else y
 
+    def run(m: Any, x: torch.Tensor) -> Any:
+        h = nn.functional.gelu(m.stem(x))
+        return m.blocks[0](h), h
 
-class Stemmed(nn.Module):
-    """A stem that ends in a function; the model returns it beside the block's output."""
-
-    def __init__(self, reads: bool) -> None:
-        super().__init__()
-        self.stem, self.blocks = nn.Linear(5, 13), nn.ModuleList([TwoNorms(reads)])
-
-    def forward(self, x: torch.Tensor) -> Any:
-        h = nn.functional.gelu(self.stem(x))
-        return self.blocks[0](h), h
+    blocks = [Computing(block, one=nn.LayerNorm(13), two=nn.LayerNorm(13))]
+    return Computing(run, stem=nn.Linear(5, 13), blocks=nn.ModuleList(blocks)).double().eval()
 
 
 def test_the_input_of_a_block_is_centred_for_the_block_alone() -> None:
     x = torch.randn(2, 3, 5, dtype=torch.float64)
-    model = Stemmed(reads=False).double().eval()
+    model = stemmed(reads=False)
     plan = analyze(model, x).plan
     assert [(op.module, op.place) for op in plan.ops] == [("blocks.0", "input")]
     assert [v.status for v in plan.norms] == ["centred", "centred"]
     expected, found = model(x), converted(model, plan)(x)
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found, expected, strict=True))
-
-
-def test_an_input_that_the_block_reads_otherwise_is_not_centred() -> None:
-    plan = analyze(Stemmed(reads=True).double(), torch.randn(2, 3, 5, dtype=torch.float64)).plan
-    assert plan.ops == () and plan.folded == ()
-    assert {v.reason for v in plan.kept} == {"gelu does not keep a zero mean"}
+    kept = analyze(stemmed(reads=True), x).plan
+    assert kept.ops == () and kept.folded == ()
+    assert {v.reason for v in kept.kept} == {"gelu does not keep a zero mean"}

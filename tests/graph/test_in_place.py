@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from folding_live import VOCAB, D, fold_in_place, ids, randomised
+from folding_live import VOCAB, Computing, D, fold_in_place, ids, randomised
 from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
@@ -178,22 +178,17 @@ def test_writes_without_effect_on_the_norm_do_not_matter(how: str) -> None:
     assert found.folded == {"norm"} and found.error < 1e-12
 
 
-class Shifting(nn.Module):
-    """Shifts what its norm returns by one token, and writes into the first (as RWKV does)."""
+def test_padding_makes_a_tensor_of_its_own() -> None:
+    """What the norm returns is shifted by one token, and the first is written (as RWKV does)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.norm = nn.Embedding(VOCAB, D), nn.LayerNorm(D)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        normed = self.norm(self.emb(tokens))
+    def run(m: Any, tokens: torch.Tensor) -> torch.Tensor:
+        normed = m.norm(m.emb(tokens))
         shifted = F.pad(normed, (0, 0, 1, -1))
         shifted[:, 0] = 0.5
         return normed * shifted
 
-
-def test_padding_makes_a_tensor_of_its_own() -> None:
-    found = fold_in_place(randomised(Shifting()), ids())
+    model = Computing(run, emb=nn.Embedding(VOCAB, D), norm=nn.LayerNorm(D))
+    found = fold_in_place(randomised(model), ids())
     assert found.folded == {"norm"} and found.error < 1e-12
 
 
@@ -206,32 +201,21 @@ def test_a_written_value_is_not_used_in_a_proof(how: str) -> None:
     assert found.error < 1e-12 and not found.folded
 
 
-class TwoNames(nn.Module):
-    """Two parameters share one memory, and a call writes to one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.norm = nn.Embedding(VOCAB, D), nn.LayerNorm(D)
-        self.other = nn.Parameter(torch.zeros(VOCAB, D))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        length = int((tokens >= 0).sum(-1).max())
-        self.other[1:4, :3] = 0.7
-        return self.norm(self.emb(tokens[:, :length]))
-
-
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_a_parameter_that_is_written_under_another_name(dynamic: bool) -> None:
-    model: Any = randomised(TwoNames() if dynamic else Static())
+    """Two parameters share one memory, and a call writes to one of them."""
+
+    def run(m: Any, tokens: torch.Tensor) -> torch.Tensor:
+        length = int((tokens >= 0).sum(-1).max()) if dynamic else tokens.shape[1]
+        m.other[1:4, :3] = 0.7
+        return m.norm(m.emb(tokens[:, :length]))
+
+    parts = {"emb": nn.Embedding(VOCAB, D), "norm": nn.LayerNorm(D)}
+    other = nn.Parameter(torch.zeros(VOCAB, D))
+    model: Any = randomised(Computing(run, **parts, other=other))
     model.other.data = model.emb.weight.data
     found = fold_in_place(model, ids())
     assert found.error < 1e-12 and not found.folded
-
-
-class Static(TwoNames):
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.other[1:4, :3] = 0.7
-        return self.norm(self.emb(tokens))
 
 
 class Copying(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from live_models import moved
-from tiny_models import GPT2, WHISPER, live, rotated
+from tiny_models import GPT2, WHISPER, live, main_call, rotated
 from torch import nn
 from transformers import CONFIG_MAPPING
 
@@ -38,17 +38,6 @@ MODELS: list[tuple[str, dict[str, Any], str, str, set[str]]] = [
 ]  # fmt: skip
 
 
-def inputs(model: Any) -> dict[str, torch.Tensor]:
-    torch.manual_seed(3)
-    ids = torch.randint(3, 37, (2, 7))
-    if model.main_input_name == "input_values":
-        return {"input_values": torch.randn(2, 400, dtype=torch.float64)}
-    if model.main_input_name == "input_features":
-        sound = torch.randn(2, 8, 40, dtype=torch.float64)
-        return {"input_features": sound, "decoder_input_ids": ids}
-    return {"input_ids": ids}
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "name", "output", "heads"), MODELS, ids=[model[0] for model in MODELS]
 )
@@ -62,7 +51,7 @@ def test_the_function_stays_the_same(
     assert {basis.product for basis in streams} - {""} == heads
     original = live(name, config)
     turned = rotated(original, plan)
-    (new,), (old,) = (choose_outputs(run(m, [inputs(m)]), [output]) for m in (turned, original))
+    (new,), (old,) = (choose_outputs(run(m, [main_call(m)]), [output]) for m in (turned, original))
     torch.testing.assert_close(new[output], old[output], rtol=1e-11, atol=1e-11)
     for head in heads:
         matrix = turned.get_submodule(f"{head}.{NAME}").weight

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from live_models import moved
-from tiny_models import BERT, GPT2, TOKENS, VIT, live, rotated
+from tiny_models import BERT, GPT2, TOKENS, VIT, WHISPER, live, main_call, rotated
 from torch import nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING
@@ -30,12 +30,6 @@ LLAMA = {
 T5 = {
     "vocab_size": 37, "d_model": 24, "d_kv": 6, "num_heads": 4, "num_layers": 2, "d_ff": 33,
     "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
-WHISPER = {
-    **TOKENS, "d_model": 24, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 33,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 33,
-    "max_source_positions": 20, "max_target_positions": 31, "num_mel_bins": 8,
-    "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
 }  # fmt: skip
 SMALL = {**TOKENS, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2}
 UNTIED = {"tie_word_embeddings": False}
@@ -64,27 +58,15 @@ MODELS: list[tuple[str, dict[str, Any], str, tuple[str, ...], int, int]] = [
         1,
         2,
     ),
-    ("whisper", {**WHISPER, **UNTIED}, "WhisperForConditionalGeneration", ("logits",), 1, 5),
+    ("whisper", WHISPER, "WhisperForConditionalGeneration", ("logits",), 1, 4),
     ("vit", VIT, "ViTForImageClassification", (), 1, 2),
     ("bert", BERT, "BertForMaskedLM", (), 0, 2),
 ]
 
 
-def inputs(model: Any) -> dict[str, torch.Tensor]:
-    torch.manual_seed(3)
-    ids = torch.randint(3, 37, (2, 7))
-    if model.main_input_name == "pixel_values":
-        return {"pixel_values": torch.randn(2, 3, 15, 15, dtype=torch.float64)}
-    if model.main_input_name == "input_features":
-        sound = torch.randn(2, 8, 40, dtype=torch.float64)
-        return {"input_features": sound, "decoder_input_ids": ids}
-    both = {"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {}
-    return {"input_ids": ids, **both}
-
-
 def far(model: Any, original: Any, outputs: tuple[str, ...]) -> float:
     """The largest difference of any output but the cache, relative to its largest element."""
-    given = [inputs(original)]
+    given = [main_call(original)]
     (new,), (old,) = (choose_outputs(run(m, given), outputs) for m in (model, original))
     assert new.keys() == old.keys() and old
     return max(float((new[n] - old[n]).abs().max() / old[n].abs().max()) for n in old)
@@ -121,7 +103,7 @@ def test_a_decoding_step_uses_the_cache_of_the_rotated_model(
     config = CONFIG_MAPPING["llama"](**LLAMA, **UNTIED)
     original = live("LlamaForCausalLM", config)
     plan = analyze_config(config, model_class="LlamaForCausalLM", options=ROTATED).plan
-    turned, ids = rotated(original, plan), inputs(original)["input_ids"]
+    turned, ids = rotated(original, plan), main_call(original)["input_ids"]
     steps = []
 
     def in_the_dtype_of_its_input(norm: Any, x: torch.Tensor) -> torch.Tensor:
@@ -437,7 +419,7 @@ def test_embeddings_from_the_model_itself_are_in_its_basis(untied: dict[str, Any
         for model in (original.get_encoder(), original.get_decoder()):
             model.embed_tokens.weight.copy_(original.get_input_embeddings().weight)
     turned = rotated(original, replace(plan, untied=(), settings=()))
-    given, results = inputs(original), []
+    given, results = main_call(original), []
     ids = given.pop("input_ids")
     with torch.no_grad():
         for model in (original, turned):

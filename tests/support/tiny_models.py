@@ -86,6 +86,21 @@ def calls(model: Any, seed: int = 1) -> list[dict[str, Any]]:
     return found
 
 
+def main_call(model: Any) -> dict[str, torch.Tensor]:
+    """The main inputs of the class, and ids for a decoder, without padding."""
+    torch.manual_seed(3)
+    ids = torch.randint(3, 37, (2, 7))
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(2, 3, 15, 15, dtype=torch.float64)}
+    if model.main_input_name == "input_values":
+        return {"input_values": torch.randn(2, 400, dtype=torch.float64)}
+    if model.main_input_name == "input_features":
+        sound = torch.randn(2, 8, 40, dtype=torch.float64)
+        return {"input_features": sound, "decoder_input_ids": ids}
+    both = {"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {}
+    return {"input_ids": ids, **both}
+
+
 def outputs(model: Any, given: dict[str, Any]) -> list[torch.Tensor]:
     """All that one call returns, and a decoding step after it where there is a cache."""
     with torch.no_grad():
