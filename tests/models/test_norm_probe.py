@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from folding_live import Computing
 from live_models import literally
 from rounding import as_exact, exactly
 from torch import nn
@@ -22,32 +24,56 @@ from enjoyln_cli.runtime.install import install
 WIDTH = 13
 
 
-class Spelled(nn.Module):
-    """A custom LayerNorm, with options that make it differ slightly from LayerNorm."""
+Formula = Callable[..., torch.Tensor]
 
-    def __init__(self, kind: str = "last", eps: float = 1e-6) -> None:
+
+class Spelled(nn.Module):
+    """A norm that computes a formula of itself and of its input."""
+
+    def __init__(self, formula: Formula, eps: float = 1e-6) -> None:
         super().__init__()
-        self.kind, self.tiny = kind, eps
+        self.formula, self.tiny = formula, eps
         self.weight = nn.Parameter(torch.ones(WIDTH))
         self.bias = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dim = 1 if self.kind == "channels" else -1
-        centred = x - x.mean(dim, keepdim=True)
-        variance = centred.pow(2).mean(dim, keepdim=True)
-        weight, bias = self.weight, self.bias
-        if dim == 1:
-            weight, bias = weight[:, None, None], bias[:, None, None]
-        if self.kind == "rms":
-            return weight * x / torch.sqrt(x.pow(2).mean(dim, keepdim=True) + self.tiny) + bias
-        if self.kind == "sample variance":
-            variance = variance * WIDTH / (WIDTH - 1)
-        if self.kind == "eps outside":
-            return weight * centred / (variance.sqrt() + self.tiny) + bias
-        if self.kind == "clipped":
-            return (weight * centred / (variance + self.tiny).sqrt() + bias).clamp(-2, 2)
-        gain = 1 + weight if self.kind == "one plus" else weight
-        return gain * centred / (variance + self.tiny).sqrt() + bias
+        return self.formula(self, x)
+
+
+def same(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def normed(m: Any, x: torch.Tensor, dim: int = -1, variance: Any = same) -> torch.Tensor:
+    centred = x - x.mean(dim, keepdim=True)
+    return centred / (variance(centred.pow(2).mean(dim, keepdim=True)) + m.tiny).sqrt()
+
+
+def plain(
+    m: Any, x: torch.Tensor, variance: Any = same, weight: Any = same, bias: Any = same
+) -> torch.Tensor:
+    """LayerNorm; other functions of its variance, weight and bias make it something else."""
+    return weight(m.weight) * normed(m, x, variance=variance) + bias(m.bias)
+
+
+def eps_outside(m: Any, x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return m.weight * centred / (centred.pow(2).mean(-1, keepdim=True).sqrt() + eps) + m.bias
+
+
+FORMULAS: dict[str, Formula] = {
+    "last": plain,
+    "channels": lambda m, x: m.weight[:, None, None] * normed(m, x, 1) + m.bias[:, None, None],
+    "one plus": lambda m, x: plain(m, x, weight=lambda w: 1 + w),
+    "rms": lambda m, x: m.weight * x / (x.pow(2).mean(-1, keepdim=True) + m.tiny).sqrt() + m.bias,
+    "sample variance": lambda m, x: plain(m, x, variance=lambda v: v * WIDTH / (WIDTH - 1)),
+    "eps outside": eps_outside,
+    "clipped": lambda m, x: plain(m, x).clamp(-2, 2),
+}
+
+
+def spelled(kind: str, eps: float = 1e-6) -> Spelled:
+    return Spelled(FORMULAS[kind], eps)
 
 
 class Wide(nn.Module):
@@ -77,10 +103,10 @@ class Either(nn.LayerNorm):
 @pytest.mark.parametrize(
     ("module", "form"),
     [
-        (Spelled("last"), LayerNormForm(-1, "weight", True, 1e-6, (2, 3, 4, 5))),
-        (Spelled("last", eps=1e-12), LayerNormForm(-1, "weight", True, 1e-12, (2, 3, 4, 5))),
-        (Spelled("channels"), LayerNormForm(1, "weight", True, 1e-6, (4,))),
-        (Spelled("one plus"), LayerNormForm(-1, "1 + weight", True, 1e-6, (2, 3, 4, 5))),
+        (spelled("last"), LayerNormForm(-1, "weight", True, 1e-6, (2, 3, 4, 5))),
+        (spelled("last", eps=1e-12), LayerNormForm(-1, "weight", True, 1e-12, (2, 3, 4, 5))),
+        (spelled("channels"), LayerNormForm(1, "weight", True, 1e-6, (4,))),
+        (spelled("one plus"), LayerNormForm(-1, "1 + weight", True, 1e-6, (2, 3, 4, 5))),
         (nn.GroupNorm(1, WIDTH), LayerNormForm(-1, "weight", True, 1e-5, (2,))),
         (Channels(WIDTH), LayerNormForm(1, "weight", True, 1e-5, (3,))),
         (Either(WIDTH), LayerNormForm(-1, "weight", True, 1e-5, (3,))),
@@ -98,10 +124,10 @@ def test_a_layer_norm_is_recognised_in_any_form(module: nn.Module, form: LayerNo
 @pytest.mark.parametrize(
     "module",
     [
-        Spelled("rms"),
-        Spelled("sample variance"),
-        Spelled("eps outside"),
-        Spelled("clipped"),
+        spelled("rms"),
+        spelled("sample variance"),
+        spelled("eps outside"),
+        spelled("clipped"),
         nn.RMSNorm(WIDTH),
         nn.BatchNorm2d(WIDTH),
         nn.GroupNorm(3, WIDTH - 1),
@@ -109,7 +135,6 @@ def test_a_layer_norm_is_recognised_in_any_form(module: nn.Module, form: LayerNo
         nn.Embedding(WIDTH, WIDTH),
         nn.Identity(),
     ],
-    ids=lambda module: getattr(module, "kind", type(module).__name__),
 )
 def test_modules_that_compute_something_else_are_no_layer_norms(module: nn.Module) -> None:
     assert layer_norm_form(module) is None
@@ -120,55 +145,58 @@ class Casting(nn.LayerNorm):
 
     def __init__(self, kind: str) -> None:
         super().__init__(WIDTH, eps=3e-6)
-        self.kind = kind
+        self.formula = CASTS.get(kind, (ROUNDING.get(kind), False))[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        function, shape, kind = nn.functional.layer_norm, self.normalized_shape, self.kind
-        if kind == "input":  # OpenAI's Whisper
-            return super().forward(x.float()).type(x.dtype)
-        if kind == "input, by type":  # OpenAI's CLIP
-            dtype = x.dtype
-            return super().forward(x.type(torch.float32)).type(dtype)
-        if kind == "input, by to":  # open_clip
-            return function(x.to(torch.float32), shape, self.weight, self.bias, self.eps).to(x)
-        if kind == "everything":  # fairseq
-            y = function(x.float(), shape, self.weight.float(), self.bias.float(), self.eps)
-            return y.type_as(x)
-        if kind == "no autocast":
-            with torch.autocast(x.device.type, enabled=False):
-                return super().forward(x.float()).to(x.dtype)
-        if kind == "no cast back":
-            return super().forward(x.float())
-        if kind == "by hand":
-            wide = x.float()
-            centred = wide - wide.mean(-1, keepdim=True)
-            y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.eps)
-            return y.to(x.dtype) * self.weight + self.bias
-        if kind == "to half":
-            return super().forward(x.half().float()).type(x.dtype)
-        assert kind == "to integers"
-        return super().forward((x * 1e9).long() / 1e9).type(x.dtype)
+        return self.formula(self, x)
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
 
 
-CASTS = {
-    "input": True,
-    "input, by type": True,
-    "input, by to": True,
-    "everything": True,
-    "no autocast": True,
-    "no cast back": False,
-    "by hand": False,
-}
+def without_autocast(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        return m.own(x.float()).to(x.dtype)
+
+
+def by_hand(m: Any, x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + m.eps)
+    return y.to(x.dtype) * m.weight + m.bias
+
+
+layer_norm, ROW = nn.functional.layer_norm, (WIDTH,)
+CASTS: dict[str, tuple[Formula, bool]] = {
+    "input": (lambda m, x: m.own(x.float()).type(x.dtype), True),  # OpenAI's Whisper
+    "input, by type": (lambda m, x: m.own(x.type(torch.float32)).type(x.dtype), True),  # its CLIP
+    "input, by to": (  # open_clip
+        lambda m, x: layer_norm(x.to(torch.float32), ROW, m.weight, m.bias, m.eps).to(x), True,
+    ),
+    "everything": (  # fairseq
+        lambda m, x: (
+            layer_norm(x.float(), ROW, m.weight.float(), m.bias.float(), m.eps).type_as(x)
+        ),
+        True,
+    ),
+    "no autocast": (without_autocast, True),
+    "no cast back": (lambda m, x: m.own(x.float()), False),
+    "by hand": (by_hand, False),
+}  # fmt: skip
 """Ways to cast, and whether inputs of another dtype than the weights' are normalised as such."""
+ROUNDING: dict[str, Formula] = {
+    "to half": lambda m, x: m.own(x.half().float()).type(x.dtype),
+    "to integers": lambda m, x: m.own((x * 1e9).long() / 1e9).type(x.dtype),
+}
 
 
 @pytest.mark.parametrize("kind", CASTS)
 def test_a_layer_norm_that_casts_is_recognised(kind: str) -> None:
-    form = LayerNormForm(-1, "weight", True, 3e-6, (2, 3, 4, 5), takes_other_dtypes=CASTS[kind])
+    form = LayerNormForm(-1, "weight", True, 3e-6, (2, 3, 4, 5), takes_other_dtypes=CASTS[kind][1])
     assert examine(Casting(kind), {}) == form
 
 
-@pytest.mark.parametrize("kind", ["to half", "to integers"])
+@pytest.mark.parametrize("kind", ROUNDING)
 def test_a_module_that_rounds_its_input_is_none(kind: str) -> None:
     """In float16, inputs beyond 65,504 are infinite."""
     assert layer_norm_form(Casting(kind)) is None
@@ -191,7 +219,7 @@ def test_a_layer_norm_that_casts_folds_in_every_dtype_that_it_takes(
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0.7, 0.4)
     model.to(dtype).norm.float()
-    if not CASTS[kind]:
+    if not CASTS[kind][1]:
         model.read.to(torch.float32)
     x = torch.randn(2, 5, WIDTH).to(dtype)
     plan = analyze_module(model, x).plan
@@ -204,7 +232,7 @@ def test_a_layer_norm_that_casts_folds_in_every_dtype_that_it_takes(
         assert found.dtype == expected.dtype
         assert as_exact(found, expected, exact, dtype)
         install(model, ["norm"], plan.ops)  # the weights as they were: RMSNorm sees a mean
-        computes_rms_norm = CASTS[kind] or dtype == torch.float32
+        computes_rms_norm = CASTS[kind][1] or dtype == torch.float32
         with literally():
             assert torch.allclose(model(x), expected, rtol=0.1, atol=0.1) != computes_rms_norm
 
@@ -243,19 +271,10 @@ def test_a_norm_is_one_only_for_inputs_of_as_many_dimensions() -> None:
         assert torch.equal(folded(images), plain(images))  # as before, where it is not proven
 
 
-class Both(nn.Module):
-    """Calls one norm both with tokens and with images."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.write, self.norm = nn.Linear(WIDTH, WIDTH), norm
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.norm(self.write(x)), self.norm(self.write(x)[:, None])
-
-
 def test_a_norm_that_is_also_called_where_it_is_none_stays() -> None:
-    (verdict,) = analyze_module(Both(Either(WIDTH)), torch.randn(2, 5, WIDTH)).plan.norms
+    run = lambda m, x: (m.norm(m.write(x)), m.norm(m.write(x)[:, None]))  # noqa: E731
+    both = Computing(run, write=nn.Linear(WIDTH, WIDTH), norm=Either(WIDTH))
+    (verdict,) = analyze_module(both, torch.randn(2, 5, WIDTH)).plan.norms
     assert verdict.status == "kept" and "4 dimensions" in verdict.reason
 
 
@@ -273,109 +292,89 @@ def test_a_group_norm_of_rows_normalises_each_alone(groups: int, listed: str) ->
 class Trap(Spelled):
     """Computes LayerNorm for common inputs, and something else for others."""
 
-    def __init__(self, kind: str, eps: float = 1e-6) -> None:
-        super().__init__("last", eps)
-        self.trap = kind
+    def __init__(self, kind: str) -> None:
+        super().__init__(TRAPS[kind][0], 0.0 if kind == "eps outside" else 1e-6)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        given, trap = x, self.trap
-        if trap == "by value" and x.max() > 1e9:
-            return x
-        if trap == "by item" and float(x.sum()) == 12345.0:
-            return x
-        if trap == "by length" and x.ndim > 2 and x.shape[1] > 512:
-            return x
-        if trap == "by rows" and x.numel() > 1_000_000:
-            return x
-        if trap == "one token" and x.ndim > 2 and x.shape[1] == 1:
-            return x * 2
-        if trap == "half" and x.dtype == torch.bfloat16:
-            return x.clamp(-3, 3)
-        if trap == "input clamped":
-            x = x.clamp(-1e7, 1e7)
-        if trap == "finite":
-            x = torch.nan_to_num(x)
-        if trap == "loop" and x.ndim > 2:
-            x = torch.stack([x[:, i] for i in range(x.shape[1])], 1)
-        centred = x - x.mean(-1, keepdim=True)
-        variance = centred.pow(2).mean(-1, keepdim=True)
-        if trap == "rows together":
-            variance = variance + 1e-13 * variance.mean()
-        if trap == "no small variance":
-            variance = variance.clamp_min(1e-14)
-        if trap == "chosen variance":
-            variance = torch.where(variance > 1e-20, variance, torch.ones_like(variance))
-        y = centred / (variance + self.tiny).sqrt()
-        if trap == "eps outside":
-            y = centred / (variance.sqrt() + 1e-12)
-        weight, bias = self.weight, self.bias
-        if trap == "weight clamped":
-            weight = weight.clamp(-50, 50)
-        if trap == "weight absolute":
-            weight = weight.square().sqrt()
-        if trap == "weight relu":
-            weight = (weight + weight.square().sqrt()) / 2
-        if trap == "weight shifted":
-            weight = weight + 1e-8
-        if trap == "constant":
-            bias = bias + 1e-8
-        if trap == "scaled":
-            y = y * (1 + 3e-6)
-        y = weight * y + bias
-        if trap == "saturates":
-            y = 1e12 * (y / 1e12).tanh()
-        if trap == "writes":
-            given.copy_(y)
-        return y
+
+def looped(m: Any, x: torch.Tensor) -> torch.Tensor:
+    parts = [x[:, i] for i in range(x.shape[1])] if x.ndim > 2 else []
+    return plain(m, torch.stack(parts, 1) if parts else x)
+
+
+def written(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = plain(m, x)
+    x.copy_(y)
+    return y
 
 
 MORE = "which is not part of a LayerNorm"
+VALUES, ROWS = "reads values of its input", "branches on the number of rows"
+EXTREME = "not compute LayerNorm of rows that are tiny, huge or constant"
+PARAMETERS = "where its parameters are"
+TRAPS: dict[str, tuple[Formula, str]] = {
+    "by value": (lambda m, x: x if x.max() > 1e9 else plain(m, x), VALUES),
+    "by item": (lambda m, x: x if float(x.sum()) == 12345.0 else plain(m, x), VALUES),
+    "by length": (lambda m, x: x if x.ndim > 2 and x.shape[1] > 512 else plain(m, x), ROWS),
+    "by rows": (lambda m, x: x if x.numel() > 1_000_000 else plain(m, x), ROWS),
+    "one token": (lambda m, x: x * 2 if x.ndim > 2 and x.shape[1] == 1 else plain(m, x), ROWS),
+    "loop": (looped, ROWS),
+    "half": (
+        lambda m, x: x.clamp(-3, 3) if x.dtype == torch.bfloat16 else plain(m, x),
+        f"computes clamp, {MORE}",
+    ),
+    "input clamped": (lambda m, x: plain(m, x.clamp(-1e7, 1e7)), f"computes clamp, {MORE}"),
+    "finite": (lambda m, x: plain(m, torch.nan_to_num(x)), f"computes nan_to_num, {MORE}"),
+    "no small variance": (
+        lambda m, x: plain(m, x, variance=lambda v: v.clamp_min(1e-14)),
+        f"computes clamp_min, {MORE}",
+    ),
+    "chosen variance": (
+        lambda m, x: plain(
+            m, x, variance=lambda v: torch.where(v > 1e-20, v, torch.ones_like(v))
+        ),
+        MORE,
+    ),
+    "rows together": (
+        lambda m, x: plain(m, x, variance=lambda v: v + 1e-13 * v.mean()), EXTREME,
+    ),
+    "eps outside": (lambda m, x: eps_outside(m, x, 1e-12), EXTREME),
+    "weight clamped": (
+        lambda m, x: plain(m, x, weight=lambda w: w.clamp(-50, 50)), f"computes clamp, {MORE}",
+    ),
+    "weight absolute": (lambda m, x: plain(m, x, weight=lambda w: w.square().sqrt()), ""),
+    "weight relu": (
+        lambda m, x: plain(m, x, weight=lambda w: (w + w.square().sqrt()) / 2), "",
+    ),
+    "weight shifted": (lambda m, x: plain(m, x, weight=lambda w: w + 1e-8), PARAMETERS),
+    "constant": (lambda m, x: plain(m, x, bias=lambda b: b + 1e-8), PARAMETERS),
+    "scaled": (
+        lambda m, x: plain(m, x, weight=lambda w: w * (1 + 3e-6)), "not compute LayerNorm of",
+    ),
+    "saturates": (
+        lambda m, x: 1e12 * (plain(m, x) / 1e12).tanh(), f"computes tanh, {MORE}",
+    ),
+    "writes": (written, f"computes copy_, {MORE}"),
+}  # fmt: skip
 
 
-TRAPS = [
-    ("by value", "reads values of its input"),
-    ("by item", "reads values of its input"),
-    ("by length", "branches on the number of rows"),
-    ("by rows", "branches on the number of rows"),
-    ("one token", "branches on the number of rows"),
-    ("loop", "branches on the number of rows"),
-    ("half", "computes clamp, " + MORE),
-    ("input clamped", "computes clamp, " + MORE),
-    ("finite", "computes nan_to_num, " + MORE),
-    ("no small variance", "computes clamp_min, " + MORE),
-    ("chosen variance", MORE),
-    ("rows together", "not compute LayerNorm of rows that are tiny, huge or constant"),
-    ("eps outside", "not compute LayerNorm of rows that are tiny, huge or constant"),
-    ("weight clamped", "computes clamp, " + MORE),
-    ("weight absolute", ""),
-    ("weight relu", ""),
-    ("weight shifted", "where its parameters are"),
-    ("constant", "where its parameters are"),
-    ("scaled", "not compute LayerNorm of"),
-    ("saturates", "computes tanh, " + MORE),
-    ("writes", "computes copy_, " + MORE),
-]
-
-
-@pytest.mark.parametrize(("kind", "reason"), TRAPS)
-def test_a_layer_norm_for_common_inputs_only_is_none(kind: str, reason: str) -> None:
+@pytest.mark.parametrize("kind", TRAPS)
+def test_a_layer_norm_for_common_inputs_only_is_none(kind: str) -> None:
     torch.manual_seed(0)
-    found = examine(Trap(kind, 0.0 if kind == "eps outside" else 1e-6), {})
-    assert not isinstance(found, LayerNormForm) and reason in (found or "")
+    found = examine(Trap(kind), {})
+    assert not isinstance(found, LayerNormForm) and TRAPS[kind][1] in (found or "")
 
 
-OF_EVERY_ANSWER = {
+OF_EVERY_ANSWER = [
     "by value", "one token", "half", "rows together", "weight absolute", "weight shifted",
     "writes",
-}  # fmt: skip
+]  # fmt: skip
 """An analysis and an installation read no more than what is asserted above."""
 
 
-@pytest.mark.parametrize(("kind", "reason"), [one for one in TRAPS if one[0] in OF_EVERY_ANSWER])
-def test_a_layer_norm_for_common_inputs_only_is_kept(kind: str, reason: str) -> None:
+@pytest.mark.parametrize("kind", OF_EVERY_ANSWER)
+def test_a_layer_norm_for_common_inputs_only_is_kept(kind: str) -> None:
     torch.manual_seed(0)
-    norm = Trap(kind, 0.0 if kind == "eps outside" else 1e-6)
-    model = Block(norm).double()
+    model, reason = Block(Trap(kind)).double(), TRAPS[kind][1]
     if kind != "by value":  # with which no graph can be captured
         norms = analyze_module(model, torch.randn(2, 5, WIDTH).double()).plan.norms
         assert [v.status for v in norms] == ["kept"] * bool(reason)
@@ -395,22 +394,10 @@ class Gain(Spelled):
 
 
 def test_a_verdict_is_forgotten_where_code_may_have_changed() -> None:
-    norm = Gain()
+    norm = Gain(plain)
     assert layer_norm_form(norm) is not None
     Gain.limit = 2.0
     assert layer_norm_form(norm) is None
-
-
-class Fields(Spelled):
-    """Has attributes that look like plain values, but are not."""
-
-    def __init__(self, limits: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.limits = limits
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        return y.clamp(*self.limits[0].bounds) if self.limits[0].bounds else y
 
 
 class Limits:
@@ -421,8 +408,20 @@ class Limits:
         return "Limits"
 
 
+class Limited(nn.LayerNorm):
+    """Has an attribute that looks like a plain value, but is none."""
+
+    def __init__(self, *bounds: float) -> None:
+        super().__init__(WIDTH)
+        self.limits = (Limits(*bounds),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, bounds = super().forward(x), self.limits[0].bounds
+        return y.clamp(*bounds) if bounds else y
+
+
 def test_norms_that_only_look_alike_are_examined_one_by_one() -> None:
-    model = nn.Sequential(Block(Fields((Limits(),))), Block(Fields((Limits(-2.0, 2.0),)))).double()
+    model = nn.Sequential(Block(Limited()), Block(Limited(-2.0, 2.0))).double()
     plan = analyze_module(model, torch.randn(2, 5, WIDTH).double()).plan
     assert [v.norm for v in plan.folded] == ["0.norm"]
 
@@ -446,44 +445,34 @@ class Custom(nn.Module):
         return y * gamma if "unbiased" in self.kind else y * gamma + self.beta
 
 
-class Swapped(nn.Module):
-    """Multiplies by its ``bias``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offset, self.factor = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.layer_norm(x, (WIDTH,), self.factor, self.offset)
+def swapped() -> nn.Module:
+    """Has its parameters under other names, in another order."""
+    parts = {"offset": nn.Parameter(torch.zeros(WIDTH)), "factor": nn.Parameter(torch.ones(WIDTH))}
+    return Computing(lambda m, x: layer_norm(x, (WIDTH,), m.factor, m.offset), **parts)
 
 
-class Shift(nn.Module):
+def shift() -> nn.Module:
     """Adds a bias and has no gain."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.beta = nn.Parameter(torch.zeros(1, 1, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.layer_norm(x, (WIDTH,)) + self.beta
+    beta = nn.Parameter(torch.zeros(1, 1, WIDTH))
+    return Computing(lambda m, x: layer_norm(x, (WIDTH,)) + m.beta, beta=beta)
 
 
-TOKENS, ROW, IMAGE = (2, 5, WIDTH), (2, WIDTH, 7), (2, WIDTH, 3, 5)
+TOKENS, SIGNAL, IMAGE = (2, 5, WIDTH), (2, WIDTH, 7), (2, WIDTH, 3, 5)
 
 
 @pytest.mark.one_case
 @pytest.mark.parametrize(
     ("norm", "shape"),
     [
-        (Spelled("channels"), IMAGE),
+        (spelled("channels"), IMAGE),
         (nn.GroupNorm(1, WIDTH), (7, WIDTH)),
-        (Spelled("one plus"), TOKENS),
+        (spelled("one plus"), TOKENS),
         (Wide(), TOKENS),
         (Custom(kind="stored buffer"), TOKENS),
-        (Custom((1, WIDTH, 1), 1, "plus buffer"), ROW),
+        (Custom((1, WIDTH, 1), 1, "plus buffer"), SIGNAL),
         (Custom((1, WIDTH, 1, 1), 1, "unbiased"), IMAGE),
-        (Swapped(), TOKENS),
-        (Shift(), TOKENS),
+        (swapped(), TOKENS),
+        (shift(), TOKENS),
         (nn.LayerNorm((1, WIDTH), bias=False), (2, 5, 1, WIDTH)),
     ],
 )
@@ -515,15 +504,7 @@ def test_parameters_of_other_names_are_not_merged(kind: str) -> None:
     assert "other names than weight and bias" in plan.unmerged[0].reason
 
 
-class Pairs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.write, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm((2, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.write(x))
-
-
 def test_a_layer_norm_over_several_features_is_none_over_one_dimension() -> None:
-    (verdict,) = analyze_module(Pairs(), torch.randn(5, 2, WIDTH)).plan.norms
+    pairs = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm((2, WIDTH)))
+    (verdict,) = analyze_module(pairs, torch.randn(5, 2, WIDTH)).plan.norms
     assert verdict.status == "kept" and "several dimensions" in verdict.reason
