@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  (registers its grouped product)
-from random_ops import FAMILIES
+from random_ops import FAMILIES, axes
 from torch.fx import Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -54,20 +54,6 @@ def recomputed(node: Node, values: dict[Node, Any], changed: dict[Node, torch.Te
         return n.target(*args, **kwargs)  # type: ignore[operator]
 
     return call(node)
-
-
-def axes(shape: tuple[int, ...]) -> list[Axis]:
-    """Whole dimensions, groups, strided groups, parts, and groups with gaps between them."""
-    found = []
-    for dim, n in enumerate(shape):
-        found.append(Axis(dim, 0, 1, n, 1))
-        for size in (2, 3):
-            if n % size == 0 and n > size:
-                found += [Axis(dim, 0, n // size, size, 1), Axis(dim, 0, 1, size, n // size)]
-                found.append(Axis(dim, size, n // size - 1, size, 1))
-                found.append(Axis(dim, 0, n // size, size - 1, 1, size))
-                found.append(Axis(dim, 1, n // size, size - 1, 1, size))
-    return [axis for axis in found if axis.size > 1]
 
 
 def shift_of(x: torch.Tensor, axis: Axis, seed: int) -> torch.Tensor:

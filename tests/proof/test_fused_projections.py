@@ -7,17 +7,15 @@ values, which no norm reads, keep their mean.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from folding_live import randomised
+from folding_live import Computing, floats, fold_in_place, randomised
 from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.runtime.install import fold_in_memory
 
 B, T, H, D = 2, 5, 3, 4
 """Rows, tokens, heads, and features of each head."""
@@ -74,20 +72,8 @@ class Attention(nn.Module):
         return self.proj(x.transpose(1, 2).reshape(*x.shape[:1], -1, H * D))
 
 
-def inputs(seed: int, tokens: int = T) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(B, tokens, H * D, generator=generator, dtype=torch.float64) + 0.5
-
-
-def fold(model: nn.Module, *others: torch.Tensor) -> Any:
-    """Fold the model, check that its outputs stay the same, and return the plan."""
-    plan = analyze_module(model, inputs(1)).plan
-    with torch.no_grad():
-        before = [model(x) for x in others]
-        fold_in_memory(model, plan)
-        for x, expected in zip(others, before, strict=True):
-            torch.testing.assert_close(model(x), expected, rtol=1e-11, atol=1e-11)
-    return plan
+X = floats(B, T, H * D) + 0.5
+OTHERS = [(floats(B, T, H * D, seed=2) + 0.5,), (floats(B, 9, H * D, seed=3) + 0.5,)]
 
 
 @pytest.mark.one_case
@@ -96,9 +82,10 @@ def fold(model: nn.Module, *others: torch.Tensor) -> Any:
 def test_norms_of_queries_and_keys_fold(form: str, bias: bool) -> None:
     model = randomised(Attention(FORMS[form], bias))
     values = model.qkv.weight.detach().clone()
-    plan = fold(model, inputs(2), inputs(3, 9))
-    assert {v.norm for v in plan.folded} == {"q_norm", "k_norm"}
+    plan = analyze_module(model, X).plan
     assert not plan.ops
+    found = fold_in_place(model, X, others=OTHERS)
+    assert found.folded == {"q_norm", "k_norm"} and found.error < 1e-12
     centred = {w.axis for w in plan.writers if w.parameter == "qkv.weight"}
     if form.startswith("interleaved"):
         assert centred == {Axis(0, 0, H, D, 1, 3 * D), Axis(0, D, H, D, 1, 3 * D)}
@@ -151,19 +138,11 @@ OBSERVERS: dict[str, tuple[Callable[..., torch.Tensor], set[str]]] = {
 @pytest.mark.parametrize("name", OBSERVERS)
 def test_other_readers_of_a_part_are_checked(name: str) -> None:
     reads, folded = OBSERVERS[name]
-    model = randomised(Shown(reads))
-    plan = analyze_module(model, inputs(1)).plan
-    assert {v.norm for v in plan.folded} == folded
-    if folded:
-        fold(model, inputs(2), inputs(3, 7))
-
-
-class Returned(Attention):
-    """Returns a view of the projection."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        return super().forward(x), self.qkv(x).view(*x.shape[:2], 3, H, D)
+    found = fold_in_place(randomised(Shown(reads)), X, others=OTHERS)
+    assert found.folded == folded and found.error < 1e-12
 
 
 def test_a_view_that_is_returned_is_seen() -> None:
-    assert not analyze_module(randomised(Returned(timm)), inputs(1)).plan.folded
+    run = lambda m, x: (m.attend(x), m.attend.qkv(x).view(*x.shape[:2], 3, H, D))  # noqa: E731
+    returned = randomised(Computing(run, attend=Attention(timm)))
+    assert not analyze_module(returned, X).plan.folded

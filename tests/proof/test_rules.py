@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401  (registers its grouped product)
+from random_ops import axes
 from rounding import as_exact
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -44,18 +45,6 @@ def captured(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Node,
     graph = make_fx(function, pre_dispatch=True)(*inputs).graph
     result = next(node for node in graph.nodes if node.op == "output").args[0]
     return result, [node for node in graph.nodes if node.op == "placeholder"]
-
-
-def axes(shape: tuple[int, ...]) -> list[Axis]:
-    """Whole dimensions, groups of them, strided groups, and parts."""
-    found = []
-    for dim, n in enumerate(shape):
-        found.append(Axis(dim, 0, 1, n, 1))
-        for size in (2, 3, 4):
-            if n % size == 0 and n > size:
-                found += [Axis(dim, 0, n // size, size, 1), Axis(dim, 0, 1, size, n // size)]
-                found.append(Axis(dim, size, n // size - 1, size, 1))
-    return [axis for axis in found if axis.size > 1]
 
 
 def sources(node: Node, axis: Axis) -> list[tuple[Node, Axis]] | Opaque:

@@ -33,8 +33,9 @@ def threads_take_turns_often() -> Iterator[None]:
 class Stream(nn.Module):
     """A model with an entry input, an explicit centring and an unproven input."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_parts: bool = False) -> None:
         super().__init__()
+        self.between = torch._dynamo.graph_break if in_parts else lambda: None
         self.rows, self.more = nn.Embedding(20, 8), nn.Embedding(20, 8)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(4))
@@ -45,15 +46,17 @@ class Stream(nn.Module):
         self, ids: Any = None, embeds: Any = None, more: torch.Tensor | None = None
     ) -> torch.Tensor:
         x = self.rows(ids) if embeds is None else embeds
+        self.between()
         x = x if more is None else x + self.more(more)
         for norm, layer in zip(self.norms, self.layers, strict=False):
             x = x + layer(norm(x))
+            self.between()
         return self.head(self.norms[3](x))
 
 
-def streams(cls: type[nn.Module] = Stream) -> tuple[Any, Any]:
-    """A folded model and the original."""
-    stock = moved(cls())
+def streams(in_parts: bool = False) -> tuple[Any, Any]:
+    """A folded model and the original, which are compiled as a whole or in parts."""
+    stock = moved(Stream(in_parts))
     with torch.no_grad():
         for layer in stock.layers:
             layer.weight -= layer.weight.mean(0)
@@ -130,23 +133,10 @@ def test_a_model_and_its_parts(eight: Path, name: str) -> None:
     assert wrong_calls(20, 3, calls, expected) == 0
 
 
-class Broken(Stream):
-    """A model that is compiled in two parts."""
-
-    def forward(self, ids: Any = None, embeds: Any = None, more: Any = None) -> torch.Tensor:
-        x = self.rows(ids) if embeds is None else embeds
-        torch._dynamo.graph_break()
-        x = x if more is None else x + self.more(more)
-        for norm, layer in zip(self.norms, self.layers, strict=False):
-            x = x + layer(norm(x))
-            torch._dynamo.graph_break()
-        return self.head(self.norms[3](x))
-
-
 def test_a_call_that_is_compiled_in_parts() -> None:
     """Compiled code reads the state of its own thread, also while others run or compile."""
     torch._dynamo.reset()
-    model, stock = streams(Broken)
+    model, stock = streams(in_parts=True)
     with torch.no_grad():
         expected = [call() for call in kinds_of_calls(stock)][:4]
         compiled: Any = torch.compile(model, backend="eager")

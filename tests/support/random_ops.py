@@ -18,12 +18,28 @@ import torch
 import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401 (defines an op)
 
+from enjoyln_cli.plan.axis import Axis
+
 aten = torch.ops.aten
 Case = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
 Family = Callable[[Random], Case]
 Shape = tuple[int, ...]
 Draw = Callable[[Random, Shape], Any]
 FAMILIES: dict[str, Family] = {}
+
+
+def axes(shape: tuple[int, ...]) -> list[Axis]:
+    """Whole dimensions, groups, strided groups, parts, and groups with gaps between them."""
+    found = []
+    for dim, n in enumerate(shape):
+        found.append(Axis(dim, 0, 1, n, 1))
+        for size in (2, 3):
+            if n % size == 0 and n > size:
+                found += [Axis(dim, 0, n // size, size, 1), Axis(dim, 0, 1, size, n // size)]
+                found.append(Axis(dim, size, n // size - 1, size, 1))
+                found.append(Axis(dim, 0, n // size, size - 1, 1, size))
+                found.append(Axis(dim, 1, n // size, size - 1, 1, size))
+    return [axis for axis in found if axis.size > 1]
 
 
 def family(make: Family) -> Family:
