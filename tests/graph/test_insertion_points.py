@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from folding_live import Computing
 from live_models import literally, moved
 from rounding import as_exact
 from tiny_models import converted
@@ -109,38 +112,22 @@ def test_without_a_call_behind_the_sum_only_a_stored_table_is_centred(table: str
 def test_a_leaf_or_a_block_is_preferred() -> None:
     """The same value leaves a leaf, enters a wrapper, and enters the wrapper's first block."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.norm = Attention(), nn.LayerNorm(WIDTH)
-            self.mlp = nn.Linear(WIDTH, WIDTH)
+    def block() -> nn.Module:
+        def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+            x = x + m.attention(x)
+            return x + m.mlp(m.norm(x))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x + self.attention(x)
-            return x + self.mlp(self.norm(x))
+        mlp = nn.Linear(WIDTH, WIDTH)
+        return Computing(run, attention=Attention(), norm=nn.LayerNorm(WIDTH), mlp=mlp)
 
-    class Blocks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.Sequential(Block(), Block())
+    def model(run: Any, stem: nn.Module) -> nn.Module:
+        encode = Computing(lambda m, x: m.blocks(x), blocks=nn.Sequential(block(), block()))
+        return moved(Computing(run, stem=stem, encode=encode, norm=nn.LayerNorm(WIDTH)))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.blocks(x)
-
-    class Model(nn.Module):
-        def __init__(self, stem: nn.Module) -> None:
-            super().__init__()
-            self.stem, self.encode, self.norm = stem, Blocks(), nn.LayerNorm(WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(self.encode(self.stem(x) * self.stem(x).sigmoid()))
-
-    class Leaf(Model):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(self.encode(self.stem(x)))
-
+    gated = lambda m, x: m.norm(m.encode(m.stem(x) * m.stem(x).sigmoid()))  # noqa: E731
+    leaf = lambda m, x: m.norm(m.encode(m.stem(x)))  # noqa: E731
     x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
-    (op,) = analyze_module(moved(Model(nn.Linear(WIDTH, WIDTH))), x).plan.ops
+    (op,) = analyze_module(model(gated, nn.Linear(WIDTH, WIDTH)), x).plan.ops
     assert (op.module, op.place) == ("encode.blocks.0", "input")
-    (op,) = analyze_module(moved(Leaf(nn.LayerNorm(WIDTH))), x).plan.ops
+    (op,) = analyze_module(model(leaf, nn.LayerNorm(WIDTH)), x).plan.ops
     assert (op.module, op.place) == ("stem", "output")

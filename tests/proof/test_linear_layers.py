@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from folding_live import Computing
 from torch import nn
 from torch.fx import Node
 
@@ -24,20 +25,12 @@ X = torch.zeros(2, IN)
 PICTURE = torch.zeros(2, IN, 5, 5)
 
 
-class Layer(nn.Module):
-    """A layer with parameters ``w`` and ``b``, computed by a function of ``x``, ``w`` and ``b``."""
-
-    def __init__(self, forward: Any, shape: tuple[int, ...], bias: tuple[int, ...] = (OUT,)):
-        super().__init__()
-        self.w, self.b = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(bias))
-        self.run = forward
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.run(x, self.w, self.b)
-
-
-def layers(model: nn.Module, x: torch.Tensor) -> list[tuple[LinearLayer, dict[Node, str]]]:
-    """The linear layers of a model, with all parameters of its graph."""
+def layers(
+    forward: Any, shape: tuple[int, ...], x: torch.Tensor, bias: tuple[int, ...] = (OUT,)
+) -> list[tuple[LinearLayer, dict[Node, str]]]:
+    """The linear layers of a function of ``x``, ``w`` and ``b``, with all its parameters."""
+    parts = {"w": nn.Parameter(torch.zeros(shape)), "b": nn.Parameter(torch.zeros(bias))}
+    model = Computing(lambda m, x: forward(x, m.w, m.b), **parts)
     trace = Captures(model).capture(Call("x", (((x,), {}),)))
     named = parameter_names(trace, {name: name for name, _ in model.named_parameters()})
     found = (linear_layer(node, named) for node in trace.graph.nodes)
@@ -60,7 +53,7 @@ def layers(model: nn.Module, x: torch.Tensor) -> list[tuple[LinearLayer, dict[No
 def test_a_layer_says_how_its_weight_is_stored(
     forward: Any, shape: Any, x: Any, kind: str, input_dim: int, bias: bool, direct: bool
 ) -> None:
-    ((layer, _),) = layers(Layer(forward, shape), x)
+    ((layer, _),) = layers(forward, shape, x)
     assert (layer.kind, layer.input_dim) == (kind, input_dim)
     assert (layer.in_features, layer.out_features) == (IN, OUT)
     assert layer.weight.name == "w" and (layer.bias is not None) == bias
@@ -82,11 +75,11 @@ def test_a_layer_says_how_its_weight_is_stored(
     ],
 )
 def test_anything_else_is_no_layer(forward: Any, shape: Any, x: Any) -> None:
-    assert not layers(Layer(forward, shape), x)
+    assert not layers(forward, shape, x)
 
 
 def test_factors_of_addmm_are_recognised() -> None:
-    ((layer, _),) = layers(Layer(lambda x, w, b: torch.addmm(b, x, w, alpha=2), (IN, OUT)), X)
+    ((layer, _),) = layers(lambda x, w, b: torch.addmm(b, x, w, alpha=2), (IN, OUT), X)
     assert layer.scaled
 
 
@@ -102,7 +95,7 @@ def test_factors_of_addmm_are_recognised() -> None:
     ],
 )
 def test_a_vector_that_is_added_next_is_a_bias(forward: Any, bias: Any, found: bool) -> None:
-    ((layer, named),) = layers(Layer(forward, (IN, OUT), bias), X)
+    ((layer, named),) = layers(forward, (IN, OUT), X, bias)
     added = with_added_bias(layer, set(layer.node.users), named)
     assert (added.bias is not None and added.bias.name == "b") == found
     assert added is layer or added.parameters == (layer.weight, added.bias)

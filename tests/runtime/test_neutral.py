@@ -97,36 +97,33 @@ def test_a_norm_that_was_not_merged_is_read(merged: dict[str, Path]) -> None:
     assert expected.isfinite().all() and logits(model).isnan().all()
 
 
-@pytest.mark.parametrize(("name", "assign"), [("bias", False), ("weight", True)])
-def test_other_values_are_read_again(merged: dict[str, Path], name: str, assign: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        ("load", "bias"),
+        ("assign", "weight"),
+        ("copy", "bias"),
+        ("pickle", "bias"),
+        ("data", "bias"),
+    ],
+)
+def test_other_values_are_read_again(merged: dict[str, Path], how: str, name: str) -> None:
+    """Loaded into the model or into a copy, or put into other storage."""
     model = from_pretrained(merged["affine"])
     stock = AutoModelForCausalLM.from_pretrained(merged["affine"]).eval()
     before = logits(model)
+    copied = {"copy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}
+    model = copied.get(how, lambda m: m)(model)
     state = shift(model, name)
-    model.load_state_dict(state, assign=assign)
     stock.load_state_dict(state)
+    if how == "data":
+        for key, parameter in model.named_parameters():
+            parameter.data = state[key]
+    else:
+        model.load_state_dict(state, assign=how == "assign")
     after = logits(model)
     assert close(after, logits(stock)) and not close(after, before)
     assert not flagged(model, f"{name}less")
-
-
-@pytest.mark.parametrize("how", ["copy", "pickle", "data"])
-def test_copies_and_other_storage_are_looked_at(merged: dict[str, Path], how: str) -> None:
-    model = from_pretrained(merged["bias"])
-    stock = AutoModelForCausalLM.from_pretrained(merged["bias"]).eval()
-    logits(model)
-    if how == "copy":
-        model = copy.deepcopy(model)
-    if how == "pickle":
-        model = pickle.loads(pickle.dumps(model))
-    state = shift(model)
-    stock.load_state_dict(state)
-    if how == "data":
-        for name, parameter in model.named_parameters():
-            parameter.data = state[name]
-    else:
-        model.load_state_dict(state)
-    assert close(logits(model), logits(stock))
 
 
 def test_a_gradient_of_a_neutral_parameter(merged: dict[str, Path]) -> None:
