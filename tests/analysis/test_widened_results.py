@@ -103,26 +103,15 @@ def test_a_conv1d_grows_along_its_other_dimension() -> None:
 # Checkpoints.
 
 
-class Results(dict[str, Path]):
-    """Results by their dtype, each folded when it is first asked for."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__()
-        self.root = root
-
-    def __missing__(self, dtype: str) -> Path:
-        fold(SOURCE, self.root / dtype, options=WIDEN, dtype=dtype, verify=False)
-        self[dtype] = self.root / dtype
-        return self[dtype]
-
-
 @pytest.fixture(scope="module")
-def outs(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return Results(tmp_path_factory.mktemp("wider"))
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wider") / "out"
+    fold(SOURCE, folder, options=WIDEN, verify=False)
+    return folder
 
 
-def test_what_is_stored(outs: dict[str, Path]) -> None:
-    old, new = (load_file(f / "model.safetensors") for f in (SOURCE, outs["float32"]))
+def test_what_is_stored(out: Path) -> None:
+    old, new = (load_file(f / "model.safetensors") for f in (SOURCE, out))
     assert old.keys() == new.keys()
     grown = {name for name in old if old[name].shape != new[name].shape}
     assert grown == {
@@ -144,7 +133,7 @@ def test_what_is_stored(outs: dict[str, Path]) -> None:
     step = torch.finfo(torch.float32).eps * float(kept.abs().max())  # each is rounded once
     assert float(kept.mean(0).abs().max()) <= step / 2
     assert float(old[SECOND.format(1)].mean(0).abs().max()) > step
-    config = json.loads((outs["float32"] / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text())
     assert config["intermediate_size"] == 328
     assert [one["start"] for one in config["enjoyln"]["units"]] == [320] * 3
 
@@ -198,8 +187,8 @@ def test_a_forced_wrong_widening_is_refuted(tmp_path: Path) -> None:
 # Recipes.
 
 
-def test_without_the_option_nothing_is_widened(outs: dict[str, Path], tmp_path: Path) -> None:
-    text = (outs["float32"] / "enjoyln_recipe.yaml").read_text()
+def test_without_the_option_nothing_is_widened(out: Path, tmp_path: Path) -> None:
+    text = (out / "enjoyln_recipe.yaml").read_text()
     (tmp_path / "recipe.yaml").write_text(text.replace("widen_mlp: true", "widen_to: 8"))
     with pytest.raises(RecipeError, match="not part of the proof"):
         fold(SOURCE, tmp_path / "out", recipe=tmp_path / "recipe.yaml", verify=False)
@@ -236,9 +225,9 @@ def shifted(model: Any) -> set[bool]:
         (FIRST.format(0, "bias"), (320,)),
     ],
 )
-def test_units_that_have_moved_are_seen(outs: dict[str, Path], name: str, index: Any) -> None:
-    moved = BertForMaskedLM.from_pretrained(outs["float32"]).eval()
-    used = from_pretrained(outs["float32"])
+def test_units_that_have_moved_are_seen(out: Path, name: str, index: Any) -> None:
+    moved = BertForMaskedLM.from_pretrained(out).eval()
+    used = from_pretrained(out)
     assert shifted(used) == {False}
     for model in (moved, used):
         with torch.no_grad():
@@ -250,9 +239,9 @@ def test_units_that_have_moved_are_seen(outs: dict[str, Path], name: str, index:
     assert shifted(used) == {True}
 
 
-def test_units_with_zero_output_weights_may_read_anything(outs: dict[str, Path]) -> None:
+def test_units_with_zero_output_weights_may_read_anything(out: Path) -> None:
     """A unit whose output weights are zero may have any input weights."""
-    model = BertForMaskedLM.from_pretrained(outs["float32"]).eval()
+    model = BertForMaskedLM.from_pretrained(out).eval()
     with torch.no_grad():
         model.get_parameter(FIRST.format(0, "weight"))[325] += 1
     optimize(model)
@@ -269,9 +258,9 @@ def trained(model: Any, seed: int) -> Any:
     return model.eval()
 
 
-def test_training_and_refolding(outs: dict[str, Path], tmp_path: Path) -> None:
-    model = trained(from_pretrained(outs["float32"]), 0)
-    start = load_file(outs["float32"] / "model.safetensors")[SECOND.format(1)][:, 320:324]
+def test_training_and_refolding(out: Path, tmp_path: Path) -> None:
+    model = trained(from_pretrained(out), 0)
+    start = load_file(out / "model.safetensors")[SECOND.format(1)][:, 320:324]
     units = model.get_parameter(SECOND.format(1))[:, 320:324]
     assert not torch.equal(units, start)
     model.save_pretrained(tmp_path / "trained")
@@ -290,17 +279,17 @@ def test_training_and_refolding(outs: dict[str, Path], tmp_path: Path) -> None:
     assert same(model, stock)
 
 
-def test_units_trained_in_float64_are_centred_to_its_rounding(outs: dict[str, Path]) -> None:
+def test_units_trained_in_float64_are_centred_to_its_rounding(out: Path) -> None:
     """The means are far larger than the centred values."""
-    model = trained(from_pretrained(outs["float32"], dtype=torch.float64), 0)
+    model = trained(from_pretrained(out, dtype=torch.float64), 0)
     with pytest.warns(UserWarning, match="computing LayerNorm"):
         exact = logits(model)
     assert shifted(refold(model)) == {False}
     assert relative(logits(model), exact) < IDENTITY
 
 
-def test_there_is_no_place_for_units_trained_twice(outs: dict[str, Path]) -> None:
-    model = trained(refold(trained(from_pretrained(outs["float32"]), 0)), 1)
+def test_there_is_no_place_for_units_trained_twice(out: Path) -> None:
+    model = trained(refold(trained(from_pretrained(out), 0)), 1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(NotCentred, match="no unused units are left to hold the trained values"):
         refold(model)
@@ -315,8 +304,8 @@ def test_units_trained_twice_take_the_next_place_that_is_free(tmp_path: Path) ->
     assert same(refold(model), before) and shifted(model) == {False}
 
 
-def test_a_frozen_mlp_leaves_the_units_alone(outs: dict[str, Path]) -> None:
-    model = from_pretrained(outs["float32"])
+def test_a_frozen_mlp_leaves_the_units_alone(out: Path) -> None:
+    model = from_pretrained(out)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "attention" in name
     model = trained(model, 0)
@@ -324,8 +313,8 @@ def test_a_frozen_mlp_leaves_the_units_alone(outs: dict[str, Path]) -> None:
     assert same(refold(model), before) and shifted(model) == {False}
 
 
-def test_the_marker(outs: dict[str, Path]) -> None:
-    config = json.loads((outs["float32"] / "config.json").read_text())
+def test_the_marker(out: Path) -> None:
+    config = json.loads((out / "config.json").read_text())
     found = read_marker(config)
     assert [(one.second, one.dim, one.start) for one in found.units] == [
         (SECOND.format(i), 1, 320) for i in range(3)

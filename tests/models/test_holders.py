@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from live_models import CHECKPOINTS, folded_norms
-from rounding import TIMES, as_exact, in_float64, lost_by, relative
+from rounding import TIMES, as_exact, in_float64, logits, lost_by, relative
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from enjoyln_cli import analyze, fold, from_pretrained, optimize, refold
@@ -22,15 +22,6 @@ QUANTISED = r"q_proj: is quantised \(\w+\), so its output no longer has zero mea
 @pytest.fixture
 def phi(outs: dict[str, Path]) -> Path:
     return outs["phi"]
-
-
-def ids() -> torch.Tensor:
-    return torch.arange(3, 21).reshape(2, 9)
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids()).logits
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -276,11 +276,6 @@ def test_a_recipe_works_whatever_the_names_on_disk() -> None:
     assert dump_recipe(recipe_of(base)) == dump_recipe(recipe_of(head))
 
 
-def _phi(*changes: tuple[str, str]) -> tuple[Recipe, Plan, dict[str, Any]]:
-    plan, config = heads_plan(), heads_config()
-    return edited(recipe_of(plan, config=config), *changes), plan, config
-
-
 def _gpt2(*changes: tuple[str, str]) -> tuple[Recipe, Plan, dict[str, Any]]:
     plan, config = gpt2_plan(), gpt2_config(3)
     return edited(recipe_of(plan, config=config), *changes), plan, config
@@ -288,7 +283,6 @@ def _gpt2(*changes: tuple[str, str]) -> tuple[Recipe, Plan, dict[str, Any]]:
 
 LN_F = "transformer.ln_f: {fold_with: [transformer.wte]}"
 WPE = "  transformer.wpe.weight: {dim: 1}\n"
-Q = "model.layers.{i}.q_proj.weight: {dim: 0, groups: true}"
 
 REFUSED = {
     "an op left out of the line": (
@@ -306,10 +300,6 @@ REFUSED = {
     "a writer of a layer too many": (
         _gpt2((WPE, WPE + "  transformer.h.3.mlp.c_proj.bias: {dim: 0}\n")),
         "centre: transformer.h.3.mlp.c_proj.bias is not part of the proof",
-    ),
-    "all heads at once": (
-        _phi((Q, "model.layers.{i}.q_proj.weight: {dim: 0}")),
-        "model.layers.0.q_proj.weight: the recipe has {dim: 0}, the proof {dim: 0, groups: true}",
     ),
     "an unknown fate": (
         _gpt2((LN_F, "transformer.ln_f: drop")),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from live_models import CHECKPOINTS, folded_norms
-from rounding import TIMES, lost_by, relative
+from rounding import IDS, TIMES, logits, lost_by, relative
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -25,15 +25,6 @@ NEW = 0.7
 def merged(outs: dict[str, Path]) -> dict[str, Path]:
     """Checkpoints whose norms lost their biases, or their biases and weights."""
     return {how: outs[f"phi merge {how}"] for how in ("bias", "affine")}
-
-
-def ids() -> torch.Tensor:
-    return torch.arange(3, 21).reshape(2, 9)
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids(), use_cache=False).logits
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -132,7 +123,7 @@ def test_a_gradient_of_a_neutral_parameter(merged: dict[str, Path]) -> None:
     logits(model)
     found = []
     for one in (model, stock):
-        one(input_ids=ids()).logits.square().mean().backward()
+        one(input_ids=IDS).logits.square().mean().backward()
         found.append(one.model.layers[0].input_layernorm)
     for name in ("weight", "bias"):
         grads = [getattr(norm, name).grad for norm in found]
@@ -163,7 +154,7 @@ def test_an_export_reads_them_only_when_they_changed(merged: dict[str, Path]) ->
         if changed:
             model.load_state_dict(shift(model))
         expected = logits(model)
-        given = {"input_ids": ids(), "use_cache": False}
+        given = {"input_ids": IDS, "use_cache": False}
         program = torch.export.export(model, (), given, strict=False)
         read = names & placeholders_that_are_used(program)
         assert bool(read) == changed

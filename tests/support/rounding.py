@@ -79,13 +79,20 @@ def exactly(function: Callable[..., Any], *given: Any) -> Any:
         return function(*in_float64(given))
 
 
+IDS = torch.arange(3, 21).reshape(2, 9)
+
+
+def logits(model: Any) -> torch.Tensor:
+    """What a causal language model returns for ``IDS``."""
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
 @cache
 def lost_by(folder: Path) -> float:
     """What float32 costs the causal language model of a checkpoint, relative to its logits."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    ids = torch.arange(3, 21).reshape(2, 9)
-    with torch.no_grad():
-        return relative(model(ids).logits, in_float64(model)(ids).logits)
+    return relative(logits(model), logits(in_float64(model)))
 
 
 @cache
