@@ -18,24 +18,13 @@ from enjoyln_cli.runtime.install import install
 STATE = torch.ones(2, 3)
 
 
-class Old(nn.Module):
-    def forward(self, x: Any, past_key_values: Any = None) -> Any:
-        return x
-
-
-class New(nn.Module):
-    def forward(self, x: Any, cache: Any = None) -> Any:
-        return x
-
-
-class Both(nn.Module):
-    def forward(self, x: Any, past_key_values: Any = None, cache: Any = None) -> Any:
-        return x
-
-
-class Neither(nn.Module):
-    def forward(self, x: Any) -> Any:
-        return x
+FORWARDS = {
+    "Old": lambda self, x, past_key_values=None: x,
+    "New": lambda self, x, cache=None: x,
+    "Both": lambda self, x, past_key_values=None, cache=None: x,
+    "Neither": lambda self, x: x,
+}
+Old, New, Both, Neither = (type(n, (nn.Module,), {"forward": f}) for n, f in FORWARDS.items())
 
 
 @pytest.mark.parametrize(

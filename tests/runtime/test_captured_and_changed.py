@@ -164,7 +164,7 @@ def test_gradients_in_eval_mode_are_those_of_the_stock_class(eight: Path) -> Non
         assert max(far(found[key], expected[key]) for key in expected) < 1e-9
 
 
-def test_transforms_of_torch_func_over_weights(eight: Path) -> None:
+def test_transforms_of_torch_func_over_inputs_and_weights(eight: Path) -> None:
     model, stock = pair("phi", eight)
     run(model, "phi")
 
@@ -174,6 +174,10 @@ def test_transforms_of_torch_func_over_weights(eight: Path) -> None:
     weights = {key: value.detach() for key, value in stock.named_parameters()}
     found, expected = (grad(loss)(weights, one) for one in (model, stock))
     assert max(far(found[key], expected[key]) for key in expected) < 1e-9
+    ids = torch.randint(3, 41, (3, 2, 6))
+    with torch.no_grad():
+        found, expected = (vmap(Logits(one))(ids) for one in (model, stock))
+    assert far(found, expected) < 1e-9
     other = dict(source("phi").named_parameters())
     both = {key: torch.stack([weights[key], other[key].detach()]) for key in weights}
     with torch.no_grad():
@@ -185,14 +189,3 @@ def test_transforms_of_torch_func_over_weights(eight: Path) -> None:
         for state in (weights, other):
             assert far(loss(state, model), loss(state, stock)) < 1e-9
     assert any(computed_rms(model, lambda: run(model, "phi")))
-
-
-def test_vmap_over_inputs(eight: Path) -> None:
-    model, stock = pair("phi", eight)
-    ids = torch.randint(3, 41, (3, 2, 6))
-    with torch.no_grad():
-        found, expected = (
-            vmap(lambda x, one=one: one(input_ids=x, use_cache=False).logits)(ids)
-            for one in (model, stock)
-        )
-    assert far(found, expected) < 1e-9

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from folding_live import Computing
 from torch import nn
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
@@ -88,81 +89,77 @@ def test_a_recording_is_the_graph_of_export(model_type: str) -> None:
 CONSTANT = torch.zeros(())
 
 
-class Code(nn.Module):
-    """A linear layer, then ``change``, then a norm."""
-
-    def __init__(self, change: Callable[[Code, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.linear, self.norm, self.change = nn.Linear(8, 8), nn.LayerNorm(8), change
-        self.register_buffer("seen", torch.zeros(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.change(self, self.linear(x)))
+def code(change: Callable[[Any, torch.Tensor], torch.Tensor]) -> Computing:
+    """A linear layer, then ``change``, then a norm; with a buffer."""
+    parts = {"linear": nn.Linear(8, 8), "norm": nn.LayerNorm(8)}
+    model = Computing(lambda m, x: m.norm(change(m, m.linear(x))), **parts)
+    model.register_buffer("seen", torch.zeros(8))
+    return model
 
 
-def read(code: Code, h: torch.Tensor) -> torch.Tensor:
+def read(m: Any, h: torch.Tensor) -> torch.Tensor:
     return h + h.mean().item()
 
 
-def read_and_go_on(code: Code, h: torch.Tensor) -> torch.Tensor:
+def read_and_go_on(m: Any, h: torch.Tensor) -> torch.Tensor:
     try:
         return h + 1 if h.sum() > 0 else h
     except (RuntimeError, NotRecorded):
         return h - h.relu()
 
 
-def list_and_go_on(code: Code, h: torch.Tensor) -> torch.Tensor:
+def list_and_go_on(m: Any, h: torch.Tensor) -> torch.Tensor:
     try:
         return h + h[0, 0].tolist()[0]
     except (RuntimeError, NotImplementedError):
         return h - h.relu()
 
 
-def choose(code: Code, h: torch.Tensor) -> torch.Tensor:
+def choose(m: Any, h: torch.Tensor) -> torch.Tensor:
     return h[h.sum(-1) > 0]
 
 
-def choose_by_a_listed_mask(code: Code, h: torch.Tensor) -> torch.Tensor:
+def choose_by_a_listed_mask(m: Any, h: torch.Tensor) -> torch.Tensor:
     return h[:, [True, False, True]]
 
 
-def write(code: Code, h: torch.Tensor) -> torch.Tensor:
+def write(m: Any, h: torch.Tensor) -> torch.Tensor:
     return h.mul_(2)
 
 
-def write_into_buffer(code: Code, h: torch.Tensor) -> torch.Tensor:
-    code.seen[1:].mul_(2)
-    return h + code.seen
+def write_into_buffer(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.seen[1:].mul_(2)
+    return h + m.seen
 
 
-def write_into_constant(code: Code, h: torch.Tensor) -> torch.Tensor:
+def write_into_constant(m: Any, h: torch.Tensor) -> torch.Tensor:
     return h + CONSTANT.add_(1)
 
 
-def write_beside_a_view(code: Code, h: torch.Tensor) -> torch.Tensor:
+def write_beside_a_view(m: Any, h: torch.Tensor) -> torch.Tensor:
     first = h[:1]
     h.mul_(2)
     return h - first
 
 
-def replace_buffer(code: Code, h: torch.Tensor) -> torch.Tensor:
-    code.seen = h.mean((0, 1))
+def replace_buffer(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.seen = h.mean((0, 1))
     return h
 
 
-def copy_past_the_graph(code: Code, h: torch.Tensor) -> torch.Tensor:
-    return h + torch.tensor(code.linear.bias)
+def copy_past_the_graph(m: Any, h: torch.Tensor) -> torch.Tensor:
+    return h + torch.tensor(m.linear.bias)
 
 
-def take_data(code: Code, h: torch.Tensor) -> torch.Tensor:
-    return h + code.linear.bias.data
+def take_data(m: Any, h: torch.Tensor) -> torch.Tensor:
+    return h + m.linear.bias.data
 
 
-def branch(code: Code, h: torch.Tensor) -> torch.Tensor:
+def branch(m: Any, h: torch.Tensor) -> torch.Tensor:
     return torch.cond(h.sum() > 0, lambda x: x + 1, lambda x: x - 1, (h,))  # type: ignore
 
 
-def mix(code: Code, h: torch.Tensor) -> torch.Tensor:
+def mix(m: Any, h: torch.Tensor) -> torch.Tensor:
     return h + torch.arange(8)
 
 
@@ -175,21 +172,21 @@ REFUSED = [
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
 def test_calls_that_cannot_be_recorded_are_refused(change: Any) -> None:
-    model = Code(change).to("meta").eval()
+    model = code(change).to("meta").eval()
     with pytest.raises(Exception):  # noqa: B017
         traced(model, Call("x", (((torch.ones(2, 3, 8),), {}),)))
     assert float(CONSTANT) == 0.0
 
 
-def scale(code: Code, h: torch.Tensor) -> torch.Tensor:
+def scale(m: Any, h: torch.Tensor) -> torch.Tensor:
     return h * torch.tensor(3.0, device=h.device) * torch.tensor(2).item()
 
 
-def take_a_row(code: Code, h: torch.Tensor) -> torch.Tensor:
+def take_a_row(m: Any, h: torch.Tensor) -> torch.Tensor:
     return h[:, torch.tensor([0, 2], device=h.device)] + h.split(1, dim=1)[0]
 
 
-def take_listed_rows(code: Code, h: torch.Tensor) -> torch.Tensor:
+def take_listed_rows(m: Any, h: torch.Tensor) -> torch.Tensor:
     rows = h[:, [2, -3]] + h[[1, 0], 0].unsqueeze(1)
     copied = h.clone()
     copied[:, [0]] = h[:, [[1]]].squeeze(1)
@@ -210,14 +207,14 @@ def test_verdicts_without_weights_are_those_of_the_live_module(change: Any) -> N
         return plan.norms, plan.writers, plan.unproven, plan.by_example
 
     torch.manual_seed(0)
-    found = verdicts(Code(change).to("meta"))
+    found = verdicts(code(change).to("meta"))
     if change not in (mix, copy_past_the_graph):  # which need all tensors on one device
-        assert found == verdicts(Code(change))
+        assert found == verdicts(code(change))
 
 
 @pytest.mark.parametrize("change", RECORDED, ids=lambda change: change.__name__)
 def test_constants_in_the_code_are_recorded(change: Any) -> None:
-    model = Code(change).to("meta").eval()
+    model = code(change).to("meta").eval()
     with quiet():
         found = record(Steps(model, {}, None), (((torch.ones(2, 3, 8),), {}),))
     assert len(found.parameters) == 5 and len(found.constants) >= 1
@@ -229,13 +226,13 @@ def test_constants_in_the_code_are_recorded(change: Any) -> None:
 def test_a_list_of_numbers_gives_a_copy(index: Any) -> None:
     """Written in place, the copy leaves alone what it was taken from."""
 
-    def change(code: Code, h: torch.Tensor) -> torch.Tensor:
+    def change(m: Any, h: torch.Tensor) -> torch.Tensor:
         taken = h[index]
         taken *= 3.0
         return h + taken.sum()
 
     torch.manual_seed(0)
-    model, x = Code(change).eval(), torch.randn(2, 3, 8)
+    model, x = code(change).eval(), torch.randn(2, 3, 8)
     trace = traced(model, Call("x", (((x,), {}),)))
     weights = dict(model.named_parameters()) | dict(model.named_buffers())
     values = [
@@ -248,7 +245,7 @@ def test_a_list_of_numbers_gives_a_copy(index: Any) -> None:
 
 
 def test_a_write_that_no_other_op_sees_is_recorded() -> None:
-    model = Code(write).to("meta").eval()
+    model = code(write).to("meta").eval()
     found = traced(model, Call("x", (((torch.ones(2, 3, 8),), {}),)))
     targets = {node.target for node in found.graph.nodes}
     assert torch.ops.aten.mul.Tensor in targets and torch.ops.aten.mul_.Tensor not in targets
