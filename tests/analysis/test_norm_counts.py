@@ -20,6 +20,8 @@ ROWS: list[tuple[str, dict[str, Any], str, tuple[int, int, int, int]]] = [
     ("bert", {}, "BertModel", (5, 1, 1, 0)),
     ("bert", {}, "BertForSequenceClassification", (5, 1, 1, 0)),
     ("bert", {}, "BertForMaskedLM", (6, 0, 0, 0)),
+    # A norm of shared layers counts once.
+    ("albert", {"hidden_size": 24, "num_attention_heads": 2}, "AlbertModel", (3, 1, 1, 0)),
     ("opt", {}, "OPTForCausalLM", (5, 0, 5, 1)),
     ("opt", {}, "OPTModel", (5, 5, 5, 0)),
     ("opt", POST_LN, "OPTForCausalLM", (4, 0, 0, 0)),

@@ -221,6 +221,24 @@ def test_a_head_that_a_norm_is_merged_into_is_untied_although_its_embedding_stay
     assert result.verification.passed and result.verification.identity_error < 1e-12
 
 
+@pytest.mark.parametrize("differ", [True, False])
+def test_a_config_may_claim_a_tie_that_the_tensors_contradict(tmp_path: Path, differ: bool) -> None:
+    config = copy.deepcopy(GPT2)
+    config.tie_word_embeddings = False
+    model = tf.GPT2LMHeadModel(config)
+    if not differ:
+        with torch.no_grad():
+            model.lm_head.weight.copy_(model.transformer.wte.weight)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    plan = prepare(tmp_path, None, Opening()).plan
+    centred = {writer.parameter for writer in plan.writers}
+    assert ("transformer.wte.weight" in centred) is differ
+    assert len(plan.ops) == (0 if differ else 1)
+    assert len(plan.folded) == 5
+
+
 # Refusals, and models that need no copies
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from commands import GPT2, good, refused
+from folding_live import Computing
 from live_models import CHECKPOINTS, moved
 from torch import nn
 from torch.nn import functional as F
@@ -100,22 +101,16 @@ def test_what_has_no_mapping_is_a_comment() -> None:
     assert "q_layernorm" in next(line for line in printed(CHECKPOINTS / "phi").splitlines()[1:])
 
 
-class Halves(nn.Module):
-    """A linear layer whose first outputs read a norm, and whose others read the input."""
+def test_a_norm_that_some_outputs_of_a_layer_read_has_no_mapping() -> None:
+    """The first outputs of a linear layer read a norm, and the others its input."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.norm, self.wide = nn.Linear(7, 12), nn.LayerNorm(12), nn.Linear(12, 10)
-        moved(self)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h, weight, bias = self.enter(x), self.wide.weight, self.wide.bias
-        first: torch.Tensor = F.linear(self.norm(h), weight[:4], bias[:4])
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h, weight, bias = m.enter(x), m.wide.weight, m.wide.bias
+        first = F.linear(m.norm(h), weight[:4], bias[:4])
         return first.sum(-1) + F.linear(h, weight[4:], bias[4:]).sum(-1)
 
-
-def test_a_norm_that_some_outputs_of_a_layer_read_has_no_mapping() -> None:
-    model = Halves()
+    parts = {"enter": nn.Linear(7, 12), "norm": nn.LayerNorm(12), "wide": nn.Linear(12, 10)}
+    model = moved(Computing(run, **parts))
     x = torch.randn(2, 7, dtype=torch.float64)
     plan = analyze_module(model, x, options=Options(fold=False, merge="affine")).plan
     assert [one.norm for one in plan.merged] == ["norm"] and not norm_mappings(plan, model)

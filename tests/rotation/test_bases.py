@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from folding_live import Computing
 from live_models import moved
 from tiny_models import BERT, GPT2, TOKENS, VIT, WHISPER, live, main_call, rotated
 from torch import nn
@@ -149,7 +150,16 @@ def test_a_tied_head_turns_with_its_embedding_if_no_weight_is_in_between() -> No
         "the weight of a norm acts on single features, and cannot be merged into linear layers: a "
         "linear layer that reads it has a parameter that is also used elsewhere"
     )
-    model = Tied()
+
+    def run(m: Any, ids: torch.Tensor) -> torch.Tensor:
+        x = m.table(ids)
+        x = x + m.down(F.gelu(m.up(m.norm(x))))
+        return m.head(F.layer_norm(x, (12,)))  # without weight
+
+    table, head = nn.Embedding(6, 12), nn.Linear(12, 6, bias=False)
+    head.weight = table.weight
+    parts = {"norm": nn.LayerNorm(12), "up": nn.Linear(12, 9), "down": nn.Linear(9, 12)}
+    model = moved(Computing(run, table=table, head=head, **parts))
     plan = analyze_module(model, torch.tensor([[1, 2, 4]]), options=ROTATED).plan
     (basis,) = plan.turned
     turned = rotated(model, plan)
@@ -157,23 +167,6 @@ def test_a_tied_head_turns_with_its_embedding_if_no_weight_is_in_between() -> No
     ids = torch.tensor([[0, 3, 5, 5]])
     torch.testing.assert_close(turned(ids), model(ids), rtol=1e-12, atol=1e-12)
     assert not torch.allclose(turned.table.weight, model.table.weight)
-
-
-class Tied(nn.Module):
-    """A head with the weight of the embedding, behind a norm without weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(6, 12), nn.Linear(12, 6, bias=False)
-        self.head.weight = self.table.weight
-        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 9), nn.Linear(9, 12)
-        moved(self)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.table(ids)
-        x = x + self.down(F.gelu(self.up(self.norm(x))))
-        out: torch.Tensor = self.head(F.layer_norm(x, (12,)))
-        return out
 
 
 # One stream, and what may happen in it.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from folding_live import Computing
 from live_models import moved
 from tiny_models import TOKENS, live, rotated
 from torch import nn
@@ -89,23 +90,19 @@ def test_a_named_output_is_kept() -> None:
     assert set(kept) <= moved_fields(plan, clip())[0]
 
 
-class Unread(nn.Module):
+def unread() -> Any:
     """A norm behind the stream that nothing but a returned state reads."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.norm, self.after = nn.Linear(7, 12), nn.LayerNorm(12), nn.LayerNorm(12)
-        self.head = nn.Linear(12, 5)
-        moved(self)
+    def run(m: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = m.enter(x)
+        return {"logits": m.head(m.norm(h)), "last_hidden_state": torch.tanh(m.after(h))}
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        h = self.enter(x)
-        state = torch.tanh(self.after(h))
-        return {"logits": self.head(self.norm(h)), "last_hidden_state": state}
+    parts = {"enter": nn.Linear(7, 12), "norm": nn.LayerNorm(12), "after": nn.LayerNorm(12)}
+    return moved(Computing(run, **parts, head=nn.Linear(12, 5)))
 
 
 def test_a_norm_that_nothing_reads_is_no_obstacle() -> None:
-    model = Unread()
+    model = unread()
     x, other = (torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
     plan = analyze_module(model, x.double(), options=ROTATED).plan
     (basis,) = plan.turned
@@ -119,7 +116,7 @@ def test_a_norm_that_nothing_reads_is_no_obstacle() -> None:
 
 def test_a_norm_whose_result_is_to_stay_is_an_obstacle() -> None:
     x, both = torch.ones(2, 3, 7).double(), ("logits", "last_hidden_state")
-    plan = analyze_module(Unread(), x, outputs=both, options=ROTATED).plan
+    plan = analyze_module(unread(), x, outputs=both, options=ROTATED).plan
     (basis,) = plan.bases
     said = "tanh acts on single features, so it does not commute with a rotation"
     assert basis.reason == said
