@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from fold_cases import written
+from folding_live import Computing
 from live_models import CHECKPOINTS, moved
 from rounding import as_exact, in_float64
 from tiny_models import BERT, GPT2, PHI, TOKENS, calls, converted, error, live
@@ -117,35 +118,25 @@ class Gained(nn.Module):
         return F.layer_norm(x, (D,), 1 + self.weight, self.bias, 1e-5)
 
 
-class Block(nn.Module):
+Read = Callable[[Any, torch.Tensor], Any]
+
+
+def tiny(read: Read, norm: nn.Module | None = None) -> Any:
     """A layer before a norm, the norm, and ``read`` applied to its result."""
-
-    def __init__(self, read: Callable[[Block, torch.Tensor], Any], norm: nn.Module) -> None:
-        super().__init__()
-        self.read = read
-        self.before, self.norm, self.again = nn.Linear(7, D), norm, nn.LayerNorm(D)
-        self.up, self.gate, self.bare = (
-            nn.Linear(D, 9),
-            nn.Linear(D, 9),
-            nn.Linear(D, 9, bias=False),
-        )
-        self.other, self.down, self.heads = nn.Linear(D, 9), nn.Linear(9, D), nn.Linear(D, D)
-        self.conv = transformers.pytorch_utils.Conv1D(9, D)
-        self.matrix, self.added = nn.Parameter(torch.zeros(D, 9)), nn.Parameter(torch.zeros(9))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.read(self, self.norm(self.before(x)))
-
-
-def tiny(read: Callable[[Block, torch.Tensor], Any], norm: nn.Module | None = None) -> Block:
-    return moved(Block(read, norm or nn.LayerNorm(D)))
+    layers: dict[str, Any] = {name: nn.Linear(D, 9) for name in ("up", "gate", "other")}
+    layers |= {"before": nn.Linear(7, D), "down": nn.Linear(9, D), "heads": nn.Linear(D, D)}
+    layers |= {"bare": nn.Linear(D, 9, bias=False), "again": nn.LayerNorm(D)}
+    layers["conv"] = transformers.pytorch_utils.Conv1D(9, D)
+    more = {"matrix": nn.Parameter(torch.zeros(D, 9)), "added": nn.Parameter(torch.zeros(9))}
+    run = lambda m, x: read(m, m.norm(m.before(x)))  # noqa: E731
+    return moved(Computing(run, norm=norm or nn.LayerNorm(D), **layers, **more))
 
 
 def rows(seed: int = 3) -> torch.Tensor:
     return torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(seed)).double()
 
 
-READ: dict[str, Callable[[Block, torch.Tensor], Any]] = {
+READ: dict[str, Read] = {
     "one layer": lambda m, y: m.up(y),
     "a gated MLP": lambda m, y: m.up(y) * F.silu(m.gate(y)),
     "a product and a sum": lambda m, y: y @ m.matrix + m.added,
@@ -187,7 +178,7 @@ def test_a_reader_that_a_norm_merges_into(read: str, norm: str) -> None:
 
 
 NO_LINEAR = "its result is read by {}, which is not a linear layer"
-REFUSED: dict[str, tuple[Callable[[Block, torch.Tensor], Any], str, str]] = {
+REFUSED: dict[str, tuple[Read, str, str]] = {
     "a residual": (lambda m, y: y + m.down(m.up(y)), NO_LINEAR.format("add"), ""),
     "the caller": (lambda m, y: (m.up(y), y), "the model returns its result", ""),
     "another norm": (lambda m, y: m.up(m.again(y)), NO_LINEAR.format("layer_norm"), "again"),
@@ -220,7 +211,7 @@ def test_a_reader_that_a_norm_cannot_merge_into(case: str) -> None:
     assert found[0] == reason and (not culprit or found[1] == culprit), found
 
 
-KEEPS_ITS_BIAS: dict[str, tuple[Callable[[Block, torch.Tensor], Any], str, str]] = {
+KEEPS_ITS_BIAS: dict[str, tuple[Read, str, str]] = {
     "a mask": (lambda m, y: m.up(y * torch.tensor([[[0.0]], [[1]]])), NO_LINEAR.format("mul"), ""),
     "a sum of the tokens": (lambda m, y: m.up(y.sum(1)), NO_LINEAR.format("sum"), ""),
     "a layer without a bias": (lambda m, y: m.up(y) + m.bare(y), NO_BIAS, "bare.weight"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 import transformers.integrations.moe  # noqa: F401  (registers its grouped product)
+from folding_live import Computing
 from live_models import moved
 from rounding import as_exact
 from stored_files import stored_plan
@@ -111,34 +112,32 @@ def test_experts_are_rotated_on_disk(kind: str, tmp_path: Path) -> None:
 D, WIDE, OFFSETS = 12, 8, torch.tensor([2, 5, 6], dtype=torch.int32)
 
 
-class Routed(nn.Module):
+Read = Callable[[Any, torch.Tensor, torch.Tensor], Any]
+
+
+def routed(read: Read) -> Any:
     """A norm, and ``read`` applied to its result and to the experts that are chosen for it."""
 
-    def __init__(self, read: Callable[[Routed, torch.Tensor, torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.read = read
-        self.enter, self.norm, self.back = nn.Linear(7, D), nn.LayerNorm(D), nn.Linear(WIDE, D)
-        self.router = nn.Linear(D, 3)
-        self.stack = nn.Parameter(torch.zeros(3, WIDE, D))
-        self.square = nn.Parameter(torch.zeros(3, D, D))
-        self.halves = nn.Parameter(torch.zeros(3, WIDE, 2 * D))
-        moved(self)
+    def run(m: Any, x: torch.Tensor) -> Any:
+        y = m.norm(m.enter(x))
+        return read(m, y, m.router(y).topk(1, -1).indices[..., 0])
 
-    def forward(self, x: torch.Tensor) -> Any:
-        y = self.norm(self.enter(x))
-        return self.read(self, y, self.router(y).topk(1, -1).indices[..., 0])
+    layers = {"enter": nn.Linear(7, D), "back": nn.Linear(WIDE, D), "router": nn.Linear(D, 3)}
+    shapes = {"stack": (3, WIDE, D), "square": (3, D, D), "halves": (3, WIDE, 2 * D)}
+    stacks = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    return moved(Computing(run, **layers, **stacks, norm=nn.LayerNorm(D)))
 
 
 def one_by_one(weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.bmm(weight, y.unsqueeze(-1)).squeeze(-1)
 
 
-def grouped(m: Routed, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def grouped(m: Any, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(y, m.stack.mT, offsets)
     return found
 
 
-TAKES: dict[str, Callable[[Routed, torch.Tensor, torch.Tensor], Any]] = {
+TAKES: dict[str, Read] = {
     "a matrix for each row": lambda m, y, chosen: one_by_one(m.stack[chosen], y),
     "all experts": lambda m, y, chosen: torch.matmul(y, m.stack.transpose(1, 2)),
     "one expert by its number": lambda m, y, chosen: F.linear(y, m.stack[1]) + y @ m.stack[0].T,
@@ -158,7 +157,7 @@ TAKES: dict[str, Callable[[Routed, torch.Tensor, torch.Tensor], Any]] = {
 READ = "its result is read by {}, which is not a linear layer"
 COMPUTED = "its result is read by linear, whose weight is computed or also used elsewhere"
 ELSEWHERE = "a linear layer that reads it has a parameter that is also used elsewhere"
-REFUSES: dict[str, tuple[Callable[[Routed, torch.Tensor, torch.Tensor], Any], str]] = {
+REFUSES: dict[str, tuple[Read, str]] = {
     "a weight that is used again": (
         lambda m, y, chosen: one_by_one(m.stack[chosen], y) + m.stack.sum(), ELSEWHERE,
     ),
@@ -201,7 +200,7 @@ def rows(seed: int = 3) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", TAKES)
 def test_experts_take_the_weight_of_a_norm(case: str) -> None:
-    model = Routed(TAKES[case])
+    model = routed(TAKES[case])
     plan = analyze_module(model, rows(), options=AFFINE).plan
     assert [one.norm for one in plan.merged] == ["norm"], plan.unmerged
     folded = converted(model, plan)
@@ -212,7 +211,7 @@ def test_experts_take_the_weight_of_a_norm(case: str) -> None:
 @pytest.mark.parametrize("case", REFUSES)
 def test_experts_that_cannot_take_the_weight_of_a_norm(case: str) -> None:
     read, reason = REFUSES[case]
-    model = Routed(read)
+    model = routed(read)
     plan = analyze_module(model, rows(), options=AFFINE).plan
     assert not plan.merged
     assert [one.reason for one in plan.unmerged] == [reason]
@@ -220,7 +219,7 @@ def test_experts_that_cannot_take_the_weight_of_a_norm(case: str) -> None:
     torch.testing.assert_close(folded(rows(4)), model(rows(4)), rtol=1e-12, atol=1e-12)
 
 
-def apart(m: Routed, y: torch.Tensor) -> torch.Tensor:
+def apart(m: Any, y: torch.Tensor) -> torch.Tensor:
     """The grouped product, one expert after the other."""
     parts = y.tensor_split(OFFSETS[:-1].long())
     return torch.cat([part @ weight.T for part, weight in zip(parts, m.stack, strict=True)])
@@ -228,11 +227,11 @@ def apart(m: Routed, y: torch.Tensor) -> torch.Tensor:
 
 def test_a_grouped_product_takes_the_weight_of_a_norm() -> None:
     """The product does not exist in float64, so the results are compared in float32."""
-    model = Routed(lambda m, y, chosen: grouped(m, y, OFFSETS.to(y.device)))
+    model = routed(lambda m, y, chosen: grouped(m, y, OFFSETS.to(y.device)))
     plan = analyze_module(model.float(), rows().float(), options=AFFINE).plan
     assert [one.norm for one in plan.merged] == ["norm"], plan.unmerged
     folded, x = converted(model, plan), rows(4).float()
-    same = Routed(lambda m, y, chosen: apart(m, y)).double()
+    same = routed(lambda m, y, chosen: apart(m, y)).double()
     same.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert as_exact(folded(x), model(x), same(x.double()))
