@@ -124,8 +124,12 @@ def test_a_leaf_or_a_block_is_preferred() -> None:
         encode = Computing(lambda m, x: m.blocks(x), blocks=nn.Sequential(block(), block()))
         return moved(Computing(run, stem=stem, encode=encode, norm=nn.LayerNorm(WIDTH)))
 
-    gated = lambda m, x: m.norm(m.encode(m.stem(x) * m.stem(x).sigmoid()))  # noqa: E731
-    leaf = lambda m, x: m.norm(m.encode(m.stem(x)))  # noqa: E731
+    def gated(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.norm(m.encode(m.stem(x) * m.stem(x).sigmoid()))
+
+    def leaf(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.norm(m.encode(m.stem(x)))
+
     x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
     (op,) = analyze_module(model(gated, nn.Linear(WIDTH, WIDTH)), x).plan.ops
     assert (op.module, op.place) == ("encode.blocks.0", "input")

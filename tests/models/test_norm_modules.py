@@ -399,8 +399,8 @@ def test_a_model_with_an_operator_that_calls_functions_is_refused(run: Any) -> N
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.filterwarnings("ignore:None of the inputs")
 def test_a_checkpointed_norm_folds(reentrant: bool) -> None:
-    run = lambda m, x: checkpoint(m.norm, m.write(x), use_reentrant=reentrant)  # noqa: E731
-    assert verdicts(written_and_normed(run)) == {"norm": ""}
+    model = written_and_normed(lambda m, x: checkpoint(m.norm, m.write(x), use_reentrant=reentrant))
+    assert verdicts(model) == {"norm": ""}
 
 
 def test_a_norm_that_is_called_with_other_weights_stays() -> None:

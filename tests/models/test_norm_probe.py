@@ -272,8 +272,8 @@ def test_a_norm_is_one_only_for_inputs_of_as_many_dimensions() -> None:
 
 
 def test_a_norm_that_is_also_called_where_it_is_none_stays() -> None:
-    run = lambda m, x: (m.norm(m.write(x)), m.norm(m.write(x)[:, None]))  # noqa: E731
-    both = Computing(run, write=nn.Linear(WIDTH, WIDTH), norm=Either(WIDTH))
+    parts = {"write": nn.Linear(WIDTH, WIDTH), "norm": Either(WIDTH)}
+    both = Computing(lambda m, x: (m.norm(m.write(x)), m.norm(m.write(x)[:, None])), **parts)
     (verdict,) = analyze_module(both, torch.randn(2, 5, WIDTH)).plan.norms
     assert verdict.status == "kept" and "4 dimensions" in verdict.reason
 

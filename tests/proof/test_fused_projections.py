@@ -143,6 +143,8 @@ def test_other_readers_of_a_part_are_checked(name: str) -> None:
 
 
 def test_a_view_that_is_returned_is_seen() -> None:
-    run = lambda m, x: (m.attend(x), m.attend.qkv(x).view(*x.shape[:2], 3, H, D))  # noqa: E731
-    returned = randomised(Computing(run, attend=Attention(timm)))
-    assert not analyze_module(returned, X).plan.folded
+    returned = Computing(
+        lambda m, x: (m.attend(x), m.attend.qkv(x).view(*x.shape[:2], 3, H, D)),
+        attend=Attention(timm),
+    )
+    assert not analyze_module(randomised(returned), X).plan.folded

@@ -120,22 +120,23 @@ def self_attention(m: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def side_by_side() -> nn.Module:
-    left, right, norm = nn.Linear(D, D), nn.Linear(D, D), nn.LayerNorm(2 * D)
-    run = lambda m, x: m.norm(torch.cat((m.left(x), m.right(x)), -1))  # noqa: E731
-    return randomised(Computing(run, left=left, right=right, norm=norm))
+    parts = {"left": nn.Linear(D, D), "right": nn.Linear(D, D), "norm": nn.LayerNorm(2 * D)}
+    both = Computing(lambda m, x: m.norm(torch.cat((m.left(x), m.right(x)), -1)), **parts)
+    return randomised(both)
+
+
+def channels_normed(conv: nn.Module) -> nn.Module:
+    parts = {"conv": conv, "norm": nn.LayerNorm(8)}
+    return randomised(Computing(lambda m, x: m.norm(m.conv(x).transpose(1, 2)), **parts))
 
 
 def convolution(groups: int) -> nn.Module:
-    conv = nn.Conv1d(4, 8, 3, padding=1, groups=groups)
-    run = lambda m, x: m.norm(m.conv(x).transpose(1, 2))  # noqa: E731
-    return randomised(Computing(run, conv=conv, norm=nn.LayerNorm(8)))
+    return channels_normed(nn.Conv1d(4, 8, 3, padding=1, groups=groups))
 
 
 def weight_normed(dim: int) -> nn.Module:
     """A convolution with weight normalisation, as wav2vec2's for positions."""
-    conv = weight_norm(nn.Conv1d(4, 8, 3), dim=dim)
-    run = lambda m, x: m.norm(m.conv(x).transpose(1, 2))  # noqa: E731
-    return randomised(Computing(run, conv=conv, norm=nn.LayerNorm(8)))
+    return channels_normed(weight_norm(nn.Conv1d(4, 8, 3), dim=dim))
 
 
 def scaled(*shape: int, also: str = "") -> Any:
@@ -294,8 +295,8 @@ class OwnForward(nn.LayerNorm):
 
 
 def test_what_cannot_be_swapped_is_kept() -> None:
-    run = lambda m, tokens: F.layer_norm(m.norm(m.embed(tokens)), (D,))  # noqa: E731
-    model = Computing(run, embed=nn.Embedding(VOCAB, D), norm=OwnForward(D))
+    parts = {"embed": nn.Embedding(VOCAB, D), "norm": OwnForward(D)}
+    model = Computing(lambda m, tokens: F.layer_norm(m.norm(m.embed(tokens)), (D,)), **parts)
     reasons = {v.norm: v.reason for v in analyze_module(randomised(model), ids()).plan.norms}
     assert "does not compute a LayerNorm" in reasons["norm"]
     assert any("called as a function" in reason for reason in reasons.values())

@@ -299,7 +299,10 @@ def test_what_computes_with_the_number_of_hidden_units(case: str) -> None:
 
 def test_a_size_in_a_shape() -> None:
     """The hidden size occurs in a shape only, and not in the computation."""
-    act = lambda u: F.gelu(u.reshape(-1, u.shape[-1])).view(u.shape)  # noqa: E731
+
+    def act(u: torch.Tensor) -> torch.Tensor:
+        return F.gelu(u.reshape(-1, u.shape[-1])).view(u.shape)
+
     found = planned(toy(partial(post_norm, act=act)))
     assert status(found) == "static" and found.plan.widened
 

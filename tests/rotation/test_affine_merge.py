@@ -128,8 +128,8 @@ def tiny(read: Read, norm: nn.Module | None = None) -> Any:
     layers |= {"bare": nn.Linear(D, 9, bias=False), "again": nn.LayerNorm(D)}
     layers["conv"] = transformers.pytorch_utils.Conv1D(9, D)
     more = {"matrix": nn.Parameter(torch.zeros(D, 9)), "added": nn.Parameter(torch.zeros(9))}
-    run = lambda m, x: read(m, m.norm(m.before(x)))  # noqa: E731
-    return moved(Computing(run, norm=norm or nn.LayerNorm(D), **layers, **more))
+    layers["norm"] = norm or nn.LayerNorm(D)
+    return moved(Computing(lambda m, x: read(m, m.norm(m.before(x))), **layers, **more))
 
 
 def rows(seed: int = 3) -> torch.Tensor:

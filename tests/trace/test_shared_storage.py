@@ -101,8 +101,9 @@ def slices_that_overlap() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("tables", [one_memory, slices_of_one_buffer, slices_that_overlap])
 def test_two_tables_are_each_centred_once_and_right_or_not_at_all(tables: Any) -> None:
     parts = {"first": nn.Embedding(VOCAB, D), "second": nn.Embedding(VOCAB, D)}
-    run = lambda m, t: m.norm(m.first(t) + m.second(t.flip(-1)))  # noqa: E731
-    model: Any = randomised(Computing(run, **parts, norm=nn.LayerNorm(D)))
+    parts["norm"] = nn.LayerNorm(D)
+    model: Any = Computing(lambda m, t: m.norm(m.first(t) + m.second(t.flip(-1))), **parts)
+    model = randomised(model)
     model.first.weight.data, model.second.weight.data = tables()
     found = fold_in_place(model, ids())
     assert found.error < 1e-12
