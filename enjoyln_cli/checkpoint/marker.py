@@ -157,16 +157,6 @@ class Marker:
             for name in group.parameters
         )
 
-    @property
-    def weightless(self) -> tuple[str, ...]:
-        """Norms whose weight was merged into the layers after them, and is ones now."""
-        return self.merged.weight
-
-    @property
-    def biasless(self) -> tuple[str, ...]:
-        """Norms whose bias was merged into the layers after them, and is zeros now."""
-        return self.merged.bias
-
 
 IN_MEMORY = Source("", Path(), None)
 """The source of a model that has no checkpoint."""

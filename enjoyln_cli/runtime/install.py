@@ -143,7 +143,7 @@ def run_folded(model: Model, marker: Marker, reference: nn.Module | None = None)
     watch_weights(model, WatchList.of(marker), reference)
     for _, check in weight_checks(model):
         check.recentres = recentres  # a model that is trained so stays so
-    kernels.prepare(kinds_of_norms(model, marker.weightless, marker.biasless))
+    kernels.prepare(kinds_of_norms(model))
     return model
 
 
@@ -155,7 +155,7 @@ def install_marked(model: nn.Module, marker: Marker) -> None:
         marker.centering,
         marker.entry_inputs,
         marker.unproven,
-        bool(marker.weightless or marker.biasless or marker.baked),
+        bool(marker.merged.weight or marker.merged.bias or marker.baked),
         marker.covered,
     )
 

@@ -1,4 +1,4 @@
-"""Neutral parameters of folded norms: weights of one and biases of zero, the result of a merge.
+"""Neutral parameters of folded norms: weights of one and biases of zero, as a merge leaves them.
 
 They stay in the model under their names. As long as they have these values, the norm skips them:
 
@@ -7,7 +7,7 @@ They stay in the model under their names. As long as they have these values, the
 
 The flags ``weightless`` and ``biasless`` of a norm are set from the actual values whenever the
 model is checked (see ``weight_watch``): at the first call and after each change of these
-parameters. The config alone never sets them.
+parameters.
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ from enjoyln_cli.models.norm_modules import PLAIN
 from enjoyln_cli.runtime.modules import Folded
 
 
-def neutral_parameters(
-    model: nn.Module, weightless: Collection[str], biasless: Collection[str]
-) -> list[str]:
-    """Paths of the weights of the norms ``weightless``, and of the biases of those ``biasless``."""
-    norms = [*_folded(model)]
-    weights = [f"{path}.{norm.weight_name}" for path, norm in norms if path in weightless]
-    return weights + [f"{path}.{norm.bias_name}" for path, norm in norms if path in biasless]
+def neutral_parameters(model: nn.Module) -> list[str]:
+    """Paths of the weights of folded norms that multiply by one, and of their biases of zero."""
+    return [
+        f"{path}.{name}"
+        for path, norm in _folded(model)
+        for name, value in ((norm.weight_name, norm.unit), (norm.bias_name, 0.0))
+        if _all_are(vars(norm)["_parameters"].get(name), value)
+    ]
 
 
-def skip_neutral(model: nn.Module, weightless: Collection[str], biasless: Collection[str]) -> None:
-    """Set ``weightless`` and ``biasless`` of each norm, by the values that it has now."""
+def skip_neutral(model: nn.Module, watched: Collection[str]) -> None:
+    """Set ``weightless`` and ``biasless`` of each norm, by the values that it has now.
+
+    Only parameters at the paths ``watched`` are skipped: of others, nobody notices a change.
+    """
+    neutral = {*neutral_parameters(model)}.intersection(watched)
     for path, norm in _folded(model):
-        parameters: dict[str, Any] = vars(norm)["_parameters"]
-        weight, bias = parameters.get(norm.weight_name), parameters.get(norm.bias_name)
-        norm.weightless = path in weightless and _all_are(weight, norm.unit)
-        norm.biasless = path in biasless and _all_are(bias, 0.0)
+        norm.weightless = f"{path}.{norm.weight_name}" in neutral
+        norm.biasless = f"{path}.{norm.bias_name}" in neutral
 
 
 def _folded(model: nn.Module) -> Iterator[tuple[str, Folded]]:
@@ -56,23 +59,21 @@ def _all_are(tensor: Any, value: float) -> bool:
     return bool((tensor.detach() == value).all())
 
 
-def kinds_of_norms(
-    model: nn.Module, weightless: Collection[str], biasless: Collection[str]
-) -> list[tuple[torch.device, Norms]]:
+def kinds_of_norms(model: nn.Module) -> list[tuple[torch.device, Norms]]:
     """The device of each folded norm of ``model``, and all that its speed depends on.
 
-    Norms at the paths ``weightless`` and ``biasless`` are taken as without this parameter. Norms
-    that have no tensor at all, or whose tensors are offloaded, are left out.
+    Neutral parameters count as none. Norms that have no tensor at all, or whose tensors are
+    offloaded, are left out.
     """
-    kinds = []
+    kinds, neutral = [], {*neutral_parameters(model)}
     for path, norm in _folded(model):
         parameters: dict[str, Any] = vars(norm)["_parameters"]
         weight, bias = parameters.get(norm.weight_name), parameters.get(norm.bias_name)
         tensor = bias if weight is None else weight
         if tensor is None or not tensor.is_floating_point():
             continue
-        has_weight = weight is not None and path not in weightless
-        has_bias = bias is not None and path not in biasless
+        has_weight = weight is not None and f"{path}.{norm.weight_name}" not in neutral
+        has_bias = bias is not None and f"{path}.{norm.bias_name}" not in neutral
         rows = getattr(model, "dtype", tensor.dtype)
         dtype = tensor.dtype if has_weight or has_bias else rows
         kind = Norms(rows, dtype, has_weight, has_bias, tensor.numel())

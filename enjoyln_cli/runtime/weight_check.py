@@ -53,10 +53,6 @@ class WatchList:
     """Modules that carry an explicit centring."""
     units: tuple[Units, ...] = ()
     """Hidden units of MLPs that subtract a mean."""
-    weightless: tuple[str, ...] = ()
-    """Norms whose weight a merge has set to one."""
-    biasless: tuple[str, ...] = ()
-    """Norms whose bias a merge has set to zero."""
     constant: tuple[str, ...] = ()
     """Weights of norms that are baked into a table: each is one number for all features."""
 
@@ -64,8 +60,7 @@ class WatchList:
     def of(cls, marker: Marker) -> WatchList:
         """What a model depends on that was folded as ``marker`` says, by the marker's names."""
         ops = tuple(op.module for op in marker.centering)
-        norms = marker.weightless, marker.biasless
-        return cls(marker.centred, ops, marker.units, *norms, marker.baked)
+        return cls(marker.centred, ops, marker.units, marker.baked)
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -117,12 +112,9 @@ def rename(watch: WatchList, tensor: Naming, module: Naming) -> WatchList:
         first, second, bias = tensor(units.first), tensor(units.second), units.bias
         if first is not None and second is not None:
             hidden_units.append(Units(first, bias and tensor(bias), second, units.dim, units.start))
-    named = (watch.ops, watch.weightless, watch.biasless)
-    ops, weightless, biasless = (
-        tuple(place for place in map(module, names) if place is not None) for names in named
-    )
+    ops = tuple(place for place in map(module, watch.ops) if place is not None)
     constant = tuple(path for path in map(tensor, watch.constant) if path is not None)
-    return WatchList(tuple(weights), ops, tuple(hidden_units), weightless, biasless, constant)
+    return WatchList(tuple(weights), ops, tuple(hidden_units), constant)
 
 
 def tensor_at(model: nn.Module, path: str) -> torch.Tensor:

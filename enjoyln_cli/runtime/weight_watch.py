@@ -80,13 +80,15 @@ class KeepCentred(KeepStructure):
     def _look(self, entry: Entry, model: nn.Module) -> bool:
         if any(isinstance(tensor, FakeTensor) for _, _, tensor in self._present()):
             return self._look_in_export(entry, model)
-        trained, tensors = entry.fold.trained, tensors_at(model, self._paths(model))
+        trained = entry.fold.trained
         split = bool(sharded_modules(model))  # then they are checked once after each ``train()``
         try:
+            paths = self._paths(model)
+            tensors = tensors_at(model, paths)
             snapshot = Snapshot(self.built.modules(model), tensors=() if split else tensors)
         except RuntimeError:  # ``torch.func`` puts tensors without an address in their place
             return False
-        skip_neutral(model, self.watch.weightless, self.watch.biasless)
+        skip_neutral(model, paths)
         trouble = trouble_with(self.compare, model)
         if any(tensor.is_inference() for _, _, tensor in tensors):
             trouble = trouble or (
@@ -125,8 +127,7 @@ class KeepCentred(KeepStructure):
         watch = self.watch
         with suppress(AttributeError):  # a layer that was removed
             watch = with_adapters(model, watch)
-        neutral = neutral_parameters(model, watch.weightless, watch.biasless)
-        return (*watch.tensors, *neutral)
+        return (*watch.tensors, *neutral_parameters(model))
 
     def _look_in_export(self, entry: Entry, model: nn.Module) -> bool:
         """Check the tensors in whose places an export has put fake ones, which have no values."""

@@ -131,7 +131,7 @@ def test_the_kinds_of_norms_of_a_model(outs: dict[str, Path]) -> None:
     model = from_pretrained(outs["phi merge bias"], dtype=torch.bfloat16)
     marker = model.config.enjoyln
     width = model.config.hidden_size
-    found = kinds_of_norms(model, marker.get("weightless", ()), marker["merged"]["bias"])
+    found = kinds_of_norms(model)
     assert {device for device, _ in found} == {torch.device("cpu")}
     kinds = [kind for _, kind in found]
     biasless = Norms(torch.bfloat16, torch.bfloat16, True, False, width)

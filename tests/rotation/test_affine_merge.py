@@ -421,7 +421,7 @@ def test_what_is_stored(out: tuple[Path, Plan]) -> None:
 def test_the_marker_says_what_an_engine_may_leave_out(out: tuple[Path, Plan]) -> None:
     config = json.loads((out[0] / "config.json").read_text())
     found, norms = read_marker(config), tuple(one.norm for one in out[1].merged)
-    assert found.weightless == found.biasless == norms and len(norms) == 5
+    assert found.merged.weight == found.merged.bias == norms and len(norms) == 5
 
 
 def test_the_proof_says_where_things_go() -> None:
