@@ -1,56 +1,17 @@
-"""Which tensors a plan reads or edits, and the sizes that they must have.
+"""Do the tensors of a checkpoint, or of a model in memory, fit the edits of a plan?
 
-The same list holds for a checkpoint and for a model in memory: a tensor has one name in the files
-and one in the model.
+A tensor has one name in the files and one in the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from math import prod
 
 from enjoyln_cli.plan.edits import Edit, Product, Vector, edits_of, slices_of
 from enjoyln_cli.plan.plan import Plan
 
-
-@dataclass(frozen=True)
-class NeededTensor:
-    """A tensor that has to be there before a plan is carried out."""
-
-    parameter: str
-    """Its name in the model."""
-    tensor: str
-    """Its name in the checkpoint."""
-    shape: tuple[int, ...] | None = None
-    """Its shape in the checkpoint; ``None`` if that does not matter."""
-    sizes: Mapping[int, int] = field(default_factory=dict)
-    """Sizes by dimension, if they alone matter."""
-    is_converted: bool = False
-    """Whether the model holds it in another layout, so that its shape there is another one."""
-
-    def expected(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that it should have, for a tensor that has ``shape``."""
-        whole = shape if self.shape is None else self.shape
-        return tuple(self.sizes.get(dim, size) for dim, size in enumerate(whole))
-
-
-def needed_tensors(plan: Plan) -> Iterator[NeededTensor]:
-    """The tensors of ``plan``; those that become copies of others are taken from these."""
-    copies = {copy.tensor: copy.stored for copy in plan.untied}
-    for copy in plan.untied:
-        yield NeededTensor(copy.source, copy.stored, copy.shape)
-    for w in plan.edited_tensors:
-        stored = copies.get(w.tensor, w.tensor)
-        yield NeededTensor(w.parameter, stored, w.shape, is_converted=w.held is not None)
-    for norm in plan.baked.values():
-        for named in (norm.weight, norm.bias):
-            yield NeededTensor(named.parameter, named.tensor)
-    for mlp in plan.widened:
-        for part in mlp.parts:
-            yield NeededTensor(part.parameter, part.tensor, sizes={part.dim: mlp.size})
-    for named in (name for merge in plan.merged for name in merge.names):
-        yield NeededTensor(named.parameter, copies.get(named.tensor, named.tensor))
+_MISSING = "there is no such tensor, but the plan needs it"
 
 
 def fitting_edits(
@@ -61,15 +22,26 @@ def fitting_edits(
     The names are those in the checkpoint, or with ``held`` those in the model. Raises
     ``ValueError`` that names the first tensor that is missing or has another shape.
     """
-    for needed in needed_tensors(plan):
-        name = needed.parameter if held else needed.tensor
+    copies = {copy.tensor: copy.stored for copy in plan.untied}
+    planned = [(copy.source if held else copy.stored, copy.shape) for copy in plan.untied]
+    planned += [
+        (tensor.parameter if held else copies.get(tensor.tensor, tensor.tensor), tensor.shape)
+        for tensor in plan.edited_tensors
+        if not (held and tensor.held)  # which has another layout in the model
+    ]
+    for mlp in plan.widened:
+        for part in mlp.parts:
+            name = part.parameter if held else part.tensor
+            sizes = list(shapes.get(name, ()))
+            sizes[part.dim : part.dim + 1] = [mlp.size]
+            planned.append((name, tuple(sizes)))
+    for name, expected in planned:
         if name not in shapes:
-            raise ValueError(f"{name}: there is no such tensor, but the plan needs it")
-        shape = shapes[name]
-        expected = shape if held and needed.is_converted else needed.expected(shape)
-        if expected != shape:
+            raise ValueError(f"{name}: {_MISSING}")
+        if shapes[name] != expected:
             raise ValueError(
-                f"{name}: shape {list(shape)} before the edit, but the plan has {list(expected)}"
+                f"{name}: shape {list(shapes[name])} before the edit, but the plan has "
+                f"{list(expected)}"
             )
     edits = edits_of(plan, held=held)
     require_fit(edits, shapes)
@@ -82,14 +54,13 @@ def require_fit(edits: Mapping[str, Edit], shapes: Mapping[str, tuple[int, ...]]
     ``shapes`` are those of the tensors before the edits.
     """
 
-    def shape_of(name: str, purpose: str) -> tuple[int, ...]:
-        if name not in shapes:
-            raise ValueError(f"{name}: {purpose}, but there is no such tensor")
-        return shapes[name]
-
     for name, edit in edits.items():
-        shape = shape_of(edit.source or name, f"to become {name}")
-        others = {other: shape_of(other, f"to change {name}") for other in edit.needs}
+        source = edit.source or name
+        for needed in (source, *edit.needs):
+            if needed not in shapes:
+                what = "" if needed == name else f" for {name}"
+                raise ValueError(f"{needed}: {_MISSING}{what}")
+        shape, others = shapes[source], {other: shapes[other] for other in edit.needs}
         for axis in (*edit.axes, *(turn.axis for turn in edit.turns)):
             if not 0 <= axis.dim < len(shape) or axis.stop > shape[axis.dim]:
                 raise ValueError(f"{name}: shape {list(shape)} does not contain {axis}")

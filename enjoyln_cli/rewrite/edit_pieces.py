@@ -20,7 +20,6 @@ from enjoyln_cli.plan.edits import (
     Edit,
     EditInputs,
     Vector,
-    appended_slices,
     apply_edit,
     to_float64,
 )
@@ -41,20 +40,15 @@ def apply_in_pieces(
     *,
     allow_nonfinite: bool,
 ) -> None:
-    """Write ``x`` after ``edit`` to ``out``, rounded once; both are of any floating dtype.
+    """Write ``x`` after ``edit``, which appends nothing, to ``out``, rounded once.
 
-    Only a piece of ``x`` is in float64 at a time. An edit that mixes several dimensions may need
-    much of ``x`` in each piece: then one dimension after the other is mixed, and the result in
-    between is in float64 as a whole.
+    Both tensors have the same shape, and any floating dtype. Only a piece of ``x`` is in float64 at
+    a time. An edit that mixes several dimensions may need much of ``x`` in each piece: then one
+    dimension after the other is mixed, and the result in between is in float64 as a whole.
 
     Raises ``OverflowError`` if rounding makes a finite value infinite. Without ``allow_nonfinite``,
     raises ``FloatingPointError`` if the edit computes NaN or Inf.
     """
-    if edit.append is not None:
-        dim, length = edit.append.dim, x.shape[edit.append.dim]
-        added = appended_slices(tuple(x.shape), edit.append)
-        out.narrow(dim, length, len(edit.append.values)).copy_(added)
-        out, edit = out.narrow(dim, 0, length), replace(edit, append=None)
     dim, unit = _cut(tuple(x.shape), edit)
     passes = [edit] if unit * x.numel() <= SINGLE_PASS * x.shape[dim] else _passes(edit)
     for some in passes[:-1]:

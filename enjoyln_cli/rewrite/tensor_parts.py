@@ -24,7 +24,7 @@ from mmap import ACCESS_WRITE
 
 import torch
 
-from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS, bytes_of, map_tensor, mapped, read_at
+from enjoyln_cli.checkpoint.headers import FLOATS, bytes_of, map_tensor, mapped, read_at
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.edits import Append, Edit, EditInputs, appended_slices
 from enjoyln_cli.rewrite.edit_pieces import apply_in_pieces, divide, edit_of_part
@@ -88,24 +88,12 @@ def parts_of(
     early.
     """
     slot = files.slot
-    if edit.fill is not None:
-        itemsize = DTYPES[slot.dtype].itemsize
-        for first, count in _spans(prod(slot.shape), PART):
-            yield TensorPart(count * itemsize, partial(_fill, files, edit.fill, first, count))
-    elif edit.changes or slot.dtype != slot.stored.dtype:
+    if edit.changes or slot.dtype != slot.stored.dtype:
         yield from _edited_parts(files, edit, inputs, allow_nonfinite)
-    else:
-        for first, count in _spans(slot.nbytes, COPIED):
-            yield TensorPart(count, partial(_copy_bytes, files, first, count))
-
-
-def _spans(count: int, most: int) -> Iterator[tuple[int, int]]:
-    for first in range(0, count, most):
-        yield first, min(most, count - first)
-
-
-def _fill(files: TensorFiles, value: float, first: int, count: int) -> None:
-    files.new().view(-1).narrow(0, first, count).fill_(value)
+        return
+    for first in range(0, slot.nbytes, COPIED):
+        count = min(COPIED, slot.nbytes - first)
+        yield TensorPart(count, partial(_copy_bytes, files, first, count))
 
 
 def _copy_bytes(files: TensorFiles, first: int, count: int) -> None:

@@ -240,24 +240,18 @@ def _cores() -> int:
 
 
 def _check_edits(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> None:
-    for name, edit in edits.items():
-        _floating(checkpoint, edit.source or name, f"to become {name}")
-        for other in edit.needs:
-            _floating(checkpoint, other, f"to change {name}")
     try:
         require_fit(edits, {name: stored.shape for name, stored in checkpoint.tensors.items()})
     except ValueError as error:
         raise BadCheckpoint(str(error)) from None
-
-
-def _floating(checkpoint: Checkpoint, name: str, what: str) -> None:
-    stored = checkpoint.tensors.get(name)
-    if stored is None:
-        raise BadCheckpoint(f"{name}: {what}, but {checkpoint.source.model} lacks it")
-    if stored.dtype not in FLOATS:
-        raise BadCheckpoint(
-            f"{name}: {what}, but stored as {stored.dtype}, which is not floating-point"
-        )
+    for name, edit in edits.items():
+        for needed in (edit.source or name, *edit.needs):
+            dtype = checkpoint.tensors[needed].dtype
+            if dtype not in FLOATS:
+                raise BadCheckpoint(
+                    f"{needed}: is stored as {dtype}, but the edit of {name} needs a "
+                    "floating-point tensor"
+                )
 
 
 def _write_file(path: Path, content: bytes) -> None:
