@@ -22,6 +22,7 @@ from enjoyln_cli.calls.calls import input_embeddings
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.plan.axis import Axis, feature_axis
 from enjoyln_cli.plan.plan import (
+    NOT_ASKED,
     BakedNorm,
     Basis,
     Centring,
@@ -152,7 +153,8 @@ def _merges(
     forms = turns.forms
     moves: dict[str, Move] = dict.fromkeys(forms, "weight")
     if options.merge is not None:
-        asked = cut.folded.keys() if options.fold else statement.forms.keys()
+        swappable = (n for n in statement.forms if statement.refused.get(n) == NOT_ASKED)
+        asked = cut.folded.keys() if options.fold else dict.fromkeys(swappable).keys()
         forms |= {norm: form for norm, form in statement.forms.items() if norm in asked}
         for norm in asked:
             moves[norm] = "affine" if norm in moves else options.merge

@@ -19,7 +19,7 @@ keeps a bias of its own, divided by the weight, which must not have zeros or be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -34,7 +34,7 @@ from enjoyln_cli.proof.flow import Flow, Value
 from enjoyln_cli.proof.linear_layers import WHOLE_FEATURE_OPS, linear_layer, parameter_nodes
 from enjoyln_cli.rotation.found_basis import LayerObstacle
 from enjoyln_cli.rotation.norm_readers import ToEdit, Use, find_readers, nodes_that_read
-from enjoyln_cli.trace.trace import Trace, uncast
+from enjoyln_cli.trace.trace import uncast
 
 StoredWeight = Callable[[str, int], tuple[tuple[str, int], ...]]
 """From a parameter and a dimension of it to the stored tensors that it consists of.
@@ -55,8 +55,8 @@ class _MergeSearch:
     stored_weight: StoredWeight
     centred: AbstractSet[Node]
     why_not_divided: Callable[[str, str, float], str]
-    results: Mapping[str, list[tuple[int, list[Node]]]]
-    """For each norm, its calls: the index of the trace, and the values read outside the call."""
+    results: Mapping[str, Sequence[tuple[int, Node]]]
+    """For each norm, the results of its calls, with the index of the trace."""
 
 
 def find_merges(
@@ -72,14 +72,14 @@ def find_merges(
 ) -> tuple[tuple[Merge, ...], tuple[UnmergedNorm, ...]]:
     """Which of ``norms`` can be merged into their readers, and why the others cannot.
 
+    Nothing outside of a norm reads a value that was computed inside, besides its result.
     ``groups`` maps any parameter name to the first of its tied names. ``stored`` maps each
     parameter that is untied and stored as one tensor with its own layout to that tensor;
     ``stored_weight`` also knows parameters of another layout.
     ``centred`` are the values that an explicit operation acts on. ``why_not_divided`` says why a
     bias cannot be divided by a weight plus a number; empty if it can. ``moves`` says what moves out
     of each norm. ``products`` are the ops that multiply by the weight, with the index of their
-    trace; without them, the norm's module must have no other result. Norms without such parameters
-    are in neither result.
+    trace, if they are known. Norms without such parameters are in neither result.
     """
     named, nodes = parameter_nodes(flow.traces, groups)
     readers = {
@@ -94,8 +94,7 @@ def find_merges(
         stored_weight=stored_weight,
         centred=centred,
         why_not_divided=why_not_divided,
-        results=_results(flow.traces, norms.keys() - products.keys())
-        | {norm: [(at, [node]) for at, node in found] for norm, found in products.items()},
+        results=_results(flow, norms) | {**products},
     )
     merged, unmerged = [], []
     for norm, form in norms.items():
@@ -165,38 +164,13 @@ def _merge(
     )
 
 
-def _results(
-    traces: Iterable[Trace], norms: Container[str]
-) -> dict[str, list[tuple[int, list[Node]]]]:
-    found: dict[str, list[tuple[int, list[Node]]]] = {}
-    for position, trace in enumerate(traces):
-        calls: dict[str, list[Node]] = {}
-        for node in trace.graph.nodes:
-            for call, path in trace.calls_of(node):
-                if path not in norms:
-                    continue
-                if call not in calls:
-                    calls[call] = []
-                    found.setdefault(path, []).append((position, calls[call]))
-                outside = [u for u in nodes_that_read(node) if call not in dict(trace.calls_of(u))]
-                if outside and not _is_cast_outside_value(trace, node, call, path, outside):
-                    calls[call].append(node)
-    return found
-
-
-def _is_cast_outside_value(
-    trace: Trace, node: Node, call: str, path: str, readers: list[Node]
-) -> bool:
-    """Whether a value in a norm's call is nothing but a cast of a value from outside.
-
-    Later ops may read the cast instead of the value itself. If the outside value is one of the
-    norm's own parameters, all ``readers`` have to belong to calls of the norm.
-    """
-    given = uncast(node)
-    if call in dict(trace.calls_of(given)):
-        return False
-    own = any(name.rpartition(".")[0] == path for name in trace.parameters.get(given, ()))
-    return not own or all(path in dict(trace.calls_of(user)).values() for user in readers)
+def _results(flow: Flow, norms: Iterable[str]) -> dict[str, Sequence[tuple[int, Node]]]:
+    results: dict[str, list[tuple[int, Node]]] = {norm: [] for norm in norms}
+    for position, trace in enumerate(flow.traces):
+        for node, (path, where) in trace.places.items():
+            if where == "output" and path in results:
+                results[path].append((position, node))
+    return {**results}
 
 
 def _own_obstacle(search: _MergeSearch, norm: str, moving: Iterable[str]) -> LayerObstacle | None:
@@ -204,9 +178,13 @@ def _own_obstacle(search: _MergeSearch, norm: str, moving: Iterable[str]) -> Lay
     for name in moving:
         if name not in search.stored:
             return LayerObstacle("its parameters are tied, or stored in another layout", name)
-        for position, node in search.readers.get(name, ()):
+        waiting = list(search.readers.get(name, ()))
+        while waiting:
+            position, node = waiting.pop()
             if norm not in dict(search.flow.traces[position].calls_of(node)).values():
                 return LayerObstacle("its parameters are also used elsewhere", name)
+            if uncast(node) is not node:
+                waiting += [(position, reader) for reader in nodes_that_read(node)]
     return None
 
 
@@ -224,20 +202,18 @@ def _layers(
     """
     uses: list[Use] = []
     sizes = set()
-    for position, results in search.results.get(norm, ()):
-        if len(results) > 1:
-            return LayerObstacle("a value inside it is read besides its result", norm)
-        for node in results:
-            shape = shape_of(node)
-            if shape is None:
-                return LayerObstacle("the shape of its result depends on values", norm)
-            sizes.add((shape[form.dim],))
-            start = Value(position, node, feature_axis(shape, form.dim))
-            named = search.named[position]
-            found = find_readers(search.flow, named, search.centred, start, alone=alone)
-            if isinstance(found, LayerObstacle):
-                return found  # a norm without bias leaves the biases of the layers as they are
-            uses += found if form.biased else [replace(use, bias=None) for use in found]
+    for position, node in search.results[norm]:
+        shape = shape_of(node)
+        if shape is None:
+            return LayerObstacle("the shape of its result depends on values", norm)
+        sizes.add((shape[form.dim],))
+        start = Value(position, node, feature_axis(shape, form.dim))
+        found = find_readers(
+            search.flow, search.named[position], search.centred, start, alone=alone
+        )
+        if isinstance(found, LayerObstacle):
+            return found  # a norm without bias leaves the biases of the layers as they are
+        uses += found if form.biased else [replace(use, bias=None) for use in found]
     if not uses:
         return LayerObstacle("no traced call reads its result", norm)
     for named in search.named:
