@@ -23,7 +23,6 @@ from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.text_scores import head_kind
 from enjoyln_cli.comparison.user_data import UserData
-from enjoyln_cli.errors import UnsupportedModel
 
 ENTRIES = 1 << 14
 """Fewest entries of each output for a stable ratio of two rounding errors. The rounding errors
@@ -107,30 +106,13 @@ def _user_batches(runner: Runner, data: UserData) -> tuple[list[Batch], int | No
     """The user's data as batches, the mask token, and whether to compute their perplexity."""
     if not data.is_given:
         return [], None, False
-    model, is_scored, mask_token = runner.model, False, None
-    if data.images:
-        found = user_data.from_images(model, data.images, runner.folder, runner.dtype)
-    elif data.audio:
-        found = user_data.from_audio(model, data.audio, runner.folder, runner.dtype)
-    elif data.tokens:
-        found = user_data.from_tokens(model, data.tokens)
-        is_scored = _has_score(model, mask_token)
-    else:
-        tokenizer = user_data.tokenizer_of(model, runner.folder, runner.trust_remote_code)
-        mask_token = tokenizer.mask_token_id
-        if data.text is None:
-            found = user_data.from_texts(model, tokenizer, data.texts)
-        else:
-            found = user_data.from_text(model, tokenizer, data.text, TEXT_ROWS)
-            is_scored = _has_score(model, mask_token)
-    return user_data.runnable(model, found, runner.dtype, runner.run), mask_token, is_scored
-
-
-def _has_score(model: Any, mask_token: int | None) -> bool:
-    try:
-        return head_kind(model) == "causal" or mask_token is not None
-    except UnsupportedModel:
-        return False
+    model, dtype, trusted = runner.model, runner.dtype, runner.trust_remote_code
+    found, mask_token = user_data.batches_of(
+        model, data, runner.folder, dtype, TEXT_ROWS, trust_remote_code=trusted
+    )
+    kind = head_kind(model) if data.text is not None or data.tokens else None
+    is_scored = kind == "causal" or (kind == "masked" and mask_token is not None)
+    return user_data.runnable(model, found, dtype, runner.run), mask_token, is_scored
 
 
 def _seeded_batches(runner: Runner, rows: int, seed: int, is_cut: bool) -> tuple[list[Batch], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
@@ -38,11 +39,8 @@ def divergence(got: Iterable[Named], own: Iterable[Named]) -> tuple[float | None
     return (total / count, agreed / count) if count else (None, None)
 
 
-def head_kind(model: nn.Module) -> str:
-    """The kind of language model head: ``causal`` or ``masked``.
-
-    Raises ``UnsupportedModel`` for other classes.
-    """
+def head_kind(model: nn.Module) -> Literal["causal", "masked"] | None:
+    """The kind of language model head; ``None`` for a class without one."""
     from transformers.models.auto import modeling_auto as auto
 
     name = type(model).__name__
@@ -50,7 +48,7 @@ def head_kind(model: nn.Module) -> str:
         return "causal"
     if name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() or name.endswith("ForMaskedLM"):
         return "masked"
-    raise UnsupportedModel(f"{name} has no language model head, so --text gives no perplexity")
+    return None
 
 
 def perplexity(
@@ -58,9 +56,10 @@ def perplexity(
 ) -> tuple[float, int]:
     """The exponential of the mean loss per token, in float64, and the number of these tokens.
 
-    Causal heads predict each next token. Masked heads predict the 15 % of tokens that are masked.
+    ``model`` has a language model head. A causal head predicts each next token, a masked one the
+    15 % of tokens that are masked.
     """
-    kind, loss, count = head_kind(model), 0.0, 0
+    kind, loss, count = head_kind(model) or "masked", 0.0, 0
     for index, batch in enumerate(batches):
         shown, predicted = with_predicted_tokens(kind, batch, mask_token, seed + index)
         (output,) = run(model, [shown])

@@ -204,6 +204,36 @@ def cannot_read(what: str, error: ImportError) -> UnsupportedModel:
     return UnsupportedModel(f"reading {what} failed: {first_line(error)}")
 
 
+def batches_of(
+    model: Any,
+    data: UserData,
+    folder: Path,
+    dtype: torch.dtype,
+    windows: int,
+    *,
+    at_once: int | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[list[Batch], int | None]:
+    """``data`` as batches, and the mask token of the tokenizer if that was needed.
+
+    ``folder`` has the tokenizer or processor. Floating inputs are in ``dtype``. A running text is
+    cut into at most so many ``windows``. Texts are put into batches of ``at_once``, by default of
+    as many as the model takes.
+    """
+    if data.images:
+        return from_images(model, data.images, folder, dtype), None
+    if data.audio:
+        return from_audio(model, data.audio, folder, dtype), None
+    if data.tokens:
+        return from_tokens(model, data.tokens), None
+    tokenizer = tokenizer_of(model, folder, trust_remote_code)
+    if data.text is None:
+        made = from_texts(model, tokenizer, data.texts, at_once)
+    else:
+        made = from_text(model, tokenizer, data.text, windows)
+    return made, tokenizer.mask_token_id
+
+
 def from_text(model: Any, tokenizer: Any, text: str, rows: int) -> list[Batch]:
     """The first ``rows`` windows of the text, of at most 256 tokens each, without padding.
 
@@ -222,7 +252,9 @@ def from_text(model: Any, tokenizer: Any, text: str, rows: int) -> list[Batch]:
     return [{"input_ids": part} for part in windows.split(rows_at_once(model))]
 
 
-def from_texts(model: Any, tokenizer: Any, texts: Sequence[str]) -> list[Batch]:
+def from_texts(
+    model: Any, tokenizer: Any, texts: Sequence[str], at_once: int | None = None
+) -> list[Batch]:
     """Each text as one input, in batches, truncated to the number of tokens that the model takes.
 
     Raises ``UnsupportedModel`` if the tokenizer returns no tokens.
@@ -230,7 +262,7 @@ def from_texts(model: Any, tokenizer: Any, texts: Sequence[str]) -> list[Batch]:
     length = min(LONGEST_ROW, positions(model.config.get_text_config()))
     length = min(length, tokenizer.model_max_length)
     pads = tokenizer.pad_token_id is not None
-    step = rows_at_once(model) if pads else 1
+    step = at_once or (rows_at_once(model) if pads else 1)
     accepted = accepted_by(model)
     batches = []
     for first in range(0, len(texts), step):

@@ -92,7 +92,8 @@ def require_rms_norms(graph: Any, model: nn.Module, norms: set[str]) -> None:
 
     ``graph`` is an ``onnx_ir.Graph`` of ``model``.
     """
-    missing = sorted(norms - set(modules_of(graph, RMS_NORM)))
+    nodes = (node for node in graph if node.op_type == RMS_NORM)
+    missing = sorted(norms - {module_of(node).removeprefix("model.") for node in nodes})
     if missing:
         trouble = next((entry.trouble for _, entry in entries(model) if entry.trouble), "")
         raise UnsupportedModel(
@@ -101,14 +102,10 @@ def require_rms_norms(graph: Any, model: nn.Module, norms: set[str]) -> None:
         )
 
 
-def modules_of(graph: Any, op_type: str) -> list[str]:
-    """For each node of this type, the path of the module in the model that it comes from."""
-    found = []
-    for node in graph:
-        if node.op_type == op_type:
-            scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "['']"))
-            found.append(scopes[-2].removeprefix("model.") if len(scopes) > 1 else "")
-    return found
+def module_of(node: Any) -> str:
+    """The path of the module that a node was traced in; empty if there is none."""
+    scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "['']"))
+    return str(scopes[-2]) if len(scopes) > 1 else ""
 
 
 def count_nodes(graph: Any) -> dict[str, int]:

@@ -7,7 +7,7 @@ inputs of a decoder are what the original itself generates for the inputs of its
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def split(
     ``folder`` has the tokenizer or processor. Raises ``UnsupportedModel`` if there are fewer than
     ``FEWEST`` inputs for a half, or if the model cannot run on them.
     """
-    kind = _head_kind(model)
+    kind = head_kind(model)
     batches, mask_token = _batches(model, folder, data, 2 * most, kind, trust_remote_code)
     rows = [row for batch in batches for row in _rows(batch)][: 2 * most]
     if len(rows) < 2 * FEWEST:
@@ -96,29 +96,17 @@ def _traced_tokens(name: str) -> int:
     return TRACED_TOKENS - 3 if name.startswith("decoder_") else TRACED_TOKENS
 
 
-def _head_kind(model: Any) -> str | None:
-    try:
-        return head_kind(model)
-    except UnsupportedModel:
-        return None
-
-
 def _batches(
     model: Any, folder: Path, data: UserData, most: int, kind: str | None, trust_remote_code: bool
 ) -> tuple[list[Batch], int | None]:
     """The data as batches, and the mask token of the tokenizer."""
-    if data.images:
-        return user_data.from_images(model, data.images[:most], folder, torch.float32), None
-    if data.audio:
-        return user_data.from_audio(model, data.audio[:most], folder, torch.float32), None
-    if data.tokens:
-        return user_data.from_tokens(model, data.tokens), None
-    tokenizer = user_data.tokenizer_of(model, folder, trust_remote_code)
-    if kind:
-        windows = user_data.from_text(model, tokenizer, data.text or "", most)
-        return windows, tokenizer.mask_token_id
-    texts = [line.strip() for line in (data.text or "").splitlines() if line.strip()][:most]
-    return [one for text in texts for one in user_data.from_texts(model, tokenizer, [text])], None
+    data = replace(data, images=data.images[:most], audio=data.audio[:most])
+    if data.text is not None and kind is None:
+        lines = (line.strip() for line in data.text.splitlines())
+        data = replace(data, text=None, texts=tuple(line for line in lines if line)[:most])
+    return user_data.batches_of(
+        model, data, folder, torch.float32, most, at_once=1, trust_remote_code=trust_remote_code
+    )
 
 
 def _rows(batch: Batch) -> Iterator[Batch]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import platform
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -12,6 +11,7 @@ import torch
 
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.onnx_export.onnx_program import module_of
 from enjoyln_cli.quantisation.schemes import QuantisationScheme
 from enjoyln_cli.rewrite.inserted_product import NAME
 
@@ -22,7 +22,6 @@ GROUP = 32
 """How many weights share a scale, where they are scaled in groups."""
 ROUNDED = ("MatMulInteger", "MatMulNBits", "QuantizeLinear")
 """Operators of quantised products."""
-SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def quantised(
@@ -76,12 +75,6 @@ def sums_saturate() -> bool:
     return is_x86 and not torch.cpu._is_vnni_supported()
 
 
-def _module_of(node: Any) -> str:
-    """The path of the module that a node was traced in."""
-    scopes = ast.literal_eval(node.metadata_props.get(SCOPES, "['']"))
-    return str(scopes[-2]) if len(scopes) > 1 else ""
-
-
 def _nodes_in(program: Any, patterns: Sequence[str]) -> list[str]:
     """The names of the products in the modules that match one of the patterns.
 
@@ -91,7 +84,7 @@ def _nodes_in(program: Any, patterns: Sequence[str]) -> list[str]:
     return [
         name
         for node in products
-        if any(fnmatchcase(_module_of(node), pattern) for pattern in patterns)
+        if any(fnmatchcase(module_of(node), pattern) for pattern in patterns)
         for name in (str(node.name), f"{node.name}_MatMul")
     ]
 
@@ -131,24 +124,10 @@ def fold_transposed_weights(program: Any) -> None:
     The exporter leaves a large one to be transposed in each call. A weight that something else
     reads as well, as a tied embedding, stays.
     """
-    import numpy as np
-    import onnx_ir
+    from onnxscript.optimizer import fold_constants
 
-    for node in list(program.graph):
-        if node.op_type != "Transpose":
-            continue
-        weight, result = node.inputs[0], node.outputs[0]
-        if not weight.is_initializer() or len(weight.uses()) > 1:
-            continue
-        order = node.attributes["perm"].as_ints() if "perm" in node.attributes else None
-        values = np.ascontiguousarray(np.transpose(weight.const_value.numpy(), order))
-        stored = onnx_ir.Value(
-            name=result.name,
-            shape=onnx_ir.Shape(values.shape),
-            type=result.type,
-            const_value=onnx_ir.tensor(values, name=result.name),
-        )
-        onnx_ir.convenience.replace_all_uses_with(result, stored)
-        program.graph.remove(node, safe=True)
-        program.graph.register_initializer(stored)
-        del program.graph.initializers[weight.name]
+    def is_own_weight(node: Any) -> bool:
+        weight = node.inputs[0] if node.op_type == "Transpose" else None
+        return weight is not None and weight.is_initializer() and len(weight.uses()) == 1
+
+    fold_constants(program, onnx_shape_inference=False, should_fold=is_own_weight)
