@@ -111,12 +111,7 @@ def unpadded_batch(model: nn.Module, rows: int, tokens: int, dtype: torch.dtype)
     bare, generator = without_weights(model), torch.Generator().manual_seed(0)
     _, chosen = _accepted_form(model, bare, rows)
     form = next(islice(forms(bare, rows, tokens), chosen, None))
-    return {
-        name: torch.randn(spec.shape, generator=generator).to(dtype)
-        if spec.below is None
-        else whole_numbers(spec, generator)
-        for name, spec in form.items()
-    }
+    return {name: _drawn(spec, generator, dtype) for name, spec in form.items()}
 
 
 def _accepted_form(model: Any, bare: nn.Module, rows: int) -> tuple[int, int]:
@@ -152,11 +147,15 @@ def _batch(model: Any, form: Inputs, generator: torch.Generator, dtype: torch.dt
             batch |= _tokens(model, spec, generator)
         elif name == "decoder_input_ids" and "input_ids" in batch and not form["input_ids"].leading:
             batch[name] = batch["input_ids"].flip(1)
-        elif spec.below is None:
-            batch[name] = torch.randn(spec.shape, generator=generator).to(dtype)
         else:
-            batch[name] = whole_numbers(spec, generator)
+            batch[name] = _drawn(spec, generator, dtype)
     return batch
+
+
+def _drawn(spec: Spec, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    if spec.below is None:
+        return torch.randn(spec.shape, generator=generator).to(dtype)
+    return whole_numbers(spec, generator)
 
 
 def rows_at_once(model: Any) -> int:

@@ -25,7 +25,7 @@ is 1, and only a gross error (``GROSS``) is no chance.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -114,7 +114,7 @@ class Ratio:
 
 
 def distances(
-    got: Sequence[Mapping[str, torch.Tensor]], exact: Sequence[Mapping[str, torch.Tensor]]
+    got: Iterable[Mapping[str, torch.Tensor]], exact: Iterable[Mapping[str, torch.Tensor]]
 ) -> dict[str, Distance]:
     """The distance of every output, over all batches.
 

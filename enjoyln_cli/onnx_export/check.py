@@ -21,9 +21,8 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.metrics import (
     COARSE,
     Distance,
-    distances_of,
+    distances,
     largest,
-    pool_distances,
     ratios,
     relative,
     worst,
@@ -105,11 +104,8 @@ def reference_of(
         ) from error
     del model
     rounded = load(dtype)
-    own = [
-        distances_of(outputs_of(rounded, call, batch), expected)
-        for batch, expected in zip(batches, exact, strict=True)
-    ]
-    return Reference(batches, exact, pool_distances(own))
+    own = (outputs_of(rounded, call, batch) for batch in batches)
+    return Reference(batches, exact, distances(own, exact))
 
 
 def outputs_of(model: Any, call: ExportedCall, batch: Batch) -> Outputs:
@@ -156,21 +152,21 @@ def check_in(
     is the measure. Raises what the program raises if it cannot run a file.
     """
 
-    def distances(file: Path) -> dict[str, Distance]:
+    def measured(file: Path) -> dict[str, Distance]:
         compute = form.load(runtime, file)
-        computed = [_compared(compute(batch), batch, form.call) for batch in reference.batches]
-        return pool_distances(list(map(distances_of, computed, reference.exact)))
+        computed = (_compared(compute(batch), batch, form.call) for batch in reference.batches)
+        return distances(computed, reference.exact)
 
     def judge(found: dict[str, Distance], own: dict[str, Distance], limit: float) -> RuntimeCheck:
         checked = _judge(found, own, dtype, limit)
         rows = sum(map(length, reference.batches))
         return replace(checked, runtime=f"{runtime} {version(runtime)}", rows=rows)
 
-    found = distances(file)
+    found = measured(file)
     checked = judge(found, reference.own, max_ratio)
     if not checked.failure:
         return checked
-    own = distances(original())
+    own = measured(original())
     if judge(own, reference.own, PROGRAM_RATIO).failure:
         return checked
     return replace(judge(found, own, max_ratio), original_ran_in=runtime)
