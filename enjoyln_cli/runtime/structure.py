@@ -59,68 +59,6 @@ class ModuleRecord:
     """Whether the proven instance had another ``forward`` than its class."""
 
 
-class Structure:
-    """How ``model`` was built, without the linear layers at the paths ``loose``.
-
-    ``reference`` is an unedited model of the same class and config. If it is given, hooks and
-    replaced ``forward`` methods of ``model`` count as edits. If not, ``model`` itself was proven,
-    with its hooks and replaced ``forward`` methods. At the paths ``adapted``, an adapter stands
-    around the layer that is meant.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loose: Collection[str] = (),
-        reference: nn.Module | None = None,
-        adapted: Collection[str] = (),
-    ) -> None:
-        self.loose = frozenset(loose)
-        self.trains = False
-        """Whether training mode is proven, too; then all modules have to be in the same mode."""
-        self.records: dict[str, ModuleRecord] = {}
-        original = dict(_tree(reference or model, self.loose))
-        for path, module in _tree(model, self.loose, adapted):
-            if path in original:
-                proven = reference is None
-                hooks = {*module._forward_pre_hooks, *module._forward_hooks} if proven else ()
-                self.records[path] = ModuleRecord(
-                    stock_class(type(original[path])),
-                    frozenset(_present(module)),
-                    frozenset(hooks),
-                    proven and has_replaced_forward(module),
-                )
-
-    def modules(self, model: nn.Module) -> list[nn.Module]:
-        """The modules of ``model`` that are compared."""
-        return [module for _, module in _tree(model, self.loose)]
-
-    def compare(
-        self, model: nn.Module, adapted: Collection[str] = (), in_any_mode: bool = False
-    ) -> None:
-        """Raises ``NotCentred`` for the first difference; the mode is none with ``in_any_mode``."""
-        modules = dict(_tree(model, self.loose, adapted))
-        mode = None if in_any_mode else self.trains and model.training
-        exchanged: tuple[str, ...] = ()
-        for path, module in modules.items():
-            record = self.records.get(path)
-            if path.startswith(exchanged):
-                continue
-            if record is not None and _was_exchanged(module, record):
-                exchanged += (f"{path}.",)
-            if record is None:
-                raise NotCentred(
-                    f"{path}: is a {type(module).__name__} that was not there when norms were "
-                    f"converted; convert the model as it is now, {_OR}"
-                )
-            _check_module(path or type(module).__name__, module, record, not path, mode)
-        for path in self.records:
-            if path not in modules and not path.startswith(exchanged):
-                raise NotCentred(f"{path}: is gone; convert the model as it is now, {_OR}")
-        before, after = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
-        _check_hooks("every module", (*before.values(), *after.values()))
-
-
 def _check_module(
     path: str, module: nn.Module, record: ModuleRecord, root: bool, mode: bool | None
 ) -> None:
@@ -254,16 +192,35 @@ class Snapshot:
 
 
 class KeepStructure:
-    """The check at the start of a call: whether the model is still built as it was when proven."""
+    """The check at the start of a call: whether the model is still built as it was when proven.
+
+    Linear layers at the paths ``loose`` are not compared. ``reference`` is an unedited model of the
+    same class and config. If it is given, hooks and replaced ``forward`` methods of ``model`` count
+    as edits. If not, ``model`` itself was proven, with its hooks and replaced ``forward`` methods.
+    """
+
+    trains = False
+    """Whether training mode is proven, too; then all modules have to be in the same mode."""
 
     def __init__(
         self,
         model: nn.Module,
         loose: Collection[str] = (),
         reference: nn.Module | None = None,
-        adapted: Collection[str] = (),
     ) -> None:
-        self.built = Structure(model, loose, reference, adapted)
+        self.loose = frozenset(loose)
+        self.records: dict[str, ModuleRecord] = {}
+        original = dict(_tree(reference or model, self.loose))
+        for path, module in _tree(model, self.loose, self.adapted(model)):
+            if path in original:
+                proven = reference is None
+                hooks = {*module._forward_pre_hooks, *module._forward_hooks} if proven else ()
+                self.records[path] = ModuleRecord(
+                    stock_class(type(original[path])),
+                    frozenset(_present(module)),
+                    frozenset(hooks),
+                    proven and has_replaced_forward(module),
+                )
         self.snapshot: Snapshot | None = None
         self.trained = -1
         """``Fold.trained`` at the last check: after training, the model is checked again."""
@@ -297,14 +254,45 @@ class KeepStructure:
         """What else must stay the same as at the last check."""
         return ()
 
+    def adapted(self, model: nn.Module) -> Collection[str]:
+        """Paths at which an adapter stands around the layer that is meant."""
+        return ()
+
+    def modules(self, model: nn.Module) -> list[nn.Module]:
+        """The modules of ``model`` that are compared."""
+        return [module for _, module in _tree(model, self.loose)]
+
     def compare(self, model: nn.Module) -> None:
         """Raises ``NotCentred`` if the norms of ``model`` may not compute RMSNorm."""
-        self.built.compare(model)
+        self.require_structure(model)
+
+    def require_structure(self, model: nn.Module, in_any_mode: bool = False) -> None:
+        """Raises ``NotCentred`` for the first difference; the mode is none with ``in_any_mode``."""
+        modules = dict(_tree(model, self.loose, self.adapted(model)))
+        mode = None if in_any_mode else self.trains and model.training
+        exchanged: tuple[str, ...] = ()
+        for path, module in modules.items():
+            record = self.records.get(path)
+            if path.startswith(exchanged):
+                continue
+            if record is not None and _was_exchanged(module, record):
+                exchanged += (f"{path}.",)
+            if record is None:
+                raise NotCentred(
+                    f"{path}: is a {type(module).__name__} that was not there when norms were "
+                    f"converted; convert the model as it is now, {_OR}"
+                )
+            _check_module(path or type(module).__name__, module, record, not path, mode)
+        for path in self.records:
+            if path not in modules and not path.startswith(exchanged):
+                raise NotCentred(f"{path}: is gone; convert the model as it is now, {_OR}")
+        before, after = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+        _check_hooks("every module", (*before.values(), *after.values()))
 
     def _look(self, entry: Entry, model: nn.Module) -> bool:
         """Set ``entry.trouble``; false if the model cannot be checked in this call."""
         trained = entry.fold.trained
-        snapshot = Snapshot(self.built.modules(model), self.facts(model))
+        snapshot = Snapshot(self.modules(model), self.facts(model))
         set_trouble(entry, trouble_with(self.compare, model))
         self.trained, self.snapshot = trained, snapshot
         return True

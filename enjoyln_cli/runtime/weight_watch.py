@@ -62,7 +62,7 @@ class KeepCentred(KeepStructure):
         self.watch = watch
         self.linear = _centred_linears(reference or model, watch)
         loose = _uncentred_linears(reference or model, watch)
-        super().__init__(model, loose, reference, self._adapted(model))
+        super().__init__(model, loose, reference)
         self.tensors = tensors_at(model, self._paths(model))
         """The tensors of the last check; copies of the model have their own ones here."""
         self.recentres = False
@@ -73,7 +73,7 @@ class KeepCentred(KeepStructure):
 
         Raises ``NotCentred``, with nothing changed, if the model was edited since it was folded.
         """
-        self.built.compare(model, self._adapted(model), in_any_mode=True)
+        self.require_structure(model, in_any_mode=True)
         with in_shards(model):
             centre_watched(model, self.watch)
 
@@ -85,7 +85,7 @@ class KeepCentred(KeepStructure):
         try:
             paths = self._paths(model)
             tensors = tensors_at(model, paths)
-            snapshot = Snapshot(self.built.modules(model), tensors=() if split else tensors)
+            snapshot = Snapshot(self.modules(model), tensors=() if split else tensors)
         except RuntimeError:  # ``torch.func`` puts tensors without an address in their place
             return False
         skip_neutral(model, paths)
@@ -102,18 +102,18 @@ class KeepCentred(KeepStructure):
 
     def compare(self, model: nn.Module) -> None:
         """Raises ``NotCentred`` if the model was edited or a weight is not centred."""
-        adapted = self._adapted(model)
+        adapted = self.adapted(model)
         for path, (kind, dim) in self.linear.items():
             with suppress(AttributeError):  # a layer that was removed
                 if path not in adapted:
                     require_additive_adapter(path, model.get_submodule(path), kind, dim)
-        self.built.compare(model, adapted)
+        self.require_structure(model)
         with in_shards(model):
             if self.recentres:
                 centre_watched(model, self.watch)
             check_centred(model, self.watch)
 
-    def _adapted(self, model: nn.Module) -> set[str]:
+    def adapted(self, model: nn.Module) -> set[str]:
         """Paths of the centred linear layers that a LoRA adapter stands around."""
         paths = set()
         for path, (kind, _) in self.linear.items():
@@ -215,7 +215,7 @@ def _uncentred_linears(model: nn.Module, watch: WatchList) -> list[str]:
 def watch_weights(model: nn.Module, watch: WatchList, reference: nn.Module | None) -> None:
     """Make a model with installed norms check at its calls whether its weights are centred.
 
-    ``watch`` has the names of the class that was folded; ``reference`` is that of ``Structure``.
+    ``watch`` has the names of the class that was folded; for ``reference`` see ``KeepStructure``.
     Raises ``NotCentred`` if the model lacks one.
     """
     watch = locate_watched(model, watch)

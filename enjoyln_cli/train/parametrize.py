@@ -118,10 +118,11 @@ class KeepParametrised(KeepStructure):
     of dropout. If not, the norms compute LayerNorm.
     """
 
+    trains = True
+
     def __init__(self, model: nn.Module, plan: Plan, prefix: str) -> None:
         """``prefix`` is the path of ``model`` in the model of the plan, with a dot at its end."""
         super().__init__(model)
-        self.built.trains = True
         self.plan, self.prefix = plan, prefix
 
     def facts(self, model: nn.Module) -> Iterable[Fact]:
