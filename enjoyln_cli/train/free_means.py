@@ -30,7 +30,7 @@ from enjoyln_cli.analysis.problem import state_problem
 from enjoyln_cli.calls.call_text import to_text
 from enjoyln_cli.calls.covered_examples import covered_examples
 from enjoyln_cli.calls.labels import calls_with_labels
-from enjoyln_cli.checkpoint.marker import CentredTensor
+from enjoyln_cli.checkpoint.marker import marker_of_plan
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.garbage import no_collections
 from enjoyln_cli.graph.nodes import DROPOUTS, argument, aten, depends_on_values, packet
@@ -40,7 +40,8 @@ from enjoyln_cli.models.outputs import config_returning
 from enjoyln_cli.plan.covered_calls import CallForm
 from enjoyln_cli.plan.plan import PLAIN, Plan
 from enjoyln_cli.proof.min_cut import Parameter, Problem
-from enjoyln_cli.runtime.weight_check import WatchList, locate_watched, with_adapters
+from enjoyln_cli.runtime.loading import watched_weights
+from enjoyln_cli.runtime.weight_check import with_adapters
 from enjoyln_cli.trace.capture import Captures
 from enjoyln_cli.trace.failure_reasons import foreign_code
 from enjoyln_cli.trace.traced_calls import TracedModel, covered_calls, likely_calls, with_forms
@@ -137,11 +138,7 @@ def _reads_draws(graph: Graph) -> bool:
 
 def _require_unnoticed(problem: Problem, model: nn.Module, plan: Plan) -> None:
     """Raise ``UnsupportedModel`` if anything notices a shift of a weight that ``plan`` centres."""
-    centred = (
-        CentredTensor(w.parameter, w.held or w.axis, w.scale.parameter if w.scale else None)
-        for w in plan.writers
-    )
-    watch = locate_watched(model, WatchList(tuple(centred)))
+    watch = watched_weights(model, marker_of_plan(plan))
     for weight in with_adapters(model, watch).weights:
         parameter = Parameter(problem.groups[weight.parameter], weight.axis)
         reason, scale = problem.obstacle(parameter), problem.scales.get(parameter.name)
