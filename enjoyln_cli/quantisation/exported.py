@@ -19,6 +19,7 @@ from enjoyln_cli.comparison.run import tensors
 from enjoyln_cli.models.classes import apply_experts, leave_out_cache
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export import transformers_exporter
+from enjoyln_cli.onnx_export.onnx_program import fold_transposed_weights
 from enjoyln_cli.onnx_export.runtimes import session_options
 from enjoyln_cli.quantisation import nncf_quantiser, onnxruntime_quantiser
 from enjoyln_cli.quantisation.measure import Compute
@@ -43,7 +44,7 @@ def exported(model: Any, batch: Batch, form: str) -> Any:
         made = transformers_exporter.exported(
             OnnxExporter(), model, batch, OnnxConfig(dynamic=True)
         )
-        onnxruntime_quantiser.fold_transposed_weights(made.program)
+        fold_transposed_weights(made.program)
         return made
     config = OpenVINOConfig(dynamic=True)
     return transformers_exporter.exported(OpenVINOExporter(), model, batch, config)

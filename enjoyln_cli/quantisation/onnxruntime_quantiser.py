@@ -116,18 +116,3 @@ def _in_groups(program: Any, scheme: QuantisationScheme, kept: list[str]) -> Any
         quantizer.process()
         proto = quantizer.model.model
     return onnx_ir.from_proto(proto)
-
-
-def fold_transposed_weights(program: Any) -> None:
-    """Store the weights of linear layers transposed, as quantisers expect them.
-
-    The exporter leaves a large one to be transposed in each call. A weight that something else
-    reads as well, as a tied embedding, stays.
-    """
-    from onnxscript.optimizer import fold_constants
-
-    def is_own_weight(node: Any) -> bool:
-        weight = node.inputs[0] if node.op_type == "Transpose" else None
-        return weight is not None and weight.is_initializer() and len(weight.uses()) == 1
-
-    fold_constants(program, onnx_shape_inference=False, should_fold=is_own_weight)

@@ -30,17 +30,8 @@ from enjoyln_cli.models.norm_modules import become
 from enjoyln_cli.plan.cache_argument import spellings
 from enjoyln_cli.plan.covered_calls import CoveredCalls
 from enjoyln_cli.runtime.modules import Folded, make_class
-from enjoyln_cli.runtime.scope import Check, Entry, Fold, InputRules, in_python, thread
-
-
-def add_entry(model: nn.Module, fold: Fold, check: Check) -> Entry:
-    """Make calls of ``model`` calls of a folded model; returns its entry."""
-    entry = Entry(fold, check)
-    cls: Any = type(model)
-    become(model, entry_class(cls))
-    model._enjoyln_entry = entry  # type: ignore[assignment]
-    fold.entries.append(entry)
-    return entry
+from enjoyln_cli.runtime.scope import Entry, Fold, InputRules, in_python, thread
+from enjoyln_cli.runtime.structure import KeepStructure
 
 
 def entry_of(module: nn.Module) -> Entry | None:
@@ -98,7 +89,6 @@ def encoder_of(model: nn.Module) -> nn.Module | None:
 
 def add_entries(
     model: nn.Module,
-    check: Callable[[nn.Module], Check],
     entry_inputs: tuple[str, ...],
     unproven: tuple[str, ...],
     merged: bool,
@@ -106,8 +96,8 @@ def add_entries(
 ) -> Fold:
     """Make calls of the model, its base model and its encoder calls of a folded model.
 
-    Each gets an entry with the ``check`` that is made for it, and rules for its inputs. Rules that
-    it has already stay. Returns the ``Fold`` that all of them share.
+    Each gets an entry that checks its structure, and rules for its inputs. Rules that it has
+    already stay. Returns the ``Fold`` that all of them share.
     """
     models = (model, getattr(model, "base_model", model))
     inner = [encoder for module in models if (encoder := encoder_of(module)) is not None]
@@ -116,8 +106,14 @@ def add_entries(
     fold = present[0].fold if present else Fold()
     names = frozenset(spelling for name in unproven for spelling in spellings(name))
     for module in called:
-        entry = entry_of(module) or add_entry(module, fold, check(module))
-        entry.trouble, entry.check = "", check(module)
+        check, entry = KeepStructure(module), entry_of(module)
+        if entry is None:
+            entry = Entry(fold, check)
+            cls: Any = type(module)
+            become(module, entry_class(cls))
+            module._enjoyln_entry = entry  # type: ignore[assignment]
+            fold.entries.append(entry)
+        entry.trouble, entry.check = "", check
         if entry.inputs is None:
             parameters = inspect.signature(module.forward).parameters
             defaults = {name: parameter.default for name, parameter in parameters.items()}

@@ -36,7 +36,6 @@ from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.entries import add_entries, be_called, encoder_of
 from enjoyln_cli.runtime.modules import Folded, centred_subclass, rms_spelled_out, rms_subclass
 from enjoyln_cli.runtime.neutral import kinds_of_norms
-from enjoyln_cli.runtime.structure import KeepStructure
 from enjoyln_cli.runtime.weight_check import WatchList
 from enjoyln_cli.runtime.weight_watch import watch_weights, weight_checks
 
@@ -112,7 +111,7 @@ def install(
             become(module, centred_subclass(plain))
             module.register_forward_hook(be_called)
         module.centrings = centrings  # type: ignore[assignment]
-    fold = add_entries(model, KeepStructure, tuple(entry_inputs), unproven, merged, covered)
+    fold = add_entries(model, tuple(entry_inputs), unproven, merged, covered)
     for module in model.modules():
         if isinstance(module, Folded) or hasattr(module, "centrings"):
             module._enjoyln_fold = fold  # type: ignore[assignment]
