@@ -147,14 +147,14 @@ def _merges(
 ) -> tuple[tuple[Merge, ...], tuple[UnmergedNorm, ...]]:
     """The norms that are merged: those asked for, and those in bases that are turned.
 
-    Folded norms are asked for; if no norm is to be folded, all LayerNorms are.
+    Folded norms are asked for; if no norm is to be folded, all that could be swapped are.
     """
     problem, reference = statement.problem, family.reference
     forms = turns.forms
     moves: dict[str, Move] = dict.fromkeys(forms, "weight")
     if options.merge is not None:
-        swappable = (n for n in statement.forms if statement.refused.get(n) == NOT_ASKED)
-        asked = cut.folded.keys() if options.fold else dict.fromkeys(swappable).keys()
+        could_fold = {norm for norm, why in statement.refused.items() if why == NOT_ASKED}
+        asked = {*cut.folded} if options.fold else could_fold
         forms |= {norm: form for norm, form in statement.forms.items() if norm in asked}
         for norm in asked:
             moves[norm] = "affine" if norm in moves else options.merge

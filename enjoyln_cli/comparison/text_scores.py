@@ -59,7 +59,8 @@ def perplexity(
     ``model`` has a language model head. A causal head predicts each next token, a masked one the
     15 % of tokens that are masked.
     """
-    kind, loss, count = head_kind(model) or "masked", 0.0, 0
+    kind, loss, count = head_kind(model), 0.0, 0
+    assert kind is not None
     for index, batch in enumerate(batches):
         shown, predicted = with_predicted_tokens(kind, batch, mask_token, seed + index)
         (output,) = run(model, [shown])
