@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,8 +16,8 @@ from enjoyln_cli.benchmark.cases import BenchOptions, Case, planned_cases, time_
 from enjoyln_cli.benchmark.speedups import Bench, Row
 from enjoyln_cli.benchmark.timing import TimeIsUp
 from enjoyln_cli.checkpoint.access import HubAccess
-from enjoyln_cli.checkpoint.marker import Marker, read_marker
-from enjoyln_cli.checkpoint.reader import Subject, open_subject
+from enjoyln_cli.checkpoint.marker import read_marker
+from enjoyln_cli.checkpoint.reader import open_subject
 from enjoyln_cli.clock import Clock, Progress, duration, no_progress
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
@@ -75,9 +74,9 @@ def bench(
     rows: list[Row] = []
     reasons: list[str] = []
     try:
-        before = _load_model(original, marker, chosen)
+        before = load(original, marker.model_class, chosen).requires_grad_(False)
         load_seconds = clock.spent
-        after = optimize(_load_model(folded, marker, chosen))
+        after = optimize(load(folded, marker.model_class, chosen).requires_grad_(False))
         if clock.left <= 0:
             raise TimeIsUp
         cases, left_out = planned_cases(before, options)
@@ -137,8 +136,3 @@ def device_named(name: str | None) -> torch.device:
         first = first_line(error).split(". ")[0]
         raise UnsupportedModel(f"--device {name} is not available: {first}") from error
     return device
-
-
-def _load_model(of: Subject, marker: Marker, dtype: torch.dtype) -> Any:
-    model = load(of.source.path, marker.model_class, of.config, dtype, of.trust_remote_code)
-    return model.requires_grad_(False)

@@ -32,7 +32,7 @@ from enjoyln_cli.checkpoint.reader import Subject, read_tensor
 from enjoyln_cli.checkpoint.result_files import ADAPTER_CONFIG
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.models.classes import build, locate
-from enjoyln_cli.models.load import class_in
+from enjoyln_cli.models.load import class_of
 from enjoyln_cli.plan.axis import on_dimension
 from enjoyln_cli.plan.edits import (
     Append,
@@ -256,9 +256,7 @@ class EditedBase:
     """The base model: its edits by parameter, and the values that they use."""
 
     def __init__(self, plan: Plan, original: Subject) -> None:
-        folder, config = original.source.path, original.config
-        cls = class_in(folder, plan.model_class, config, original.trust_remote_code)
-        self.model = build(cls, config)
+        self.model = build(class_of(original, plan.model_class), original.config)
         self.edits = edits_of(plan, held=True)
         self.checkpoint = original.checkpoint
         self.stored = {w.scale.parameter: w.scale.tensor for w in plan.edited_tensors if w.scale}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.models.classes import apply_experts, class_named
 from enjoyln_cli.models.offload import Offload, read_when_needed
@@ -22,15 +23,13 @@ from enjoyln_cli.text import first_line
 
 
 def load(
-    folder: Path,
+    subject: Subject,
     model_class: str,
-    config: Any,
     dtype: torch.dtype,
-    trust_remote_code: bool = False,
     offload: Offload | None = None,
     missing: set[str] | None = None,
 ) -> Any:
-    """Load the checkpoint in ``folder`` as ``model_class``, in eval mode on the CPU.
+    """Load ``subject`` as ``model_class``, in eval mode on the CPU.
 
     With ``dtype`` float64 the whole model is float64; otherwise transformers may keep some weights
     in float32. Weights that are missing in the checkpoint get values that depend only on their
@@ -38,7 +37,7 @@ def load(
     weights stay on disk until they are needed. Raises ``BadCheckpoint`` if transformers cannot load
     the directory.
     """
-    cls: Any = class_in(folder, model_class, config, trust_remote_code)
+    cls, folder = class_of(subject, model_class), subject.source.path
     where: dict[str, Any] = {}
     if offload:
         weights = offload.folder / "weights"
@@ -48,7 +47,7 @@ def load(
         try:
             model, info = cls.from_pretrained(
                 folder,
-                config=config,
+                config=subject.config,
                 dtype=dtype,
                 output_loading_info=True,
                 local_files_only=True,
@@ -104,6 +103,11 @@ def _in_float64(model: Any) -> Any:
     with silent():
         apply_experts(model, "eager")
     return model.double()
+
+
+def class_of(subject: Subject, name: str) -> Any:
+    """The class ``name`` of the code that comes with ``subject``, or else of transformers."""
+    return class_in(subject.source.path, name, subject.config, subject.trust_remote_code)
 
 
 def class_in(

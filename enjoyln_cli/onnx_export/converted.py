@@ -15,8 +15,8 @@ from enjoyln_cli.checkpoint.reader import Subject, open_subject
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import apply_experts, leave_out_cache
 from enjoyln_cli.models.load import load
-from enjoyln_cli.models.outputs import config_returning
 from enjoyln_cli.runtime.loading import saved_class_of
+from enjoyln_cli.verification.checkpoint_pair import returning
 from enjoyln_cli.verification.verify import (
     RATIO,
     ROTATED_RATIO,
@@ -51,9 +51,9 @@ class Converted:
 
         Raises ``BadCheckpoint`` if its outputs depend on weights that are not stored.
         """
-        config = config_returning(subject.config, self.marker.outputs)
-        folder, trusted, missing = subject.source.path, subject.trust_remote_code, set[str]()
-        model = load(folder, self.model_class, config, dtype, trusted, missing=missing)
+        missing: set[str] = set()
+        subject = returning(subject, self.marker.outputs)
+        model = load(subject, self.model_class, dtype, missing=missing)
         require_weights(model, missing, subject.source.model)
         if not self.with_cache:
             leave_out_cache(model)

@@ -18,7 +18,7 @@ from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.events import Event
-from enjoyln_cli.models.load import class_in, load
+from enjoyln_cli.models.load import class_of, load
 from enjoyln_cli.plan.plan import Basis, Options, Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 
@@ -104,13 +104,11 @@ class FloatModel:
     @property
     def class_of_model(self) -> Any:
         """The class with the name ``model_class``."""
-        folder, trusted = self.subject.source.path, self.subject.trust_remote_code
-        return class_in(folder, self.model_class, self.subject.config, trusted)
+        return class_of(self.subject, self.model_class)
 
     def load(self, plan: Plan | None) -> Any:
         """The model in float32, edited by the plan; the original without one."""
-        folder, trusted = self.subject.source.path, self.subject.trust_remote_code
-        model = load(folder, self.model_class, self.subject.config, torch.float32, trusted)
+        model = load(self.subject, self.model_class, torch.float32)
         if plan is not None:
             centre_parameters(model, plan)
         return model

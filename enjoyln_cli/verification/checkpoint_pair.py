@@ -16,7 +16,7 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.models.classes import build
-from enjoyln_cli.models.load import class_in, load
+from enjoyln_cli.models.load import class_of, load
 from enjoyln_cli.models.memory import fits, room_for_weights
 from enjoyln_cli.models.offload import Offload, reader_of
 from enjoyln_cli.models.outputs import config_returning
@@ -44,17 +44,10 @@ class CheckpointPair:
     embed: Embed | None = None
     """Adds the sentence embedding of a sentence-transformers pipeline to the outputs."""
 
-    def model_class(self, subject: Subject) -> Any:
-        """The marker's class, in the code of ``subject`` or else in transformers."""
-        name, trusted = self.marker.model_class, subject.trust_remote_code
-        return class_in(subject.source.path, name, subject.config, trusted)
-
     def load(self, subject: Subject, dtype: torch.dtype, missing: set[str]) -> Any:
         """``subject`` as the marker's class; names that it does not store go to ``missing``."""
-        folder, trusted = subject.source.path, subject.trust_remote_code
         offload = self._offload(subject, dtype)
-        name = self.marker.model_class
-        return load(folder, name, subject.config, dtype, trusted, offload, missing)
+        return load(subject, self.marker.model_class, dtype, offload, missing)
 
     def _offload(self, subject: Subject, dtype: torch.dtype) -> Offload | None:
         """How much stays in memory; ``None`` for all of it.
@@ -64,7 +57,7 @@ class CheckpointPair:
         stored = sum(prod(tensor.shape) for tensor in subject.checkpoint.tensors.values())
         if self.folder is None or fits(stored, dtype, self.device_map, self.max_memory):
             return None
-        bare = build(self.model_class(subject), subject.config)
+        bare = build(class_of(subject, self.marker.model_class), subject.config)
         sizes = {name: parameter.numel() for name, parameter in bare.named_parameters()}
         room = room_for_weights(sizes, dtype, self.device_map, self.max_memory)
         if room is None:

@@ -43,6 +43,7 @@ from enjoyln_cli.comparison.text_scores import divergence, perplexity
 from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.garbage import collections_of_new_objects
+from enjoyln_cli.models.load import class_of
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.runtime.install import install_marked
@@ -167,7 +168,7 @@ def _run_model(
     """Load one model and make all its runs. The first model chooses the ``examples``."""
     subject = pair.original if group[0].weights == "original" else pair.folded
     missing: set[str] = set()
-    pair.model_class(subject)  # imports are not what each load costs
+    class_of(subject, pair.marker.model_class)  # imports are not what each load costs
     with pace.loading():
         model = pair.load(subject, group[0].dtype, missing)
     with _running(model, group[0].dtype):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from live_models import CHECKPOINTS, shaken
 from transformers import (
-    AutoConfig,
     BertConfig,
     BertModel,
     GPT2Config,
@@ -18,6 +17,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from enjoyln_cli.checkpoint.reader import open_subject
 from enjoyln_cli.comparison import batches as inputs
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.conversion.fold import convert
@@ -69,7 +69,7 @@ def test_experts_that_are_stacked(tmp_path: Path) -> None:
         num_key_value_heads=2, num_local_experts=3, vocab_size=70, max_position_embeddings=64,
     )  # fmt: skip
     shaken(MixtralForCausalLM(config)).save_pretrained(tmp_path / "model")
-    given = (tmp_path / "model", "MixtralForCausalLM", config, torch.float64)
+    given = (open_subject(str(tmp_path / "model")), "MixtralForCausalLM", torch.float64)
     held = load(*given)
     batches = inputs.seeded_batches(held, 3, 0, torch.float32)
     read = load(*given, offload=Offload(tmp_path, 0))
@@ -84,7 +84,7 @@ def test_weights_that_are_in_no_file(tmp_path: Path) -> None:
     model = shaken(BertModel(config))
     model.pooler = None
     model.save_pretrained(tmp_path / "model")
-    given = (tmp_path / "model", "BertModel", config, torch.float64)
+    given = (open_subject(str(tmp_path / "model")), "BertModel", torch.float64)
     held = load(*given)
     assert isinstance(held, BertModel)
     batches = inputs.seeded_batches(held, 2, 0, torch.float32)
@@ -106,8 +106,7 @@ def _same(got: compare.Outputs, expected: compare.Outputs) -> bool:
 
 @pytest.mark.parametrize("room", [0, 300_000])
 def test_weights_stay_in_memory_if_there_is_room(room: int, tmp_path: Path) -> None:
-    source = CHECKPOINTS / "gpt2"
-    given = (source, "GPT2LMHeadModel", AutoConfig.from_pretrained(source), torch.float64)
+    given = (open_subject(str(CHECKPOINTS / "gpt2")), "GPT2LMHeadModel", torch.float64)
     model = load(*given, offload=Offload(tmp_path, room))
     batches = inputs.seeded_batches(model, 2, 0, torch.float32)
     outputs = run(model, batches, tmp_path)
