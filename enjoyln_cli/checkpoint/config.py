@@ -191,11 +191,19 @@ def require_known_type(config: Mapping[str, Any], model: str, files: Iterable[st
         raise UnsupportedModel(
             f'the {CONFIG} of {model} names no model_type; add it, for example "model_type": "gpt2"'
         )
+    require_in_transformers(model_type, f"{model}: ")
+
+
+def require_in_transformers(model_type: str, prefix: str = "") -> None:
+    """Raise ``UnsupportedModel`` unless transformers knows the type; suggest similar ones.
+
+    The message begins with ``prefix``.
+    """
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
         hint = did_you_mean(model_type, CONFIG_MAPPING.keys()) or "upgrade it if it is a new one"
-        raise UnsupportedModel(f"{model}: transformers has no model type {model_type!r}; {hint}")
+        raise UnsupportedModel(f"{prefix}transformers has no model type {model_type!r}; {hint}")
 
 
 def require_folded(config: Mapping[str, Any], model: str) -> None:

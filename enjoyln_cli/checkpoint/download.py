@@ -42,8 +42,6 @@ class Remote:
     sizes: dict[str, int]
     """The size of each file in bytes."""
     access: HubAccess
-    is_offline: bool = False
-    """Whether only the cache is used, since the Hub cannot be reached."""
     here: dict[str, Path] = field(default_factory=dict)
     """The path of each file that is downloaded at present."""
 
@@ -65,7 +63,7 @@ class Remote:
         from huggingface_hub import hf_hub_download
 
         cached, linked = blobs(self.path), os.path.lexists(self.path / file)
-        fetch = {**access_keywords(self.access), "local_files_only": self.is_offline}
+        fetch = access_keywords(self.access)
         try:
             hf_hub_download(self.model, file, revision=self.path.name, **fetch)
         except Exception as error:  # by huggingface_hub, its HTTP library, or the cache's disk
@@ -90,9 +88,7 @@ class Remote:
                 real.unlink(missing_ok=True)
 
 
-def remote(
-    model: str, path: Path, files: Sequence[str], access: HubAccess, is_offline: bool
-) -> Remote:
+def remote(model: str, path: Path, files: Sequence[str], access: HubAccess) -> Remote:
     """Read the headers of weight files of a commit, whose cache directory is ``path``.
 
     Raises ``UnsupportedModel`` for pickles, and as ``Remote.read`` does.
@@ -109,7 +105,7 @@ def remote(
             return _part(model, path, file, start, min(count, sizes[file] - start), access)
 
         headers[file] = header_bytes(file, sizes[file], read)
-    return Remote(model, path, headers, sizes, access, is_offline)
+    return Remote(model, path, headers, sizes, access)
 
 
 def _size(model: str, path: Path, file: str, access: HubAccess) -> int:
@@ -173,7 +169,7 @@ def snapshot(
         if not weights:
             return path, None
         problem = "is in the cache without its weights"
-        names, is_offline = _names(model, path, access)
+        names = _names(model, path, access)
         first = weights_among(names, model)
         shards: tuple[str, ...] = ()
         if first.endswith(".json"):
@@ -184,7 +180,7 @@ def snapshot(
         patterns = [glob.escape(name) for name in sorted({*along, *shards} - later)]
         if patterns:
             snapshot_download(model, revision=path.name, allow_patterns=patterns, **fetch)
-        return path, remote(model, path, sorted(later), access, is_offline) if stream else None
+        return path, remote(model, path, sorted(later), access) if stream else None
     except EnjoyLNError:
         raise
     except errors.LocalEntryNotFoundError as error:
@@ -195,22 +191,19 @@ def snapshot(
         raise _hub_error(error, model, revision) from error
 
 
-def _names(model: str, path: Path, access: HubAccess) -> tuple[list[str], bool]:
-    """The files of a commit; those in its cache directory ``path`` if the Hub cannot be reached.
-
-    The second result says whether that is so.
-    """
+def _names(model: str, path: Path, access: HubAccess) -> list[str]:
+    """The files of a commit; those in its cache directory ``path`` if the Hub cannot be reached."""
     from huggingface_hub import HfApi, errors
 
     try:
-        return HfApi(token=access.token).list_repo_files(model, revision=path.name), False
+        return HfApi(token=access.token).list_repo_files(model, revision=path.name)
     except errors.HfHubHTTPError:
         raise
     except (errors.HTTPError, errors.OfflineModeIsEnabled) as error:
         names = [entry.name for entry in path.iterdir()]
         if not set(names) & set(WEIGHTS):
             raise errors.LocalEntryNotFoundError("no weights") from error
-        return names, True
+        return names
 
 
 def blobs(path: Path) -> set[str]:

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
-from enjoyln_cli.checkpoint.config import load_config, raw_config, require_unquantised
+from enjoyln_cli.checkpoint.config import (
+    load_config,
+    raw_config,
+    require_unfolded,
+    require_unquantised,
+)
 from enjoyln_cli.checkpoint.file_roles import CONFIG, shards_in_index, weights_among
 from enjoyln_cli.checkpoint.headers import (
     DTYPES,
@@ -132,13 +137,21 @@ def open_subject(
     access: HubAccess = DEFAULT_ACCESS,
     trust_remote_code: bool = False,
     stream: bool = False,
+    unfolded: bool = False,
 ) -> Subject:
     """Open ``model``, a directory or a Hub id, with its weights.
 
-    Arguments and errors are those of ``open_source``, ``load_config`` and ``open_checkpoint``.
+    Arguments and errors are those of ``open_source``, ``load_config`` and ``open_checkpoint``. With
+    ``unfolded``, the result of a conversion is refused with ``AlreadyFolded``. Nothing that is
+    refused for its config is downloaded.
     """
-    source = open_source(model, revision=revision, access=access, weights=True, stream=stream)
+    source = open_source(model, revision=revision, access=access)
     config = load_config(source, trust_remote_code)
+    if unfolded:
+        require_unfolded(config, source.model)
+    source = open_source(
+        model, revision=source.revision, access=access, weights=True, stream=stream
+    )
     return Subject(config, open_checkpoint(source), trust_remote_code)
 
 

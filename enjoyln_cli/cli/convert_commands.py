@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from enjoyln_cli.checkpoint.access import access_keywords
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
     require_choice,
@@ -23,16 +22,20 @@ from enjoyln_cli.cli.options import (
     FILE,
     FOLDER,
     OLD_FOLDER,
-    POSITIVE,
     WRITING,
     Options,
+    against_option,
     all_of,
     checking_options,
     data_options,
     hub_options,
+    jobs_option,
     json_option,
     make_opening,
+    max_ratio_option,
     model_class_option,
+    no_verify_option,
+    opening_options,
     outputs_option,
     parse_size,
     plan_options,
@@ -49,13 +52,13 @@ if TYPE_CHECKING:
     from enjoyln_cli.matrix_choice.trials import MatrixChoice
 
 conversion_options = all_of(
-    hub_options,
+    opening_options,
     json_option,
     quiet_option,
     click.option("--resume", is_flag=True, help="Continue an interrupted run, if there is one."),
     click.option("--force", is_flag=True, help="Replace OUT if it exists."),
     checking_options(60),
-    click.option("--no-verify", "verify", flag_value=False, default=True, help="Skip the check."),
+    no_verify_option,
     click.option("--dry-run", is_flag=True, help="Show the plan and the sizes; write nothing."),
     click.option(
         "--stream",
@@ -67,12 +70,7 @@ conversion_options = all_of(
         is_flag=True,
         help="Accept weights with NaN or Inf; the edits spread them within a tensor.",
     ),
-    click.option(
-        "--jobs",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Parallel workers (default: number of cores).",
-    ),
+    jobs_option,
     click.option(
         "--max-shard-size",
         callback=parse_size,
@@ -307,12 +305,7 @@ def _choose(
 @click.option(
     "-o", "--out", "back", type=FOLDER, required=True, metavar="BACK", help="New directory."
 )
-@click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Parallel workers (default: number of cores).",
-)
+@jobs_option
 @click.option("--force", is_flag=True, help="Replace BACK if it exists.")
 @quiet_option
 @json_option
@@ -358,23 +351,14 @@ def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any)
 @click.option(
     "--model-class", metavar="CLASS", help="Export this class of the same family, e.g. GPT2Model."
 )
-@click.option(
-    "--against", metavar="MODEL", help="The original, if it has moved since OUT was made."
-)
-@click.option(
-    "--max-ratio",
-    type=POSITIVE,
-    metavar="R",
-    help="Fail above this error ratio (default: 1.25; 2 if OUT is rotated).",
-)
-@click.option("--no-verify", "verify", flag_value=False, default=True, help="Skip the check.")
+@against_option
+@max_ratio_option
+@no_verify_option
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @quiet_option
 @json_option
 @hub_options
-def export(
-    out: Path, file: Path, quiet: bool, as_json: bool, opening: Options, **options: Any
-) -> None:
+def export(out: Path, file: Path, quiet: bool, as_json: bool, **options: Any) -> None:
     """Write the converted checkpoint OUT as an ONNX file and verify it.
 
     Each folded norm becomes one RMSNormalization (opset 23). The batch and the sequence have any
@@ -393,8 +377,7 @@ def export(
         from enjoyln_cli import export as write_onnx
         from enjoyln_cli.cli.console import write_export, write_json  # takes seconds
 
-        hub = access_keywords(opening.pop("access"))
-        exported = write_onnx(out, file, on_event=watch.event, **options, **opening, **hub)
+        exported = write_onnx(out, file, on_event=watch.event, **options)
     if as_json:
         write_json(exported.to_json())
     elif not quiet:

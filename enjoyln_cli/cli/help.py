@@ -8,9 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 import click
-from click.shell_completion import CompletionItem, get_completion_class
-
-SHELLS = ("bash", "zsh", "fish")
+from click.shell_completion import CompletionItem
 
 GROUPS = {
     "The plan": (
@@ -138,11 +136,3 @@ def folders(
 ) -> list[CompletionItem]:
     """Let the shell complete an argument that may be a directory."""
     return [CompletionItem(incomplete, type="dir")]
-
-
-def completion_script(command: click.Command, shell: str, name: str) -> str:
-    """The script with which a shell completes ``command``, called ``name``."""
-    completion = get_completion_class(shell)
-    if completion is None:
-        raise click.UsageError(f"there is no completion for {shell}; choose {', '.join(SHELLS)}.")
-    return completion(command, {}, name, f"_{name}_COMPLETE".upper()).source()

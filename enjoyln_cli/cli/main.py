@@ -6,8 +6,8 @@ Torch and transformers are imported inside the commands, so that help and usage 
 from __future__ import annotations
 
 import click
+from click.shell_completion import BashComplete, FishComplete, ZshComplete
 
-from enjoyln_cli.cli import help
 from enjoyln_cli.cli.convert_commands import export, fold, rotate, unfold
 from enjoyln_cli.cli.group import Commands
 from enjoyln_cli.cli.measure_commands import bench, quantize, verify
@@ -15,6 +15,8 @@ from enjoyln_cli.cli.options import json_option
 from enjoyln_cli.cli.push_command import push
 from enjoyln_cli.cli.report_command import report
 from enjoyln_cli.version import __version__
+
+SHELLS = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -58,7 +60,7 @@ def env(as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("shell", type=click.Choice(help.SHELLS))
+@click.argument("shell", type=click.Choice(list(SHELLS)))
 def completion(shell: str) -> None:
     """Print the script that makes SHELL complete enjoyln's commands and options."""
-    click.echo(help.completion_script(main, shell, "enjoyln"))
+    click.echo(SHELLS[shell](main, {}, "enjoyln", "_ENJOYLN_COMPLETE").source())

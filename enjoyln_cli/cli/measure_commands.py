@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from enjoyln_cli.benchmark.choices import GRID_LENGTHS, GRID_ROWS, MODES, SECONDS
-from enjoyln_cli.checkpoint.access import access_keywords
+from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
@@ -27,10 +27,13 @@ from enjoyln_cli.cli.options import (
     POSITIVE,
     Names,
     Options,
+    against_option,
     checking_options,
     data_options,
     hub_options,
     json_option,
+    max_ratio_option,
+    opening_options,
     parse_modes,
     parse_names,
     parse_numbers,
@@ -43,9 +46,7 @@ from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
 
 @help.command()
 @click.argument("out", type=FOLDER)
-@click.option(
-    "--against", metavar="MODEL", help="The original, if it has moved since OUT was made."
-)
+@against_option
 @data_options
 @click.option(
     "--compute-dtype",
@@ -53,12 +54,7 @@ from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
     type=COMPUTE_DTYPES,
     help="Run in this dtype (default: that of OUT).",
 )
-@click.option(
-    "--max-ratio",
-    type=POSITIVE,
-    metavar="R",
-    help="Fail above this error ratio (default: 1.25; 2 if OUT is rotated).",
-)
+@max_ratio_option
 @checking_options(None)
 @click.option(
     "--device-map",
@@ -76,9 +72,7 @@ from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
 @quiet_option
 @json_option
 @hub_options
-def verify(
-    out: Path, data: Options, quiet: bool, as_json: bool, opening: Options, **options: Any
-) -> None:
+def verify(out: Path, data: Options, quiet: bool, as_json: bool, **options: Any) -> None:
     """Check that OUT gives the original's outputs: exit status 0 if so, 1 if not.
 
     For a result of `enjoyln quantize`: that its error on your data is within the limit that it was
@@ -93,13 +87,12 @@ def verify(
         require_folded(out)
     with watch_job(quiet or as_json, f"verifying {with_origin(out)}") as watch:
         if is_quantised:
-            result: Any = _verify_quantised(out, data, opening, options["against"], watch.seconds)
+            result: Any = _verify_quantised(out, data, watch.seconds, **options)
         else:
             from enjoyln_cli import verify as check  # takes seconds
 
             listeners: Options = {"on_event": watch.event, "on_progress": watch.seconds}
-            hub = access_keywords(opening.pop("access"))
-            result = check(out, **data, **listeners, **options, **opening, **hub)
+            result = check(out, **data, **listeners, **options)
     from enjoyln_cli.cli.console import write_json, write_quantised_check, write_verification
 
     if as_json:
@@ -113,16 +106,25 @@ def verify(
 
 
 def _verify_quantised(
-    out: Path, data: Options, opening: Options, against: str | None, on_progress: Progress
+    out: Path,
+    data: Options,
+    on_progress: Progress,
+    *,
+    against: str | None,
+    revision: str | None,
+    token: str | None,
+    cache_dir: Path | None,
+    trust_remote_code: bool,
+    **options: Any,
 ) -> Any:
     from enjoyln_cli.comparison.user_data import read_user_data
     from enjoyln_cli.conversion.inspect import Opening
     from enjoyln_cli.quantisation.written_result import verify_quantised
 
-    user_data = read_user_data(**data)
-    chosen = Opening(**opening) if against or opening["revision"] else None
+    user_data, access = read_user_data(**data), HubAccess(token=token, cache_dir=cache_dir)
+    opening = Opening(revision=revision, access=access, trust_remote_code=trust_remote_code)
     return verify_quantised(
-        out, user_data, against=against, opening=chosen, on_progress=on_progress
+        out, user_data, against=against, opening=opening, on_progress=on_progress
     )
 
 
@@ -186,12 +188,12 @@ def bench(
     out: Path,
     quiet: bool,
     as_json: bool,
-    opening: Options,
     run_dtype: str | None,
     batch_sizes: tuple[int, ...],
     seq_lens: tuple[int, ...],
-    against: str | None,
-    device: str | None,
+    modes: Names,
+    repeats: int,
+    seconds: float,
     **options: Any,
 ) -> None:
     """Time OUT and its original on this machine: what norms cost, and how much of it is saved.
@@ -200,7 +202,7 @@ def bench(
     """
     from enjoyln_cli.cli.progress import watch_job
 
-    require_models(out, against)
+    require_models(out, options["against"])
     require_folded(out)
     with watch_job(quiet or as_json, f"opening {with_origin(out)}") as watch:
         from enjoyln_cli.benchmark.bench import bench as measure
@@ -208,18 +210,9 @@ def bench(
         from enjoyln_cli.cli.console import write_bench, write_json
 
         listeners: Options = {"on_event": watch.event, "on_progress": watch.seconds}
-        hub = access_keywords(opening.pop("access"))
-        options |= pairs_to_time(batch_sizes, seq_lens)
-        result = measure(
-            out,
-            against=against,
-            options=BenchOptions(**options),
-            dtype=run_dtype,
-            device=device,
-            **listeners,
-            **opening,
-            **hub,
-        )
+        pairs = pairs_to_time(batch_sizes, seq_lens)
+        timed = BenchOptions(modes=modes, repeats=repeats, seconds=seconds, **pairs)
+        result = measure(out, options=timed, dtype=run_dtype, **listeners, **options)
     if as_json:
         write_json(result.to_json())
     elif not quiet:
@@ -283,7 +276,7 @@ def pairs_to_time(batch_sizes: tuple[int, ...], seq_lens: tuple[int, ...]) -> Op
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @quiet_option
 @json_option
-@hub_options
+@opening_options
 def quantize(
     model: str,
     out: Path,

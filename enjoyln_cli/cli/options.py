@@ -77,6 +77,24 @@ outputs_option = click.option(
 )
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+no_verify_option = click.option(
+    "--no-verify", "verify", flag_value=False, default=True, help="Skip the check."
+)
+against_option = click.option(
+    "--against", metavar="MODEL", help="The original, if it has moved since OUT was made."
+)
+max_ratio_option = click.option(
+    "--max-ratio",
+    type=POSITIVE,
+    metavar="R",
+    help="Fail above this error ratio (default: 1.25; 2 if OUT is rotated).",
+)
+jobs_option = click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Parallel workers (default: number of cores).",
+)
 
 
 def parse_size(ctx: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
@@ -125,7 +143,6 @@ def _gather_opening(options: Options) -> Options:
 
 
 hub_options = all_of(
-    gathered(_gather_opening),
     click.option("--trust-remote-code", is_flag=True, help="Run code that comes with MODEL."),
     click.option(
         "--cache-dir", type=FOLDER, metavar="DIR", help="Where files from the Hub are stored."
@@ -133,6 +150,7 @@ hub_options = all_of(
     click.option("--token", metavar="TOKEN", help="Hub token, for gated and private models."),
     click.option("--revision", metavar="REV", help="Branch, tag or commit on the Hub."),
 )
+opening_options = all_of(gathered(_gather_opening), hub_options)
 """The Hub's options. All options for opening a model are passed as ``opening``."""
 
 
@@ -160,7 +178,7 @@ def checked_plan_options(
 
 
 def make_opening(opening: Options) -> Any:
-    """The ``conversion.inspect.Opening`` for what ``hub_options`` has gathered. Imports torch."""
+    """The ``Opening`` for what ``opening_options`` has gathered. Imports torch."""
     from enjoyln_cli.conversion.inspect import Opening
     from enjoyln_cli.plan.plan import Options
 

@@ -15,9 +15,9 @@ from enjoyln_cli.cli.options import (
     NEW_FILE,
     Names,
     Options,
-    hub_options,
     make_opening,
     model_class_option,
+    opening_options,
     outputs_option,
     plan_options,
 )
@@ -57,7 +57,7 @@ from enjoyln_cli.fs.staging import check_file, write_file
     help="Print which layers read each norm: for recipes of llm-compressor, or as JSON.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each model.")
-@hub_options
+@opening_options
 def report(
     models: Names,
     types: Names,

@@ -19,7 +19,6 @@ from enjoyln_cli.checkpoint.access import HubAccess, access_keywords
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.checkpoint.result_files import MATRIX_FILE
-from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import NothingToFold
@@ -104,14 +103,12 @@ def prepare(
     from enjoyln_cli.recipe.read import load_recipe
 
     event = on_event or default_listener
-    if local_folder(str(model)) is None:
+    folder = local_folder(str(model))
+    if out is not None:
+        check_place(Path(out), source=folder, force=force, resume=resume)
+    if folder is None:
         event("download", f"looking up {model} on the Hub")
-
-    def require_place(source: Source) -> None:
-        if out is not None:
-            check_place(Path(out), source=source.root, force=force, resume=resume)
-
-    subject = open_unfolded(str(model), opening, require_place)
+    subject = open_unfolded(str(model), opening)
     config, checkpoint = subject.config, subject.checkpoint
     recipe = None if opening.recipe is None else load_recipe(opening.recipe)
     model_class, outputs = opening.model_class, opening.outputs

@@ -7,7 +7,7 @@ class is stored there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,14 +17,18 @@ import torch
 
 from enjoyln_cli.analysis.suggest import suggestions
 from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
-from enjoyln_cli.checkpoint.config import load_config, require_no_code, require_unfolded
-from enjoyln_cli.checkpoint.reader import Checkpoint, Subject, open_checkpoint
-from enjoyln_cli.checkpoint.source import Source, open_source
+from enjoyln_cli.checkpoint.config import (
+    load_config,
+    require_in_transformers,
+    require_no_code,
+    require_unfolded,
+)
+from enjoyln_cli.checkpoint.reader import Checkpoint, Subject, open_checkpoint, open_subject
+from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.holders import holds_a_model, models_in
 from enjoyln_cli.plan.plan import PLAIN, Options
 from enjoyln_cli.report.model_report import ModelReport
-from enjoyln_cli.text import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import Pipeline, PretrainedConfig
@@ -125,8 +129,7 @@ def analyze(
     checkpoint = None
     if isinstance(model, (str, Path)):
         access = HubAccess(token=token, cache_dir=cache_dir)
-        source = open_source(str(model), revision=revision, access=access)
-        config, checkpoint = load_config(source, trust_remote_code), _stored_in(source)
+        config, checkpoint = _opened(str(model), revision, access, trust_remote_code)
     elif not trust_remote_code:
         require_no_code(config, f"this {type(config).__name__}")
     return analyze_config(
@@ -139,14 +142,19 @@ def analyze(
     )
 
 
-def _stored_in(source: Source) -> Checkpoint | None:
-    """The checkpoint of a local directory, by its headers, as ``fold`` reads it.
+def _opened(
+    model: str, revision: str | None, access: HubAccess, trust_remote_code: bool
+) -> tuple[PretrainedConfig, Checkpoint | None]:
+    """The configuration of ``model``, and of a local directory what the headers of its files list.
 
-    ``None`` on the Hub, and for a directory whose weights are not there or cannot be read.
+    There is no checkpoint on the Hub, and for a directory whose weights are not there or cannot be
+    read.
     """
+    source = open_source(model, revision=revision, access=access)
+    config = load_config(source, trust_remote_code)
     with suppress(BadCheckpoint, UnsupportedModel):
-        return None if source.cached else open_checkpoint(source)
-    return None
+        return config, None if source.cached else open_checkpoint(source)
+    return config, None
 
 
 def _only_model_in(holder: Any) -> torch.nn.Module:
@@ -167,10 +175,9 @@ def inspect(name: str, opening: Opening, *, is_type: bool = False) -> Inspection
     if is_type:
         config = default_config(name)
     else:
-        source = open_source(name, revision=opening.revision, access=opening.access)
-        config = load_config(source, opening.trust_remote_code)
-        require_unfolded(config, source.model)
-        checkpoint = _stored_in(source)
+        trusted = opening.trust_remote_code
+        config, checkpoint = _opened(name, opening.revision, opening.access, trusted)
+        require_unfolded(config, name)
     analysis = analyze_config(
         config,
         model_class=opening.model_class,
@@ -188,31 +195,20 @@ def default_config(model_type: str) -> PretrainedConfig:
     """
     from transformers import CONFIG_MAPPING
 
-    if model_type not in CONFIG_MAPPING:
-        hint = did_you_mean(model_type, CONFIG_MAPPING.keys())
-        unknown = f"transformers has no model type {model_type!r}"
-        raise UnsupportedModel(f"{unknown}; {hint}" if hint else unknown)
+    require_in_transformers(model_type)
     return CONFIG_MAPPING[model_type]()
 
 
-def open_unfolded(
-    name: str, opening: Opening, require: Callable[[Source], None] = lambda source: None
-) -> Subject:
-    """Open the model ``name`` with its weights, to convert it.
-
-    Raises as ``open_subject`` does, and ``AlreadyFolded`` for the result of a conversion. From the
-    Hub, such a result, and a source that ``require`` refuses, are refused before any weights are
-    downloaded.
-    """
-    access, trusted = opening.access, opening.trust_remote_code
-    source = open_source(name, revision=opening.revision, access=access)
-    config = load_config(source, trusted)
-    require_unfolded(config, source.model)
-    require(source)
-    source = open_source(
-        name, revision=source.revision, access=access, weights=True, stream=opening.stream
+def open_unfolded(name: str, opening: Opening) -> Subject:
+    """Open the model ``name`` with its weights, to convert it. Raises as ``open_subject`` does."""
+    return open_subject(
+        name,
+        revision=opening.revision,
+        access=opening.access,
+        trust_remote_code=opening.trust_remote_code,
+        stream=opening.stream,
+        unfolded=True,
     )
-    return Subject(config, open_checkpoint(source), trusted)
 
 
 def mappings_text(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -52,7 +52,7 @@ def verify_quantised(
     data: UserData,
     *,
     against: str | None = None,
-    opening: Opening | None = None,
+    opening: Opening = Opening(),  # noqa: B008  (frozen)
     on_progress: Progress = no_progress,
 ) -> QuantisedCheck:
     """Compare the quantised model in ``out`` with the original in float32, on the second half.
@@ -69,7 +69,8 @@ def verify_quantised(
         require_scheme(record["scheme"], form, to_run=True)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadCheckpoint(f"{out / QUANTISATION_FILE} is damaged; quantise again") from error
-    opening = opening or Opening(revision=None if against else record.get("revision"))
+    if against is None and opening.revision is None:
+        opening = replace(opening, revision=record.get("revision"))
     subject = open_unfolded(against or record["source"], opening)
     embed = embedder(subject.source, default_listener)
     original: Any = FloatModel(subject, name).load(None)

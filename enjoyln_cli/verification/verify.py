@@ -41,7 +41,6 @@ from typing import Any
 import torch
 
 from enjoyln_cli.checkpoint.access import HubAccess
-from enjoyln_cli.checkpoint.config import require_unfolded
 from enjoyln_cli.checkpoint.headers import DTYPES
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.reader import Checkpoint, Subject, open_subject
@@ -290,13 +289,16 @@ def original_of(
         revision = marker.revision
     try:
         original = open_subject(
-            name, revision=revision, access=access, trust_remote_code=result.trust_remote_code
+            name,
+            revision=revision,
+            access=access,
+            trust_remote_code=result.trust_remote_code,
+            unfolded=True,
         )
     except ModelNotFound as error:
         if against is not None:
             raise
         raise ModelNotFound(f"{error}; name the original with --against") from error
-    require_unfolded(original.config, original.source.model)
     kind, wanted = original.config.model_type, result.config.model_type
     if kind != wanted:
         raise BadCheckpoint(

@@ -12,8 +12,8 @@ import click
 import pytest
 from commands import enjoyln
 
-from enjoyln_cli.cli.help import EXAMPLES, GROUPS, SHELLS
-from enjoyln_cli.cli.main import main
+from enjoyln_cli.cli.help import EXAMPLES, GROUPS
+from enjoyln_cli.cli.main import SHELLS, main
 
 
 @pytest.mark.parametrize("name", list(main.commands))
@@ -49,7 +49,7 @@ def test_options_are_shown_once_and_in_groups() -> None:
     assert shown.count("--trust-remote-code") == 1
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", list(SHELLS))
 def test_completion_is_what_click_asks_back(shell: str) -> None:
     script = enjoyln("completion", shell)
     assert script.exit_code == 0 and f"_ENJOYLN_COMPLETE={shell}_complete" in script.stdout
