@@ -40,6 +40,11 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 
+def dtype_name(dtype: object) -> str:
+    """The name of torch's dtype that transformers uses, for example ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def number(value: float | None) -> str:
     """``1.2e-16`` for small and large values, three digits in between, ``-`` for ``None``."""
     if value is None:

@@ -18,7 +18,7 @@ from enjoyln_cli.analysis.stored_layout import Conversion, conversion
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor, same_values
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.models.load import stored_weights
-from enjoyln_cli.text import first_line
+from enjoyln_cli.text import dtype_name, first_line
 
 Shape = tuple[int, ...]
 
@@ -54,7 +54,7 @@ class Candidate:
         if not gain.all():
             return "its weight has a zero, and its bias would be divided by it"
         size = float((shift.double() / gain).square().mean().sqrt())
-        dtype = str(shift.dtype).removeprefix("torch.")
+        dtype = dtype_name(shift.dtype)
         if size * torch.finfo(shift.dtype).eps ** 0.5 > 1:
             return (
                 "its weight is too small: its bias divided by it would be "

@@ -23,8 +23,8 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.models.load import load
 from enjoyln_cli.runtime.loading import optimize
-from enjoyln_cli.text import counted, first_line
-from enjoyln_cli.verification.verify import compute_dtype, dtype_name, original_of
+from enjoyln_cli.text import counted, dtype_name, first_line
+from enjoyln_cli.verification.verify import compute_dtype, original_of
 
 DEVICES = ("cpu", "cuda", "mps")
 """The types of device that models can run on."""

@@ -6,8 +6,6 @@ inputs, and which parameters have to be centred for that. Its keys are the field
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,11 +18,12 @@ from enjoyln_cli.checkpoint.config import MARKER, require_folded
 from enjoyln_cli.checkpoint.headers import MAX_ELEMENTS
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.errors import BadCheckpoint, UnprovenCall, UnsupportedModel
+from enjoyln_cli.fs.digests import digest_of_data
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.covered_calls import CoveredCalls
 from enjoyln_cli.plan.mean_units import Units
-from enjoyln_cli.plan.plan import BasisKind, Centring, Plan
+from enjoyln_cli.plan.plan import Centring, Plan
 from enjoyln_cli.text import first_line
 from enjoyln_cli.version import __version__
 
@@ -83,24 +82,6 @@ class MergedNorms:
     """Norms whose bias is zeros now."""
 
 
-@dataclass(frozen=True)
-class TurnedValues:
-    """Values that an orthogonal matrix has turned (see ``plan.Basis``)."""
-
-    name: str
-    kind: BasisKind
-    size: int
-    fixes_ones: bool
-
-
-@dataclass(frozen=True)
-class Rotated:
-    """All values that orthogonal matrices have turned."""
-
-    seed: int
-    bases: tuple[TurnedValues, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Marker:
     """The ``enjoyln`` entry of a converted ``config.json``; paths are those of ``model_class``."""
@@ -137,7 +118,8 @@ class Marker:
     """Inputs with which the folded norms have to compute LayerNorm."""
     covered: CoveredCalls | None
     """The proven calls; ``None``: all calls without an input of ``unproven``."""
-    rotated: Rotated | None = None
+    rotated: bool = False
+    """Whether orthogonal matrices have turned values; the stored plan says which."""
     nonfinite: bool = False
     """Whether the user allowed NaN and infinity in weights."""
     trained: bool = False
@@ -176,9 +158,6 @@ def marker_of_plan(
 ) -> Marker:
     """The marker of a model that was folded by ``plan``; its ``proof`` is left empty."""
     local = Path(source.model).expanduser()
-    turned = tuple(
-        TurnedValues(basis.name, basis.kind, basis.size, basis.fixes_ones) for basis in plan.turned
-    )
     return Marker(
         source=str(local.resolve()) if source.model and local.is_dir() else source.model,
         revision=source.revision,
@@ -210,7 +189,7 @@ def marker_of_plan(
         entry_inputs=plan.entry_inputs,
         unproven=plan.unproven,
         covered=plan.covered,
-        rotated=Rotated(plan.seed, turned) if turned else None,
+        rotated=bool(plan.turned),
         nonfinite=nonfinite,
         trained=trained,
         tool=f"enjoyln {__version__}",
@@ -228,8 +207,7 @@ def _by_axis(plan: Plan) -> tuple[CentredGroup, ...]:
 def proof_of(entry: Mapping[str, Any]) -> str:
     """The SHA-256 of the proven part of an entry, for its field ``proof``."""
     proven = {key: value for key, value in entry.items() if key not in _NOT_PROVEN}
-    text = json.dumps(proven, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest_of_data(proven)
 
 
 def read_marker(config: Mapping[str, Any], model: str = "the model") -> Marker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ from enjoyln_cli.cli.options import (
     FILE,
     FOLDER,
     OLD_FOLDER,
-    WRITING,
     Options,
     against_option,
     all_of,
@@ -240,14 +240,15 @@ def _convert(
     from enjoyln_cli.cli.progress import watch_job
 
     with watch_job(not chatty, f"opening {with_origin(model)}") as watch:
-        from enjoyln_cli.conversion.fold import as_dtype, prepare, write
+        from enjoyln_cli.conversion.fold import prepare, write
         from enjoyln_cli.conversion.results import fold_json
         from enjoyln_cli.report.model_report import ModelReport
-        from enjoyln_cli.rewrite.directory import WriteOptions  # takes seconds
+        from enjoyln_cli.rewrite.directory import WriteOptions
+        from enjoyln_cli.verification.verify import floating_dtype  # takes seconds
 
         opening = make_opening(options.pop("opening"))
-        how = {name: options.pop(name) for name in WRITING}
-        how["dtype"] = as_dtype(how["dtype"])
+        how = {field.name: options.pop(field.name) for field in fields(WriteOptions)}
+        how["dtype"] = how["dtype"] and floating_dtype(how["dtype"])
         writing = WriteOptions(**how)
         place = {"force": writing.force, "resume": writing.resume}
         ready = prepare(model, out, opening, **place, on_event=watch.event)

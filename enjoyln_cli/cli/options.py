@@ -44,16 +44,6 @@ OPENING_FIELDS = (
     "stream",
 )
 """How a model is opened: fields of ``conversion.inspect.Opening``, except ``access``."""
-WRITING = (
-    "dtype",
-    "max_shard_size",
-    "jobs",
-    "force",
-    "resume",
-    "keep_means",
-    "allow_nonfinite",
-)
-"""How a fold is written: the fields of ``rewrite.directory.WriteOptions``."""
 PLAN_FIELDS = ("widen_mlp", "widen_to", "merge", "untie", "rotate", "values", "seed", "matrix")
 """What a plan may change besides centring: the fields of ``plan.Options``."""
 

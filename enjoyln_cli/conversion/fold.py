@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from enjoyln_cli.analysis.suggest import better, suggestions
-from enjoyln_cli.checkpoint.access import HubAccess, access_keywords
+from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.checkpoint.result_files import MATRIX_FILE
@@ -74,13 +74,6 @@ class PreparedFold:
     def bytes_added(self, dtype: torch.dtype | None = None) -> int:
         """How many of the bytes to write come from tensors that grow or are new."""
         return self.bytes_to_write(dtype) - bytes_to_write(self.subject.checkpoint, {}, dtype)
-
-
-def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The ``floating_dtype`` of what is not ``None``."""
-    from enjoyln_cli.verification.verify import floating_dtype
-
-    return None if dtype is None else floating_dtype(dtype)
 
 
 def prepare(
@@ -222,7 +215,6 @@ def write(
             trust_remote_code=ready.opening.trust_remote_code,
             on_event=event,
             on_progress=on_check,
-            **access_keywords(ready.opening.access),
         )
 
     def finish(folded: Path) -> None:
@@ -309,6 +301,7 @@ def convert(
     """
     from enjoyln_cli.comparison.user_data import read_user_data, seconds_of
     from enjoyln_cli.models.outputs import as_names
+    from enjoyln_cli.verification.verify import floating_dtype
 
     read_user_data(samples=samples)  # bad values are refused before any work
     seconds_of(seconds)
@@ -325,7 +318,7 @@ def convert(
     )
     ready = prepare(model, out, opening, force=force, resume=resume, on_event=on_event)
     write_options = WriteOptions(
-        dtype=as_dtype(dtype),
+        dtype=None if dtype is None else floating_dtype(dtype),
         max_shard_size=max_shard_size,
         jobs=jobs,
         force=force,

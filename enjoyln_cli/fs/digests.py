@@ -28,5 +28,6 @@ def fast_digest(data: memoryview | bytes) -> str:
 
 
 def digest_of_data(value: Any) -> str:
-    """The SHA-256 of plain data, written as JSON, in hexadecimal digits."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    """The SHA-256 of plain data as JSON with sorted keys and no spaces, in hexadecimal digits."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -56,11 +56,7 @@ def staged_file(
     file = check_new_file(file, beside, force=force)
     others = [file.with_name(other.name) for other in beside]
     try:
-        place = tempfile.TemporaryDirectory(prefix=f".{file.name[:40]}.", dir=file.parent)
-    except OSError as error:
-        raise OutputError(f"cannot create a directory in {file.parent}; choose another") from error
-    try:
-        with place as folder:
+        with tempfile.TemporaryDirectory(prefix=f".{file.name[:40]}.", dir=file.parent) as folder:
             yield Path(folder, file.name)
             written = [path for path in (*others, file) if Path(folder, path.name).exists()]
             for path in written:

@@ -1,8 +1,10 @@
-"""Atomic writing of small text files."""
+"""Small text files: written whole or not at all, and read whatever they hold."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -18,3 +20,12 @@ def write_whole(path: Path, text: str) -> None:
         begun.replace(path)
     finally:
         begun.unlink(missing_ok=True)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file is missing or contains something else."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

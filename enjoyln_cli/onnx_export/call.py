@@ -28,7 +28,7 @@ from enjoyln_cli.comparison.batches import (
 from enjoyln_cli.comparison.run import choose_outputs, tensors
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.load import silent
-from enjoyln_cli.text import first_line
+from enjoyln_cli.text import dtype_name, first_line
 
 ROWS, TOKENS = 2, 7
 """Sizes of the traced call."""
@@ -81,7 +81,7 @@ def call_to_export(model: Any, outputs: Sequence[str], dtype: torch.dtype) -> Ex
     except (EnjoyLNError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # any error of the model's code
-        name, kind = type(model).__name__, str(dtype).removeprefix("torch.")
+        name, kind = type(model).__name__, dtype_name(dtype)
         raise UnsupportedModel(f"{name} does not run in {kind}: {first_line(error)}") from error
     return ExportedCall(batch, tuple(choose_outputs([found], outputs)[0]), axes)
 

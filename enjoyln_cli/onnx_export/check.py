@@ -32,7 +32,7 @@ from enjoyln_cli.comparison.sampling import length
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.onnx_export.call import MASK, ExportedCall
 from enjoyln_cli.onnx_export.form import ExportForm
-from enjoyln_cli.text import first_line
+from enjoyln_cli.text import dtype_name, first_line
 
 Outputs = dict[str, torch.Tensor]
 PROGRAM_RATIO = 16.0
@@ -191,6 +191,6 @@ def _judge(
         ratio=ratio.value,
         chance=ratio.chance,
         rows=0,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         failure=failure,
     )

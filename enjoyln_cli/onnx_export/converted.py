@@ -16,12 +16,12 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import apply_experts, leave_out_cache
 from enjoyln_cli.models.load import load
 from enjoyln_cli.runtime.loading import saved_class_of
+from enjoyln_cli.text import dtype_name
 from enjoyln_cli.verification.checkpoint_pair import returning
 from enjoyln_cli.verification.verify import (
     RATIO,
     ROTATED_RATIO,
     compute_dtype,
-    dtype_name,
     original_of,
 )
 

@@ -44,8 +44,7 @@ from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.runtime.loading import optimize
 from enjoyln_cli.runtime.modules import Folded
-from enjoyln_cli.text import first_line
-from enjoyln_cli.verification.verify import dtype_name
+from enjoyln_cli.text import dtype_name, first_line
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from enjoyln_cli.checkpoint.file_roles import CONFIG
 from enjoyln_cli.checkpoint.result_files import RECIPE_FILE, VERIFY_FILE
 from enjoyln_cli.checkpoint.sentence_transformers import MODULES
 from enjoyln_cli.checkpoint.source import Source
+from enjoyln_cli.fs.whole_file import read_object
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import UNTIED, counts, notes
@@ -37,6 +38,7 @@ from enjoyln_cli.report.verification_table import (
     verification_heads,
     verification_rows,
 )
+from enjoyln_cli.text import dtype_name
 from enjoyln_cli.version import versions
 
 BEGIN = "<!-- enjoyln: this section is written anew by `enjoyln push` -->"
@@ -135,7 +137,7 @@ def _words(name: str, value: Any) -> list[str]:
         return [flag]
     if isinstance(value, list | tuple):
         return [flag, ",".join(map(str, value))]
-    return [flag, value.name if isinstance(value, Path) else str(value).removeprefix("torch.")]
+    return [flag, value.name if isinstance(value, Path) else dtype_name(value)]
 
 
 def values(
@@ -146,7 +148,7 @@ def values(
     ``options`` are those of the fold, ``card`` is the text of the original's card, ``state`` the
     text of the section that may change.
     """
-    dtype = str(options.get("dtype") or "").removeprefix("torch.")
+    dtype = dtype_name(options.get("dtype") or "")
     name = display_name(source)
     origin = f"A local directory named `{name}`"
     if source.revision:
@@ -191,7 +193,7 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
     """
     inner = root / folder
     place = json.dumps(place, ensure_ascii=False)[1:-1]  # escaped for use between quotes
-    checked = read_json(inner / VERIFY_FILE)
+    checked = read_object(inner / VERIFY_FILE)
     is_pipeline = (root / MODULES).is_file()
     stock, fast = _of_pipeline(place) if is_pipeline else _of_model(inner, place, names)
     return {
@@ -216,7 +218,7 @@ def _checks(verification: Values) -> list[Texts]:
 
 def _folds(folder: Path) -> bool:
     """Whether the config of a converted checkpoint names norms that can compute RMSNorm."""
-    marker = read_json(folder / CONFIG).get(MARKER)
+    marker = read_object(folder / CONFIG).get(MARKER)
     return isinstance(marker, dict) and bool(marker.get("rmsnorm"))
 
 
@@ -224,15 +226,6 @@ def replace_section(text: str, section: str) -> str:
     """A card with its enjoyln section replaced; unchanged if the owner has removed that section."""
     pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
     return pattern.sub(lambda _: f"{BEGIN}\n{section}\n{END}", text, count=1)
-
-
-def read_json(path: Path) -> Values:
-    """The JSON object in a file; empty if the file is missing or contains something else."""
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _of_pipeline(place: str) -> tuple[str, str]:
@@ -245,7 +238,7 @@ def _of_pipeline(place: str) -> tuple[str, str]:
 
 def _of_model(inner: Path, place: str, names: Sequence[str]) -> tuple[str, str]:
     """Python code that loads a model in the stock class, and code that loads it with RMSNorm."""
-    config = read_json(inner / CONFIG)
+    config = read_object(inner / CONFIG)
     custom = ", trust_remote_code=True" if config.get("auto_map") else ""
     saved = next(iter(config.get("architectures") or ()), None)
     name = saved if saved in names or not names else names[0]

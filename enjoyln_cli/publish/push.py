@@ -15,7 +15,6 @@ No token is stored or printed.
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from enjoyln_cli.checkpoint.result_files import (
 from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, PushRefused
 from enjoyln_cli.fs.digests import digest_of_file
-from enjoyln_cli.fs.whole_file import write_whole
+from enjoyln_cli.fs.whole_file import read_object, write_whole
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.publish import card
@@ -153,10 +152,10 @@ def publishing_objection(result: Source) -> str:
     path = result.path / VERIFY_FILE
     if not path.is_file():
         return f"it was never verified (there is no {VERIFY_FILE})"
+    report = read_object(path)
     try:
-        report = json.loads(path.read_text("utf-8"))
         passed, summary, digests = report["passed"], report["summary"], dict(report["sha256"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return f"its {VERIFY_FILE} cannot be read"
     if passed is not True:
         return f"its verification failed: {summary}"
@@ -220,7 +219,7 @@ def prepare(
 
 def published_paths(result: Source, marked: str) -> dict[str, list[str]]:
     """From each local path that files of the result contain, to these files."""
-    verified = str(card.read_json(result.path / VERIFY_FILE).get("source", ""))
+    verified = str(read_object(result.path / VERIFY_FILE).get("source", ""))
     sources = {CONFIG: marked, VERIFY_FILE: verified}
     names_of: dict[str, list[str]] = {}
     for name, path in sources.items():

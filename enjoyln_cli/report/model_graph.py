@@ -31,12 +31,6 @@ from enjoyln_cli.report.notes import counts
 from enjoyln_cli.report.picture import Picture, Tone
 from enjoyln_cli.trace.trace import Trace
 
-VERDICTS: dict[str, tuple[Tone, str]] = {
-    "static": ("static", "becomes RMSNorm"),
-    "centred": ("centred", "becomes RMSNorm"),
-    "kept": ("kept", "stays LayerNorm"),
-}
-
 
 @dataclass
 class Sketch:
@@ -69,7 +63,7 @@ def model_picture(name: str, analysis: Analysis) -> Picture:
     more = f" and {others} other class" + "es" * (others > 1) if others else ""
     title = f"{name} ({plan.model_class}{more})"
     boxes, links = collapse_groups(_sort_parts(sketch), sketch.links)
-    return Picture(title, ("converts " + counts(plan),), boxes, links)
+    return Picture(title, "converts " + counts(plan), boxes, links)
 
 
 # The parts.
@@ -82,9 +76,9 @@ def _add_norms(sketch: Sketch, analysis: Analysis) -> None:
         if path is None:
             continue
         verdict = verdicts[path]
-        tone, word = VERDICTS[verdict.status]
+        word = "stays LayerNorm" if verdict.status == "kept" else "becomes RMSNorm"
         why = verdict.reason + (f": {verdict.culprit}" if verdict.culprit else "")
-        sketch.of_node[node] = sketch.add(ModelPart("norm", path, tone, (word,), why))
+        sketch.of_node[node] = sketch.add(ModelPart("norm", path, verdict.status, (word,), why))
 
 
 def _add_stream(sketch: Sketch, analysis: Analysis) -> None:

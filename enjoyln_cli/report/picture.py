@@ -71,10 +71,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Picture:
-    """Boxes in the order of computation and links between them, with a title and notes above."""
+    """Boxes in the order of computation and links between them, with a title and a note above."""
 
     title: str
-    notes: tuple[str, ...]
+    note: str
     boxes: tuple[Box, ...]
     links: tuple[Link, ...]
 
@@ -162,12 +162,11 @@ def _look(box: Box) -> str:
 
 
 def _head(picture: Picture) -> str:
-    """Title, notes, and the legend: the meaning of each colour in the picture."""
+    """Title, note, and the legend: the meaning of each colour in the picture."""
     used = {box.tone for box in picture.boxes}
     colours = {COLOURS[tone][2]: COLOURS[tone] for tone in COLOURS if tone in used}
     rows = [f'<td align="left"><font point-size="15"><b>{_shown(picture.title)}</b></font></td>']
-    for note in picture.notes:
-        rows.append(f'<td align="left"><font color="{DIM}">{_shown(note)}</font></td>')
+    rows.append(f'<td align="left"><font color="{DIM}">{_shown(picture.note)}</font></td>')
     for meaning, (fill, line, _) in colours.items():
         text = f'<font color="{line}">{meaning}</font>'
         rows.append(f'<td align="left" bgcolor="{fill}">{text}</td>')

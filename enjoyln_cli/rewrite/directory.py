@@ -52,6 +52,7 @@ from enjoyln_cli.rewrite.journal import Journal
 from enjoyln_cli.rewrite.preconditions import check_edits
 from enjoyln_cli.rewrite.shard_layout import plain_layout
 from enjoyln_cli.rewrite.writer import write_shards
+from enjoyln_cli.text import dtype_name
 from enjoyln_cli.version import __version__
 
 _DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16")
@@ -261,7 +262,7 @@ def _result_config(
     config = {**config, MARKER: marker(plan, source, options.allow_nonfinite)}
     if options.dtype is None:
         return config
-    return _with_dtype(config, str(options.dtype).removeprefix("torch."))
+    return _with_dtype(config, dtype_name(options.dtype))
 
 
 def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:

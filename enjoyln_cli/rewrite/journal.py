@@ -19,7 +19,7 @@ from typing import Any
 
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.fs.staging import FINISHED, clear, count_finished
-from enjoyln_cli.fs.whole_file import write_whole
+from enjoyln_cli.fs.whole_file import read_object, write_whole
 from enjoyln_cli.rewrite.shard_layout import Shard
 
 MADE_FROM = "made-from.json"
@@ -44,9 +44,9 @@ def resume_shards(journal: Journal, into: Path, shards: Sequence[Shard]) -> list
     Raises ``OutputError`` if an earlier run with other inputs has finished some shards, unless
     ``journal.force`` allows to discard them.
     """
-    before = _read_json(journal.work / MADE_FROM)
+    before = read_object(journal.work / MADE_FROM)
     done: list[str] = []
-    if count_finished(journal.work) and before is not None and _made_from_same(journal, before):
+    if count_finished(journal.work) and before and _made_from_same(journal, before):
         done = [shard.name for shard in shards if _is_finished(journal, into / shard.name, shard)]
     keep = {*(into / name for name in done), *(_note_path(journal, name) for name in done)}
     clear(journal.work, keep)
@@ -69,7 +69,7 @@ def _state_of(file: Path) -> dict[str, int]:
 
 def _is_finished(journal: Journal, path: Path, shard: Shard) -> bool:
     """Whether a shard is noted, and its file has not changed since."""
-    state = _read_json(_note_path(journal, shard.name))
+    state = read_object(_note_path(journal, shard.name))
     try:
         if path.is_symlink() or state != _state_of(path) or state["size"] != shard.size:
             return False
@@ -99,11 +99,3 @@ def _made_from_same(journal: Journal, before: Mapping[str, Any]) -> bool:
 
 def _note_path(journal: Journal, name: str) -> Path:
     return journal.work / FINISHED / f"{name}.json"
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None

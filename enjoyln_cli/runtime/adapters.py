@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.text import dtype_name
 
 TOLERANCE = 1e-3
 """Allowed spread of the changes within one row, relative to the largest change (for rounding)."""
@@ -58,7 +59,7 @@ def quantisation_of(tensor: Any) -> str:
         return type(tensor).__name__
     dtype = getattr(tensor, "dtype", torch.float32)
     unquantised = dtype.is_floating_point and dtype.itemsize > 1
-    return "" if unquantised else str(dtype).removeprefix("torch.")
+    return "" if unquantised else dtype_name(dtype)
 
 
 def quantised_message(path: str, kind: str) -> str:

@@ -21,7 +21,7 @@ from enjoyln_cli.models.memory import fits, room_for_weights
 from enjoyln_cli.models.offload import Offload, reader_of
 from enjoyln_cli.models.outputs import config_returning
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.text import size
+from enjoyln_cli.text import dtype_name, size
 
 Embed = Callable[[dict[str, torch.Tensor], Batch], dict[str, torch.Tensor]]
 
@@ -63,7 +63,7 @@ class CheckpointPair:
         if room is None:
             return None
         total = sum(sizes.values()) * dtype.itemsize
-        weights = f"{size(total)} in {str(dtype).removeprefix('torch.')}"
+        weights = f"{size(total)} in {dtype_name(dtype)}"
         resident = f"{size(min(room, total))} of it stay in memory"
         self.event("stage", f"reading weights from disk as layers run: {weights}, {resident}")
         return Offload(self.folder, room)

@@ -24,7 +24,7 @@ from enjoyln_cli.checkpoint.config import MARKER, with_entries
 from enjoyln_cli.checkpoint.marker import Marker
 from enjoyln_cli.plan.plan import Plan, Setting, size_settings
 from enjoyln_cli.plan.schema import ABSENT, differences
-from enjoyln_cli.text import listed_briefly
+from enjoyln_cli.text import dtype_name, listed_briefly
 
 ORIGIN = ("_name_or_path", "_commit_hash", "transformers_version")
 DTYPES = ("dtype", "torch_dtype")
@@ -79,7 +79,7 @@ def _may_differ(path: str, got: Any, marker: Marker, dtype: str) -> bool:
     if key in ORIGIN or path == MARKER or path.startswith(f"{MARKER}."):
         return True
     if key in DTYPES:
-        return got in (None, ABSENT) or str(got).removeprefix("torch.") == dtype
+        return got in (None, ABSENT) or dtype_name(got) == dtype
     if path == "architectures":
         return got in (None, ABSENT) or set(got) <= {marker.model_class, *marker.classes}
     return False

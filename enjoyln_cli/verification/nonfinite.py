@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from enjoyln_cli.checkpoint.headers import DTYPES
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor
 from enjoyln_cli.text import listed_briefly
 
@@ -55,13 +54,9 @@ def _unpadded(value: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.T
 
 
 def nonfinite_weights(checkpoint: Checkpoint) -> list[str]:
-    """The names of stored tensors that contain NaN or infinity. Reads all floating tensors."""
-    floating = (name for name, stored in checkpoint.tensors.items() if _floats(stored.dtype))
-    return [name for name in floating if not bool(read_tensor(checkpoint, name).isfinite().all())]
-
-
-def _floats(dtype: str) -> bool:
-    return DTYPES[dtype].is_floating_point or DTYPES[dtype].is_complex
+    """The names of stored tensors that contain NaN or infinity. Reads all tensors."""
+    tensors = ((name, read_tensor(checkpoint, name)) for name in checkpoint.tensors)
+    return [name for name, tensor in tensors if not bool(tensor.isfinite().all())]
 
 
 def failure(outputs: Mapping[str, str], original: Checkpoint, meant: bool) -> str | None:

@@ -47,7 +47,7 @@ from enjoyln_cli.models.load import class_of
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.runtime.install import install_marked
-from enjoyln_cli.text import first_line
+from enjoyln_cli.text import dtype_name, first_line
 from enjoyln_cli.verification.checkpoint_pair import CheckpointPair
 from enjoyln_cli.verification.nonfinite import nonfinite_outputs
 
@@ -304,7 +304,7 @@ def _running(model: Any, dtype: torch.dtype) -> Iterator[None]:
     except (EnjoyLNError, MemoryError):
         raise
     except Exception as error:  # any error of the model's code
-        name, first = str(dtype).removeprefix("torch."), first_line(error)
+        name, first = dtype_name(dtype), first_line(error)
         if not isinstance(error, RuntimeError):
             first = f"{type(error).__name__}: {first}"
         advice = "; pass another --compute-dtype"

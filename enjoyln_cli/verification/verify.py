@@ -58,6 +58,7 @@ from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import read_plan
 from enjoyln_cli.rotation.given_matrices import give_matrices
+from enjoyln_cli.text import dtype_name
 from enjoyln_cli.verification.checkpoint_pair import (
     CheckpointPair,
     returning,
@@ -312,11 +313,6 @@ def plan_of_result(folded: Checkpoint, marker: Marker) -> Plan:
     """The plan that ``folded`` was made by, with the matrices that the user gave for it."""
     plan, matrices = read_plan(folded, marker.covered), folded.source.path / MATRIX_FILE
     return give_matrices(plan, matrices) if matrices.is_file() else plan
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name that transformers uses, for example ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def floating_dtype(dtype: str | torch.dtype) -> torch.dtype:

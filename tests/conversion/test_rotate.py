@@ -60,10 +60,12 @@ def plan_of(name: str, options: Options = ROTATED) -> Plan:
     return analyze_config(config, checkpoint=open_checkpoint(source), options=options).plan
 
 
-def test_the_marker_says_what_turned(out: Path) -> None:
+def test_the_result_says_what_turned(out: Path) -> None:
     marker = json.loads((out / "config.json").read_text())["enjoyln"]
-    assert marker["rmsnorm"] == [] and marker["rotated"]["seed"] == 3
-    assert [one["kind"] for one in marker["rotated"]["bases"]] == ["stream"] + 3 * ["values"]
+    assert marker["rmsnorm"] == [] and marker["rotated"] is True
+    plan = json.loads((out / "enjoyln_plan.json").read_text())
+    assert plan["seed"] == 3
+    assert [basis["kind"] for basis in plan["bases"]] == ["stream"] + 3 * ["values"]
 
 
 def test_it_is_verified_by_its_stored_plan(out: Path) -> None:

@@ -82,7 +82,7 @@ def test_the_seed_that_is_best_on_the_first_half_is_written(tokens: Path, tmp_pa
     assert list(costs) == ["original", *(f"seed {seed}" for seed in range(4))]
     assert found["chosen"] == min(list(costs)[1:], key=lambda name: costs[name])
     seed = int(found["chosen"].removeprefix("seed "))
-    assert json.loads((out / "config.json").read_text())["enjoyln"]["rotated"]["seed"] == seed
+    assert json.loads((out / "enjoyln_plan.json").read_text()).get("seed", 0) == seed
     assert f"--seed {seed}" in (out / "README.md").read_text() or not seed
     original = GPT2LMHeadModel.from_pretrained(GPT2).eval()
     model = GPT2LMHeadModel.from_pretrained(out).eval()

@@ -160,7 +160,7 @@ def test_names_and_reasons_are_there_as_a_whole() -> None:
     lines = (*box.name, *box.lines)
     assert max(map(len, lines)) <= MAX_LINE_CHARS
     assert "".join(box.name) == name and " ".join(box.lines) == reason
-    text = drawn(Picture("m", (), (box,), ()), "dot").decode()
+    text = drawn(Picture("m", "n", (box,), ()), "dot").decode()
     assert all(line in text for line in lines)
 
 
@@ -206,7 +206,7 @@ def test_untrusted_names_are_drawn_as_they_are(kind: str) -> None:
     """No text is markup, and a character that no font has is no error."""
     rude = 'a<script>alert("&")</script>\\N $\\frac{1}$\x00\ud800\u202e\U0001d7d8'
     boxes = Box("1", (rude,), (rude,), "kept", (rude,)), Box('"2"', ("+",), (), is_sum=True)
-    picture = Picture(rude, (rude,), boxes, (Link("1", '"2"'),))
+    picture = Picture(rude, rude, boxes, (Link("1", '"2"'),))
     assert drawn(picture, kind)
     if kind == "svg":
         shown = rude.translate(dict.fromkeys((0, 0xD800, 0x202E), "?"))
@@ -216,7 +216,7 @@ def test_untrusted_names_are_drawn_as_they_are(kind: str) -> None:
 @needs_graphviz
 def test_frames_are_around_their_boxes_only() -> None:
     boxes = Box("a", ("in",), (), frames=("outer", "inner")), Box("b", ("out",), ())
-    root = ET.fromstring(drawn(Picture("m", (), boxes, (Link("a", "b"),)), "svg"))
+    root = ET.fromstring(drawn(Picture("m", "n", boxes, (Link("a", "b"),)), "svg"))
     groups = [group for group in root.iter(f"{SVG}g") if group.get("class") == "cluster"]
     held = [[text.text for text in group.iter(f"{SVG}text")] for group in groups]
     assert held == [["outer"], ["inner"]]
@@ -278,4 +278,4 @@ def test_what_graphviz_cannot_draw_is_one_line(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     with pytest.raises(OutputError, match="cannot draw this picture: Error: out of memory"):
-        drawn(Picture("m", (), (), ()), "svg")
+        drawn(Picture("m", "n", (), ()), "svg")
