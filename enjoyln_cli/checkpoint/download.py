@@ -13,7 +13,7 @@ import glob
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from enjoyln_cli.checkpoint.access import HubAccess, access_keywords
@@ -24,7 +24,7 @@ from enjoyln_cli.checkpoint.file_roles import (
     shards_in_index,
     weights_among,
 )
-from enjoyln_cli.checkpoint.headers import header_bytes
+from enjoyln_cli.checkpoint.headers import header_bytes, read_header
 from enjoyln_cli.checkpoint.model_name import similar
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
 from enjoyln_cli.text import first_line
@@ -37,13 +37,9 @@ class Remote:
     model: str
     path: Path
     """The directory of the commit in the cache."""
-    headers: dict[str, bytes]
-    """The first bytes of each file: the length of the header, and the header."""
-    sizes: dict[str, int]
-    """The size of each file in bytes."""
+    files: dict[str, tuple[bytes, int]]
+    """The ``header_bytes`` of each file, and its size in bytes."""
     access: HubAccess
-    here: dict[str, Path] = field(default_factory=dict)
-    """The path of each file that is downloaded at present."""
 
     def read(self, file: str, start: int, count: int) -> bytes:
         """``count`` bytes of a file from byte ``start`` on, without downloading all of it.
@@ -71,17 +67,13 @@ class Remote:
         path = self.path / file
         real = path.resolve()
         try:
-            with path.open("rb") as opened:
-                header = opened.read(len(self.headers[file]))
-            if (header, path.stat().st_size) != (self.headers[file], self.sizes[file]):
+            if read_header(path) != self.files[file]:
                 raise BadCheckpoint(
                     f"{file} of {self.model} has another header or size than at the start of this "
                     "run; start again"
                 )
-            self.here[file] = path
             yield
         finally:
-            self.here.pop(file, None)
             if not linked:
                 path.unlink(missing_ok=True)
             if not linked and real != path and real.name not in cached:
@@ -97,15 +89,16 @@ def remote(model: str, path: Path, files: Sequence[str], access: HubAccess) -> R
         raise UnsupportedModel(
             f"{model} has {files[0]}, a pickle, which can only be read whole: leave --stream out"
         )
-    sizes = {file: _size(model, path, file, access) for file in files}
-    headers = {}
-    for file in files:
 
-        def read(start: int, count: int, file: str = file) -> bytes:
-            return _part(model, path, file, start, min(count, sizes[file] - start), access)
+    def first_bytes(file: str) -> tuple[bytes, int]:
+        size = _size(model, path, file, access)
 
-        headers[file] = header_bytes(file, sizes[file], read)
-    return Remote(model, path, headers, sizes, access)
+        def read(start: int, count: int) -> bytes:
+            return _part(model, path, file, start, min(count, size - start), access)
+
+        return header_bytes(file, size, read), size
+
+    return Remote(model, path, {file: first_bytes(file) for file in files}, access)
 
 
 def _size(model: str, path: Path, file: str, access: HubAccess) -> int:

@@ -73,12 +73,8 @@ class StoredTensor:
     nbytes: int
 
 
-def read_safetensors_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
-    """The tensors of a file in the order of their offsets, and its ``__metadata__``.
-
-    Raises ``BadCheckpoint`` if the header is inconsistent or does not match the file,
-    ``UnsupportedModel`` for dtypes that only quantised checkpoints have.
-    """
+def read_header(path: Path) -> tuple[bytes, int]:
+    """The first bytes of a safetensors file, as ``header_bytes`` returns them, and its size."""
     size = path.stat().st_size
     with path.open("rb") as file:
 
@@ -86,8 +82,7 @@ def read_safetensors_header(path: Path) -> tuple[list[StoredTensor], dict[str, s
             file.seek(start)
             return file.read(count)
 
-        header = header_bytes(path.name, size, read)
-    return tensors_in(path.name, header, size)
+        return header_bytes(path.name, size, read), size
 
 
 def header_bytes(file: str, size: int, read: Callable[[int, int], bytes]) -> bytes:
@@ -112,7 +107,12 @@ def header_bytes(file: str, size: int, read: Callable[[int, int], bytes]) -> byt
 
 
 def tensors_in(file: str, header: bytes, size: int) -> tuple[list[StoredTensor], dict[str, str]]:
-    """As ``read_safetensors_header``, from the header bytes of a file of ``size`` bytes."""
+    """The tensors of a file in the order of their offsets, and its ``__metadata__``.
+
+    ``header`` are its ``header_bytes``, and ``size`` its size in bytes. Raises ``BadCheckpoint`` if
+    the header is inconsistent or does not match the size, ``UnsupportedModel`` for dtypes that only
+    quantised checkpoints have.
+    """
     tensors, metadata, end = _listed(file, header[8:])
     if end != size:
         _refuse_size(file, end, size)
@@ -122,7 +122,7 @@ def tensors_in(file: str, header: bytes, size: int) -> tuple[list[StoredTensor],
 def tensors_of_header(file: str, header: bytes) -> list[StoredTensor]:
     """The tensors of ``file`` in the order of their offsets, from its header bytes alone.
 
-    Raises as ``read_safetensors_header`` does, but does not check the size of the file.
+    Raises as ``tensors_in`` does, but does not check the size of the file.
     """
     length = int.from_bytes(header[:8], "little")
     if len(header) != 8 + length:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -29,7 +28,7 @@ from enjoyln_cli.checkpoint.headers import (
     load_bin,
     map_tensor,
     read_bin_header,
-    read_safetensors_header,
+    read_header,
     require_unpacked,
     tensors_in,
 )
@@ -61,6 +60,8 @@ class Checkpoint:
     format: Literal["safetensors", "bin"]
     shards: tuple[str, ...]
     tensors: dict[str, StoredTensor]
+    headers: dict[str, bytes]
+    """The first bytes of each safetensors file: the length of its header, and the header."""
     metadata: dict[str, dict[str, str]]
     """The ``__metadata__`` in the header of each shard."""
     index: str | None
@@ -85,19 +86,20 @@ def open_checkpoint(source: Source) -> Checkpoint:
         )
     remote = source.remote
     names = {entry.name for entry in os.scandir(source.path)}
-    first = weights_among(sorted(names.union(remote.headers if remote else ())), source.model)
+    first = weights_among(sorted(names.union(remote.files if remote else ())), source.model)
     states |= states_of(source.path, (first,))
     index = first if first.endswith(".json") else None
     shards, promised = shards_in_index(locate(source, first)) if index else ((first,), {})
     safetensors = ".safetensors" in first
     tensors: dict[str, StoredTensor] = {}
+    headers: dict[str, bytes] = {}
     metadata: dict[str, dict[str, str]] = {}
     for shard in shards:
         states |= states_of(source.path, (shard,))
-        if remote:
-            listed, metadata[shard] = tensors_in(shard, remote.headers[shard], remote.sizes[shard])
-        elif safetensors:
-            listed, metadata[shard] = read_safetensors_header(locate(source, shard))
+        if safetensors:
+            header, size = remote.files[shard] if remote else read_header(locate(source, shard))
+            listed, metadata[shard] = tensors_in(shard, header, size)
+            headers[shard] = header
         else:
             listed = read_bin_header(locate(source, shard))
         for stored in listed:
@@ -112,7 +114,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
         raise BadCheckpoint(f"{first} of {source.model} holds no tensors; fetch it again")
     require_unpacked(tensors)
     kind: Literal["safetensors", "bin"] = "safetensors" if safetensors else "bin"
-    return Checkpoint(source, config, kind, shards, tensors, metadata, index, states)
+    return Checkpoint(source, config, kind, shards, tensors, headers, metadata, index, states)
 
 
 @dataclass(frozen=True)
@@ -200,21 +202,6 @@ def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
     if name not in checkpoint.tensors:
         raise BadCheckpoint(f"{checkpoint.source.model} stores no tensor {name}")
     return checkpoint.tensors[name]
-
-
-def file_of(checkpoint: Checkpoint, name: str) -> Path:
-    """The path of a weight file; a remote one has to be downloaded (``Remote.at_hand``)."""
-    remote = checkpoint.source.remote
-    return remote.here[name] if remote else checkpoint.source.path / name
-
-
-def header_of(checkpoint: Checkpoint, name: str) -> bytes:
-    """The first bytes of a safetensors file: the length of its header, and the header."""
-    if checkpoint.source.remote:
-        return checkpoint.source.remote.headers[name]
-    with (checkpoint.source.path / name).open("rb") as file:
-        length = file.read(8)
-        return length + file.read(int.from_bytes(length, "little"))
 
 
 def other_files(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from enjoyln_cli.calls.call_text import summary
 from enjoyln_cli.plan.covered_calls import CallForm
@@ -33,14 +34,14 @@ MOST_CALLS = 3
 
 Kept = Verdict | UnmergedNorm | Basis
 """Something that stays as it is."""
-K = TypeVar("K", bound=Kept)
+Item = TypeVar("Item")
 
 
-def by_reason(some: Iterable[K]) -> dict[str, list[K]]:
-    """What stays, grouped by its reason."""
-    groups: dict[str, list[K]] = {}
-    for kept in some:
-        groups.setdefault(kept.reason, []).append(kept)
+def grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+    """The items by their key, in the order in which the keys first occur."""
+    groups: dict[Any, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return groups
 
 
@@ -74,7 +75,7 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
         lines.append(f"    {UNTIED}")
     if more := _added_size(plan, bytes_added):
         lines.append(f"  {more} more than the original")
-    for reason, kept in by_reason(plan.kept).items():
+    for reason, kept in grouped(plan.kept, attrgetter("reason")).items():
         if reason == NOT_ASKED:
             continue
         lines.append(
@@ -126,11 +127,8 @@ def _rotated_lines(plan: Plan) -> list[str]:
         for kind in ("stream", "heads", "values")
         if any(basis.kind == kind for basis in plan.turned)
     ]
-    groups: dict[tuple[str, str], list[Basis]] = {}
-    for basis in plan.bases:
-        if basis.reason:
-            groups.setdefault((basis.kind, basis.reason), []).append(basis)
-    for (kind, reason), kept in groups.items():
+    left = (basis for basis in plan.bases if basis.reason)
+    for (kind, reason), kept in grouped(left, attrgetter("kind", "reason")).items():
         lines.append(f"  not turned: {_bases_in_words(kept, kind)}: {reason}")
         lines += _because(kept)
     if any(basis.kind == "stream" for basis in plan.turned):
@@ -163,11 +161,10 @@ def suggestion(gain: Suggestion) -> str:
 
 def _widened_lines(mlps: Sequence[Widening]) -> list[str]:
     """One line for each config attribute that gives the width of MLPs, and each change of it."""
-    groups: dict[tuple[str, int, int], list[Widening]] = {}
-    for mlp in mlps:
-        groups.setdefault((mlp.attribute, mlp.size, mlp.to), []).append(mlp)
     lines = []
-    for (attribute, units, to), some in groups.items():
+    for (attribute, units, to), some in grouped(
+        mlps, attrgetter("attribute", "size", "to")
+    ).items():
         many = counted(len(some), "MLP")
         names = ", ".join(compact(mlp.second.tensor for mlp in some if mlp.subtracts))
         text = f"  add {to - units} hidden units to {many} ({attribute} {units} becomes {to})"
@@ -177,17 +174,17 @@ def _widened_lines(mlps: Sequence[Widening]) -> list[str]:
 
 def _merged_lines(plan: Plan) -> list[str]:
     """Which norms are merged into the layers after them, and why others are not."""
-    groups: dict[str, list[Merge]] = {}
-    for merge in plan.merged:
-        moving = " and ".join(name for name in ("weight", "bias") if getattr(merge, name))
-        groups.setdefault(moving, []).append(merge)
+
+    def moving(merge: Merge) -> str:
+        return " and ".join(name for name in ("weight", "bias") if getattr(merge, name))
+
     lines = []
-    for moving, some in groups.items():
+    for parameters, some in grouped(plan.merged, moving).items():
         norms = ", ".join(compact(merge.norm for merge in some))
         readers = (reader.weight.tensor for merge in some for reader in merge.readers)
         into = ", ".join(compact(dict.fromkeys(readers)))
-        lines.append(f"  merge the {moving} of {norms} into {into}")
-    for reason, kept in by_reason(plan.unmerged).items():
+        lines.append(f"  merge the {parameters} of {norms} into {into}")
+    for reason, kept in grouped(plan.unmerged, attrgetter("reason")).items():
         norms = ", ".join(compact(norm.norm for norm in kept))
         lines.append(f"  not merged: {norms}: {reason}")
         lines += _because(kept)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS, StoredTensor
-from enjoyln_cli.checkpoint.reader import Checkpoint, header_of
+from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.plan.edits import Edit
 
@@ -107,7 +107,7 @@ def layout(
         here = [slot for slot in slots if slot.stored.file == file]
         same = all(slot.stays for slot in here)
         if checkpoint.format == "safetensors" and same:
-            header = header_of(checkpoint, file)
+            header = checkpoint.headers[file]
             shards.append(Shard(file, header, tuple(sorted(here, key=lambda s: s.offset))))
         else:
             metadata = checkpoint.metadata.get(file) or {"format": "pt"}

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 
 from enjoyln_cli.checkpoint.headers import FLOATS, StoredTensor, load_bin
-from enjoyln_cli.checkpoint.reader import Checkpoint, file_of, read_tensor
+from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.models.memory import give_back
 from enjoyln_cli.plan.edits import Edit, EditInputs, read_edit_inputs
@@ -184,11 +184,11 @@ def _sources(
     checkpoint: Checkpoint, shards: Sequence[Shard], stack: ExitStack
 ) -> Callable[[StoredTensor], int | Callable[[], torch.Tensor]]:
     """A function that returns where a stored tensor is read from (see ``TensorFiles``)."""
+    folder = checkpoint.source.path
     if checkpoint.format == "bin":
-        folder = checkpoint.source.path
         return lambda stored: partial(_loaded, folder / stored.file, stored.name)
     names = sorted({slot.stored.file for shard in shards for slot in shard.slots})
-    files = {name: _open(file_of(checkpoint, name), os.O_RDONLY, stack) for name in names}
+    files = {name: _open(folder / name, os.O_RDONLY, stack) for name in names}
     return lambda stored: files[stored.file]
 
 

@@ -128,7 +128,7 @@ def test_one_file_at_a_time(tmp_path: Path) -> None:
         return sum(path.stat().st_size > 50_000 for path in blobs.iterdir())
 
     assert source.remote and large() == 0
-    for file in source.remote.headers:
+    for file in source.remote.files:
         with source.remote.at_hand(file):
             assert large() == 1
             assert list(source.remote.here) == [file] and source.remote.here[file].is_file()
