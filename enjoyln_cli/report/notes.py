@@ -161,10 +161,8 @@ def suggestion(gain: Suggestion) -> str:
 
 def _widened_lines(mlps: Sequence[Widening]) -> list[str]:
     """One line for each config attribute that gives the width of MLPs, and each change of it."""
-    lines = []
-    for (attribute, units, to), some in grouped(
-        mlps, attrgetter("attribute", "size", "to")
-    ).items():
+    lines, change = [], attrgetter("attribute", "size", "to")
+    for (attribute, units, to), some in grouped(mlps, change).items():
         many = counted(len(some), "MLP")
         names = ", ".join(compact(mlp.second.tensor for mlp in some if mlp.subtracts))
         text = f"  add {to - units} hidden units to {many} ({attribute} {units} becomes {to})"

@@ -70,6 +70,12 @@ def test_a_model_with_outliers_is_rotated_and_rounds_better(tmp_path: Path) -> N
         found["held_out"]["kl"],
         rel=0.5,  # more inputs than were measured
     )
+    config = (model / "config.json").read_text()
+    code = {"auto_map": {"AutoModel": "never_loaded.Model"}}
+    (model / "config.json").write_text(json.dumps(json.loads(config) | code))
+    assert "pass --trust-remote-code" in refused("verify", out, "--text", LICENCE)
+    good("verify", out, "--text", LICENCE, "--trust-remote-code")
+    (model / "config.json").write_text(config)
     (out / QUANTISATION_FILE).write_text(json.dumps({**found, "max_error": 0.001}))
     shown = refused("verify", out, "--text", LICENCE, "-q")
     assert "too far from the original: error 0.0" in shown and "(limit 0.001)" in shown
