@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.plan.plan import Plan
     from enjoyln_cli.proof.explain import Tree
     from enjoyln_cli.publish.push import Upload
+    from enjoyln_cli.quantisation.measure import Differences
     from enjoyln_cli.quantisation.quantize import Quantised
     from enjoyln_cli.quantisation.written_result import QuantisedCheck
     from enjoyln_cli.verification.verify import Verification
@@ -156,13 +157,10 @@ def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
         wrote = f"{result['tensors']} tensors, {size(result['bytes_written'])}"
         say(f"would write {wrote}; nothing was written (dry run)")
         return
-    kept = (
-        f" ({size(result['bytes_kept'])} of it to restore the original)"
-        if "bytes_kept" in result
-        else ""
-    )
     checked = result["verification"]
-    wrote = f"wrote {size(result['bytes_written'])} to {result['out']}{kept}"
+    wrote = f"wrote {size(result['bytes_written'])} to {result['out']}"
+    if "bytes_kept" in result:
+        wrote += f" ({size(result['bytes_kept'])} of it to restore the original)"
     wrote += f" in {result['seconds']:.1f} s"
     if checked:
         wrote += f", checked on {checked['count']} in {result['check_seconds']:.1f} s"
@@ -280,11 +278,7 @@ def write_quantised(result: Quantised) -> None:
     say(f"wrote {result.scheme} as {result.format} to {result.out}: {result.chosen}{as_original}")
     say(f"on the other half of the data ({counted(result.inputs, 'input')}):")
     table = _table("", "quantised", "original, quantised", "float32")
-    for name, label in MEASURED.items():
-        values = [getattr(result.held_out, name), getattr(result.plain, name)]
-        exact = number(result.perplexity) if name == "perplexity" else ""
-        if None not in values:
-            table.add_row(label, *map(number, values), exact)
+    _add_differences(table, [result.held_out, result.plain], result.perplexity)
     original, *_ = result.candidates
     (chosen,) = (candidate for candidate in result.candidates if candidate.name == result.chosen)
     table.add_row("size", size(result.size), size(original.size), size(result.float_size))
@@ -302,14 +296,19 @@ def write_quantised(result: Quantised) -> None:
 def write_quantised_check(check: QuantisedCheck) -> None:
     """Print how far a quantised result is from the original on the user's data."""
     table = _table("", "quantised", "float32")
-    for name, label in MEASURED.items():
-        value = getattr(check.differences, name)
-        exact = number(check.perplexity) if name == "perplexity" else ""
-        if value is not None:
-            table.add_row(label, number(value), exact)
+    _add_differences(table, [check.differences], check.perplexity)
     _show(table)
     say(f"{counted(check.inputs, 'input')}, the second half of your data", "dim")
     say(check.summary, "green" if check.passed else "red")
+
+
+def _add_differences(table: Table, columns: Sequence[Differences], exact: float | None) -> None:
+    """Add a row for each measure; ``exact`` is the perplexity of the original in float32."""
+    for name, label in MEASURED.items():
+        values = [getattr(differences, name) for differences in columns]
+        if None not in values:
+            perplexity = number(exact) if name == "perplexity" else ""
+            table.add_row(label, *map(number, values), perplexity)
 
 
 def write_verification(verification: Verification) -> None:

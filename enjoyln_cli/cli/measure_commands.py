@@ -87,7 +87,7 @@ def verify(out: Path, data: Options, quiet: bool, as_json: bool, **options: Any)
         require_folded(out)
     with watch_job(quiet or as_json, f"verifying {with_origin(out)}") as watch:
         if is_quantised:
-            result: Any = _verify_quantised(out, data, watch.seconds, **options)
+            result: Any = _verify_quantised(out, data, watch.seconds, options)
         else:
             from enjoyln_cli import verify as check  # takes seconds
 
@@ -105,24 +105,17 @@ def verify(out: Path, data: Options, quiet: bool, as_json: bool, **options: Any)
         raise click.exceptions.Exit(1)
 
 
-def _verify_quantised(
-    out: Path,
-    data: Options,
-    on_progress: Progress,
-    *,
-    against: str | None,
-    revision: str | None,
-    token: str | None,
-    cache_dir: Path | None,
-    trust_remote_code: bool,
-    **options: Any,
-) -> Any:
+def _verify_quantised(out: Path, data: Options, on_progress: Progress, options: Options) -> Any:
     from enjoyln_cli.comparison.user_data import read_user_data
     from enjoyln_cli.conversion.inspect import Opening
     from enjoyln_cli.quantisation.written_result import verify_quantised
 
-    user_data, access = read_user_data(**data), HubAccess(token=token, cache_dir=cache_dir)
-    opening = Opening(revision=revision, access=access, trust_remote_code=trust_remote_code)
+    user_data, against = read_user_data(**data), options["against"]
+    opening = Opening(
+        revision=options["revision"],
+        access=HubAccess(token=options["token"], cache_dir=options["cache_dir"]),
+        trust_remote_code=options["trust_remote_code"],
+    )
     return verify_quantised(
         out, user_data, against=against, opening=opening, on_progress=on_progress
     )
