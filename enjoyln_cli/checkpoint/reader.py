@@ -144,8 +144,8 @@ def open_subject(
     """Open ``model``, a directory or a Hub id, with its weights.
 
     Arguments and errors are those of ``open_source``, ``load_config`` and ``open_checkpoint``. With
-    ``unfolded``, the result of a conversion is refused with ``AlreadyFolded``. Nothing that is
-    refused for its config is downloaded.
+    ``unfolded``, the result of a conversion is refused with ``AlreadyFolded``. A model whose config
+    is refused is refused before its weights are downloaded.
     """
     source = open_source(model, revision=revision, access=access)
     config = load_config(source, trust_remote_code)

@@ -137,7 +137,7 @@ def _words(name: str, value: Any) -> list[str]:
         return [flag]
     if isinstance(value, list | tuple):
         return [flag, ",".join(map(str, value))]
-    return [flag, value.name if isinstance(value, Path) else dtype_name(value)]
+    return [flag, value.name if isinstance(value, Path) else str(value).removeprefix("torch.")]
 
 
 def values(
