@@ -62,9 +62,9 @@ def bench(
     place = device_named(device)
     if not options.seconds > 0:
         raise UnsupportedModel(f"seconds={options.seconds:g} leaves no time to measure anything")
-    folded = open_subject(str(out), trust_remote_code=trust_remote_code)
-    marker = read_marker(folded.checkpoint.raw_config, folded.source.model)
     access = HubAccess(token=token, cache_dir=cache_dir)
+    folded = open_subject(str(out), access=access, trust_remote_code=trust_remote_code)
+    marker = read_marker(folded.checkpoint.raw_config, folded.source.model)
     original = original_of(folded, marker, against, revision, access)
     chosen = compute_dtype(folded.checkpoint, dtype)
     clock = Clock(time.perf_counter, options.seconds, on_progress)
