@@ -1,6 +1,6 @@
 """``python -m enjoyln_cli`` is the ``enjoyln`` command."""
 
-from enjoyln_cli.cli.main import main
+from enjoyln_cli.cli.main import run
 
 if __name__ == "__main__":
-    main(prog_name="enjoyln")
+    run()

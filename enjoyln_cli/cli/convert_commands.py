@@ -12,9 +12,10 @@ from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
     require_choice,
     require_folded,
-    require_models,
+    require_model,
     require_new_folder,
     require_one_source,
+    require_original,
     with_origin,
 )
 from enjoyln_cli.cli.group import show_transfers
@@ -234,7 +235,7 @@ def _convert(
         raise click.UsageError(f"{option} needs the check; drop --no-verify and --stream.")
     if options["seconds"] is None:
         del options["seconds"]
-    require_models(model)
+    require_original(model)
     if out:
         require_new_folder(out, model, force=options["force"], resume=options["resume"])
     from enjoyln_cli.cli.progress import watch_job
@@ -371,7 +372,7 @@ def export(out: Path, file: Path, quiet: bool, as_json: bool, **options: Any) ->
     from enjoyln_cli.cli.progress import watch_job
     from enjoyln_cli.onnx_export.requirements import require_export
 
-    require_models(out, options["against"])
+    require_model(options["against"])
     require_export(file, **{key: options[key] for key in ("force", "verify", "with_cache")})
     require_folded(out)
     with watch_job(quiet or as_json, f"opening {with_origin(out)}") as watch:

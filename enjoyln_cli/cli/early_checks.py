@@ -19,11 +19,21 @@ from enjoyln_cli.errors import OutputError, UnsupportedModel
 from enjoyln_cli.fs.staging import check_place, learning_state
 
 
-def require_models(*names: str | Path | None) -> None:
-    """Refuse names that are neither a directory nor of the form of a Hub id; skip ``None``."""
-    for name in names:
-        if name is not None:
-            local_folder(str(name))
+def require_model(name: str | Path | None) -> None:
+    """Refuse a name that is neither a directory with a config nor of the form of a Hub id."""
+    if name is not None and local_folder(str(name)) is not None:
+        config.raw_config(open_source(str(name)))
+
+
+def require_original(model: str) -> None:
+    """Refuse a directory without a config, of a quantised model, or that was converted already.
+
+    A Hub id is left to the library.
+    """
+    if local_folder(model) is not None:
+        raw = config.raw_config(open_source(model))
+        config.require_unquantised(raw, model)
+        config.require_unfolded(raw, model)
 
 
 def with_origin(model: str | Path) -> str:

@@ -5,6 +5,10 @@ Torch and transformers are imported inside the commands, so that help and usage 
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
+
 import click
 from click.shell_completion import BashComplete, FishComplete, ZshComplete
 
@@ -64,3 +68,17 @@ def env(as_json: bool) -> None:
 def completion(shell: str) -> None:
     """Print the script that makes SHELL complete enjoyln's commands and options."""
     click.echo(SHELLS[shell](main, {}, "enjoyln", "_ENJOYLN_COMPLETE").source())
+
+
+def run() -> None:
+    """Run the command, and end the process.
+
+    Python itself would look for garbage in all of torch before it ends, which takes a second.
+    """
+    try:
+        main(prog_name="enjoyln")
+    except SystemExit as ending:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(ending.code or 0))

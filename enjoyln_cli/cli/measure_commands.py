@@ -14,7 +14,7 @@ from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
     require_folded,
-    require_models,
+    require_model,
     require_new_folder,
     require_one_source,
     with_origin,
@@ -82,7 +82,7 @@ def verify(out: Path, data: Options, quiet: bool, as_json: bool, **options: Any)
     require_one_source(data, options["samples"], is_needed=is_quantised)
     from enjoyln_cli.cli.progress import watch_job
 
-    require_models(out, options["against"])
+    require_model(options["against"])
     if not is_quantised:
         require_folded(out)
     with watch_job(quiet or as_json, f"verifying {with_origin(out)}") as watch:
@@ -195,7 +195,7 @@ def bench(
     """
     from enjoyln_cli.cli.progress import watch_job
 
-    require_models(out, options["against"])
+    require_model(options["against"])
     require_folded(out)
     with watch_job(quiet or as_json, f"opening {with_origin(out)}") as watch:
         from enjoyln_cli.benchmark.bench import bench as measure
@@ -291,7 +291,7 @@ def quantize(
     from enjoyln_cli.cli.progress import watch_job
 
     require_one_source(data, is_needed=True)
-    require_models(model)
+    require_model(model)
     require_new_folder(out, model, force=options["force"])
     require_scheme(scheme, form)
     with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:

@@ -10,15 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.text import Text
 
 from enjoyln_cli.cli.output_lines import console, say
-from enjoyln_cli.clock import no_progress
+from enjoyln_cli.clock import duration, no_progress
 from enjoyln_cli.text import size
 
-LINE_SECONDS = 5.0
+LINE_SECONDS = 30.0
 """Least time between two progress lines, if no bar can be drawn."""
 
 
@@ -57,7 +58,10 @@ def watch_job(quiet: bool, stage: str) -> Iterator[Watch]:
 
     event("stage", stage)
     if line is None:
-        yield Watch(event, no_progress if quiet else _plain_lines(), no_progress, warnings)
+        if quiet:
+            yield Watch(event, no_progress, no_progress, warnings)
+        else:
+            yield Watch(event, _plain_lines(_bytes_done), _plain_lines(_seconds_done), warnings)
         return
     try:
         yield Watch(event, line.count_bytes, line.count_seconds, warnings)
@@ -102,20 +106,22 @@ class LastLine:
         self.bar.update(self._task, completed=done, total=total or None)
 
 
-def _plain_lines() -> Callable[[int, int], None]:
-    """Print a line every ``LINE_SECONDS`` at most, and one at the end."""
-    last = 0.0
+def _plain_lines(in_words: Callable[[Any, Any], str]) -> Callable[[float, float], None]:
+    """Print what is done, and how much in all, as a line every ``LINE_SECONDS`` at most."""
+    last = time.monotonic()
 
-    def update(done: int, total: int) -> None:
+    def update(done: float, total: float) -> None:
         nonlocal last
-        now = time.monotonic()
-        last = last or now
-        if now - last >= LINE_SECONDS or done >= total:
-            last = now
-            say(_bytes_done(done, total), stderr=True)
+        if time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            say(in_words(done, total), stderr=True)
 
     return update
 
 
 def _bytes_done(done: int, total: int) -> str:
     return f"{size(done)} of {size(total)}"
+
+
+def _seconds_done(done: float, total: float) -> str:
+    return f"{duration(done)} of about {duration(total)}" if total else duration(done)

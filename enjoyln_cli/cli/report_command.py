@@ -9,7 +9,7 @@ from typing import Any, Literal
 import click
 
 from enjoyln_cli.cli import help
-from enjoyln_cli.cli.early_checks import require_models, with_origin
+from enjoyln_cli.cli.early_checks import require_original, with_origin
 from enjoyln_cli.cli.group import complain
 from enjoyln_cli.cli.options import (
     NEW_FILE,
@@ -91,7 +91,7 @@ def report(
     names = models or types
     first = names[0]
     if len(models) == 1:
-        require_models(*models)
+        require_original(models[0])
         first = with_origin(first)
     from enjoyln_cli.cli.progress import watch_job
 

@@ -101,6 +101,12 @@ WRONG = [
     ([*ONNX, "a.onnx"], NOT_FOLDED),
     (["verify", "."], "error: . has no config.json; "),
     (["verify", "full"], "error: full has no config.json; "),
+    (["fold", "full", "-o", "new"], "error: full has no config.json; "),
+    (["quantize", "full", "-o", "new", "--text", "full/notes.txt"], "error: full has no config"),
+    (["fold", "adapter", "-o", "new"], "error: adapter holds a PEFT adapter"),
+    (["report", "adapter"], "error: adapter holds a PEFT adapter"),
+    (["rotate", "folded", "-o", "new"], "error: folded is the result of an earlier fold"),
+    (["report", "gptq"], "error: gptq is quantised (gptq)"),
     (["bench", "listed"], "error: listed/config.json holds a JSON list, not an object"),
     (["unfold", "pipeline", "-o", "new"], "error: pipeline was not folded"),
     (["bench", "quantised"], "error: quantised was written by `enjoyln quantize`"),
@@ -135,6 +141,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name, content in {
         "folded/config.json": '{"enjoyln": {}}',
         "full/notes.txt": "",
+        "adapter/adapter_config.json": "{}",
+        "gptq/config.json": '{"quantization_config": {"quant_method": "gptq"}}',
         "listed/config.json": "[]",
         "pipeline/modules.json": '[{"path": "0_Transformer"}]',
         "pipeline/0_Transformer/config.json": '{"enjoyln": null}',
@@ -167,3 +175,18 @@ def test_a_command_says_at_once_what_it_does_or_what_is_wrong(
 ) -> None:
     modules, first = said[str(arguments)]
     assert modules == [] and first.strip().startswith(text.format(here=said["here"]))
+
+
+@pytest.mark.parametrize(("words", "status"), [(["--version"], 0), (["report", "no/such"], 1)])
+def test_a_process_ends_without_looking_for_garbage(words: list[str], status: int) -> None:
+    ends = f"""
+import atexit, gc, os, sys
+atexit.register(lambda: gc.callbacks.append(lambda *_: os.write(1, b"looked for garbage")))
+atexit.register(lambda: print("cleaned up"))
+from enjoyln_cli.cli.main import run
+sys.argv = {["enjoyln", *words]}
+run()
+"""
+    done = subprocess.run([sys.executable, "-c", ends], capture_output=True, text=True)
+    assert done.returncode == status
+    assert done.stdout.endswith("cleaned up\n")
