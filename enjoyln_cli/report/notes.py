@@ -93,7 +93,8 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
         other = "may give wrong outputs" if only_rotated else "is refused"
         lines.append(_proven_calls(plan.covered.forms, other))
     elif plan.unproven:
-        unproven = ", ".join(compact(plan.unproven))
+        inputs = [name for name in plan.unproven if "." not in name]  # not the weights they need
+        unproven = ", ".join(compact(inputs or plan.unproven))
         what = "not proven for" if only_rotated else "LayerNorm is used in"
         if plan.folded and (plan.merged or plan.baked):
             what = "a folded model refuses"

@@ -103,6 +103,12 @@ def test_notes_name_ops_reasons_and_culprits() -> None:
     assert "LayerNorm is used in calls with inputs_embeds" in text
 
 
+def test_a_note_on_calls_names_inputs_and_not_the_weights_that_they_need() -> None:
+    unproven = ("bool_masked_pos", "embeddings.mask_token")
+    *_, last = notes.notes(ModelReport("m", replace(PLAN, unproven=unproven)))
+    assert last == "  LayerNorm is used in calls with bool_masked_pos"
+
+
 MERGED = Merge(
     "h.0.ln",
     bias="h.0.ln.bias",
