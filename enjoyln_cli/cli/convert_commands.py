@@ -93,7 +93,9 @@ model_options = all_of(
         type=FILE,
         help="Make only the edits of this recipe; refused if one is not proven.",
     ),
-    click.option("-o", "--out", type=FOLDER, help="New directory for the result."),
+    click.option(
+        "-o", "--out", type=FOLDER, help="New directory for the result; needed unless --dry-run."
+    ),
     click.argument("model", shell_complete=help.folders),
 )
 """MODEL, OUT, and the options for what is proven about MODEL."""

@@ -258,7 +258,7 @@ def pairs_to_time(batch_sizes: tuple[int, ...], seq_lens: tuple[int, ...]) -> Op
     "--keep",
     callback=parse_names,
     metavar="NAMES",
-    help="Layers to leave in floating point (in ONNX in 8 bits if weights have 4): *.fc2.",
+    help="Layers to leave in floating point (in ONNX in 8 bits if weights have 4), such as *.fc2.",
 )
 @click.option(
     "--max-error",
@@ -285,8 +285,9 @@ def quantize(
 ) -> None:
     """Quantise MODEL, rotated if that is better on your data, and measure the result.
 
-    One half of the data decides between the original and rotations, as the target program runs
-    them; the result is measured on the other half. Exits with 1 if it costs too much.
+    The original and its rotated forms are compared on one half of the data, in the program that
+    the format is for; the result is measured on the other half. Exit status 1 if its error is too
+    large.
     """
     from enjoyln_cli.cli.progress import watch_job
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.text import Text
@@ -20,7 +19,7 @@ from enjoyln_cli.clock import duration, no_progress
 from enjoyln_cli.text import size
 
 LINE_SECONDS = 30.0
-"""Least time between two progress lines, if no bar can be drawn."""
+"""Where no bar can be drawn: how long nothing is printed before a line says what is done."""
 
 
 @dataclass(frozen=True)
@@ -44,29 +43,24 @@ def watch_job(quiet: bool, stage: str) -> Iterator[Watch]:
     seconds.
     """
     warnings: list[str] = []
-    line = None if quiet or not console(stderr=True).is_terminal else LastLine()
+    lines = LastLine() if console(stderr=True).is_terminal and not quiet else PlainLines()
 
     def event(level: str, text: str) -> None:
         warns = level in ("warning", "failure")
         if warns:
             warnings.append(text)
         if not quiet or level == "failure":
-            shown, style = (f"warning: {text}", "yellow") if warns else (text, "dim")
-            line.say(shown, style) if line else say(shown, style, stderr=True)
-        if line:
-            line.begin(level)
+            lines.say(*((f"warning: {text}", "yellow") if warns else (text, "dim")))
+        lines.begin(level)
 
     event("stage", stage)
-    if line is None:
-        if quiet:
-            yield Watch(event, no_progress, no_progress, warnings)
-        else:
-            yield Watch(event, _plain_lines(_bytes_done), _plain_lines(_seconds_done), warnings)
+    if quiet:
+        yield Watch(event, no_progress, no_progress, warnings)
         return
     try:
-        yield Watch(event, line.count_bytes, line.count_seconds, warnings)
+        yield Watch(event, lines.count_bytes, lines.count_seconds, warnings)
     finally:
-        line.bar.stop()
+        lines.end()
 
 
 class LastLine:
@@ -105,23 +99,42 @@ class LastLine:
         self._is_timed = True
         self.bar.update(self._task, completed=done, total=total or None)
 
+    def end(self) -> None:
+        """Remove the line."""
+        self.bar.stop()
 
-def _plain_lines(in_words: Callable[[Any, Any], str]) -> Callable[[float, float], None]:
-    """Print what is done, and how much in all, as a line every ``LINE_SECONDS`` at most."""
-    last = time.monotonic()
 
-    def update(done: float, total: float) -> None:
-        nonlocal last
-        if time.monotonic() - last >= LINE_SECONDS:
-            last = time.monotonic()
-            say(in_words(done, total), stderr=True)
+class PlainLines:
+    """The same without a bar: a line says what is done if nothing was printed for a while."""
 
-    return update
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def say(self, text: str, style: str = "dim") -> None:
+        """Print a message."""
+        self._last = time.monotonic()
+        say(text, style, stderr=True)
+
+    def begin(self, level: str) -> None:
+        """Begin a stage."""
+
+    def count_bytes(self, done: int, total: int) -> None:
+        """Print the bytes done."""
+        if self._is_due:
+            self.say(_bytes_done(done, total))
+
+    def count_seconds(self, done: float, total: float) -> None:
+        """Print the time that has passed."""
+        if self._is_due:
+            self.say(f"{duration(done)} of about {duration(total)}" if total else duration(done))
+
+    def end(self) -> None:
+        """End the job."""
+
+    @property
+    def _is_due(self) -> bool:
+        return time.monotonic() - self._last >= LINE_SECONDS
 
 
 def _bytes_done(done: int, total: int) -> str:
     return f"{size(done)} of {size(total)}"
-
-
-def _seconds_done(done: float, total: float) -> str:
-    return f"{duration(done)} of about {duration(total)}" if total else duration(done)

@@ -38,9 +38,9 @@ class QuantisedCheck:
     @property
     def summary(self) -> str:
         """The verdict in words."""
-        verdict = "as close as it has to be" if self.passed else "too far from the original"
-        limit = f"limit {self.max_error:g}"
-        return f"{verdict}: error {number(self.differences.error)} of the outputs ({limit})"
+        where = "within" if self.passed else "above"
+        error = number(self.differences.error)
+        return f"error {error} of the outputs, {where} the limit of {self.max_error:g}"
 
     def to_json(self) -> dict[str, Any]:
         """All fields as plain values."""

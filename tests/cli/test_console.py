@@ -194,16 +194,18 @@ def test_progress_in_a_pipe_is_plain_lines(
         watch.event("warning", "the recipe differs")
         for clock[0], done in ((101.0, 0), (131.0, 900_000_000), (140.0, 950_000_000)):
             watch.progress(done, 1_000_000_000)
-        for clock[0], total in ((129.9, 220.0), (170.0, 220.0), (171.0, 220.0), (210.0, 0.0)):
-            watch.seconds(clock[0] - 100, total)
+        watch.event("stage", "verifying")
+        for clock[0], total in ((169.9, 220.0), (170.0, 220.0), (171.0, 220.0), (210.0, 0.0)):
+            watch.seconds(clock[0] - 140, total)
     out, err = capsys.readouterr()
     assert out == "" and "\x1b" not in err
     assert err.splitlines() == [
         "opening",
         "warning: the recipe differs",
         "900.0 MB of 1.0 GB",
-        "70 s of about 3 min 40 s",
-        "110 s",
+        "verifying",
+        "30 s of about 3 min 40 s",
+        "70 s",
     ]
 
 
