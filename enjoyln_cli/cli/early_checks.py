@@ -38,7 +38,8 @@ def require_original(model: str) -> None:
 
 def with_origin(model: str | Path) -> str:
     """``model`` as the first line names it: whether it is looked for on the Hub."""
-    return f"{model}{' from the Hub' if local_folder(str(model)) is None else ''}"
+    is_local = local_folder(str(model)) is not None
+    return f"{model}{'' if is_local else ' from the Hub, since no directory has this name'}"
 
 
 def require_folded(out: str | Path) -> None:

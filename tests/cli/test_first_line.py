@@ -123,8 +123,8 @@ WRONG = [
     ),
 ]
 HUB = [
-    (["fold", "gpt2", "-o", "new"], "opening gpt2 from the Hub"),
-    (["report", "gpt2"], "analysing gpt2 from the Hub"),
+    (["fold", "gpt2", "-o", "new"], "opening gpt2 from the Hub, since no directory has this name"),
+    (["report", "gpt2"], "analysing gpt2 from the Hub, since"),
 ]
 CASES = [
     *(([name, *words], text) for name, (words, text) in STARTS.items()),
@@ -177,7 +177,9 @@ def test_a_command_says_at_once_what_it_does_or_what_is_wrong(
     assert modules == [] and first.strip().startswith(text.format(here=said["here"]))
 
 
-@pytest.mark.parametrize(("words", "status"), [(["--version"], 0), (["report", "no/such"], 1)])
+@pytest.mark.parametrize(
+    ("words", "status"), [(["--version"], 0), (["report", "no/such/model"], 1)]
+)
 def test_a_process_ends_without_looking_for_garbage(words: list[str], status: int) -> None:
     ends = f"""
 import atexit, gc, os, sys
