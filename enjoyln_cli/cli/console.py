@@ -90,7 +90,6 @@ COLUMNS = {
     "stay_layernorm": "stay",
 }
 """The fields of ``Counts`` that a report's table shows, and the heads of their columns."""
-FOR_A_GPU = "for a GPU: fold with --merge bias; torch computes RMSNorm without a bias in one kernel"
 
 
 def write_reports(reports: Sequence[ModelReport]) -> None:
@@ -101,9 +100,6 @@ def write_reports(reports: Sequence[ModelReport]) -> None:
     for report in reports:
         for line in notes(report):
             say(line)
-    plans = [report.plan for report in reports]
-    if any(plan.folded and not plan.merged and not plan.unmerged for plan in plans):
-        say(FOR_A_GPU, "dim")
 
 
 def _write_counts(reports: Sequence[ModelReport]) -> None:

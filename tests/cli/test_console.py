@@ -17,7 +17,7 @@ from rich.table import Table
 from terminal import on_a_terminal
 
 from enjoyln_cli.cli import console, progress
-from enjoyln_cli.plan.plan import Merge, NamedParameter, Plan, Reader, UnmergedNorm, Verdict
+from enjoyln_cli.plan.plan import Merge, NamedParameter, Plan, Reader
 from enjoyln_cli.proof.explain import Tree
 from enjoyln_cli.publish.push import File, Upload
 from enjoyln_cli.report import layer_names, notes
@@ -134,20 +134,6 @@ def test_the_table_shows_the_counts(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert "LLaMA: 33 norms are RMSNorm already" in out
     assert "never used to convert" in out
-
-
-def test_the_form_for_gpus_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
-    console.write_reports([ModelReport("m", PLAN), ModelReport("n", PLAN)])
-    assert capsys.readouterr().out.count("for a GPU: fold with --merge bias") == 1
-    kept = tuple(Verdict(one.norm, "kept", reason=REASON) for one in PLAN.norms)
-    unmerged = (UnmergedNorm("h.0.ln", "a sum reads it"),)
-    for other in (
-        replace(PLAN, norms=kept),
-        replace(PLAN, merged=(MERGED,)),
-        replace(PLAN, unmerged=unmerged),
-    ):
-        console.write_reports([ModelReport("m", other)])
-        assert "for a GPU" not in capsys.readouterr().out
 
 
 def test_a_tree_keeps_its_shape_and_its_brackets(capsys: pytest.CaptureFixture[str]) -> None:
