@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from enjoyln_cli.checkpoint.file_roles import CONFIG, is_housekeeping
+from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.source import Source
+from enjoyln_cli.errors import UnsupportedModel
 
 RECIPE_FILE = "enjoyln_recipe.yaml"
 PLAN_FILE = "enjoyln_plan.json"
@@ -30,6 +32,13 @@ def verified_files(result: Source) -> list[str]:
     names = [path.relative_to(result.root).as_posix() for path in paths]
     reports = {*REPORTS, *(f"{result.folder}/{name}" for name in REPORTS)}
     return sorted(name for name in names if not is_housekeeping(name) and name not in reports)
+
+
+def require_float(model: str) -> None:
+    """Raise ``UnsupportedModel`` for a directory that ``quantize`` has written."""
+    folder = local_folder(model)
+    if folder is not None and (folder / QUANTISATION_FILE).is_file():
+        raise UnsupportedModel(f"{model} is quantised already; pass the model it was made from")
 
 
 def is_own(name: str) -> bool:

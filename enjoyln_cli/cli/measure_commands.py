@@ -10,7 +10,7 @@ import click
 
 from enjoyln_cli.benchmark.choices import GRID_LENGTHS, GRID_ROWS, MODES, SECONDS
 from enjoyln_cli.checkpoint.access import HubAccess
-from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
+from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, require_float
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
     require_folded,
@@ -292,6 +292,7 @@ def quantize(
     from enjoyln_cli.cli.progress import watch_job
 
     require_one_source(data, is_needed=True)
+    require_float(model)
     require_model(model)
     require_new_folder(out, model, force=options["force"])
     require_scheme(scheme, form)

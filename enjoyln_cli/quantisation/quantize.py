@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from enjoyln_cli.benchmark.timing import Task, time_rounds
-from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.reader import other_files
-from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
+from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, require_float
 from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison.user_data import UserData, require_data
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
@@ -347,13 +346,6 @@ def require_layers(model: Any, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in paths):
             raise UnsupportedModel(f"--keep {pattern}: no layer has such a path")
-
-
-def require_float(model: str) -> None:
-    """Raise ``UnsupportedModel`` for a directory that ``quantize`` has written."""
-    folder = local_folder(model)
-    if folder is not None and (folder / QUANTISATION_FILE).is_file():
-        raise UnsupportedModel(f"{model} is quantised already; pass the model it was made from")
 
 
 def best(compared: Sequence[Compared], float_size: int) -> int:

@@ -21,7 +21,7 @@ from enjoyln_cli.errors import ModelNotFound
 
 def test_its_text_does_not_show_the_token() -> None:
     access = HubAccess(token=TOKEN, cache_dir="cache")
-    holders = (access, Opening(access=access), Remote("me/x", Path("x"), {}, {}, access))
+    holders = (access, Opening(access=access), Remote("me/x", Path("x"), {}, access))
     for text in (*map(repr, holders), *map(str, holders), f"{access}", f"{[access]}"):
         assert TOKEN not in text and "cache" in text
 
