@@ -18,7 +18,7 @@ from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.meta_device import copy_without_weights
 from enjoyln_cli.trace.failure_reasons import say_why
-from enjoyln_cli.trace.recorder import record_example
+from enjoyln_cli.trace.recorder import record
 from enjoyln_cli.trace.steps import Steps, quiet
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
@@ -72,7 +72,7 @@ def _ops(model: nn.Module, call: Call, groups: Mapping[str, str]) -> list[str]:
     """Every op of one call as text, with its operands; ``groups`` gives the names of parameters."""
     bare = copy_without_weights(model).eval()
     with quiet():
-        found, _ = record_example(Steps(bare, call.flags, None, cache=call.cache), call.steps)
+        found, _ = record(Steps(bare, call.flags, None, cache=call.cache), call.steps)
     nodes: dict[Any, str] = {}
     ops: list[str] = []
     others = 0

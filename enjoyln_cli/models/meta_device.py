@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from types import CellType, FunctionType
 from typing import Any
 
@@ -96,7 +97,7 @@ class Memory:
         found = _storages(result)
         self._storages |= {key: one for key, one in found.items() if key not in before}
         changed = found.keys() | before.keys() if writes else found.keys()
-        if all(map(self._is_whole, _tensors(operands))):
+        if all(map(self._is_whole, tensors_of(operands))):
             self._whole |= changed - before.keys()
         else:
             self._whole -= changed
@@ -116,13 +117,20 @@ class Memory:
         return bool(keys) and _known(tensor) and not _is_real(tensor)
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
+def tensors_of(values: Any) -> list[torch.Tensor]:
+    """The tensors among the arguments or results of an op, which may be in lists."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = tuple(values.values())
+    if not isinstance(values, (tuple, list)):
+        return []
+    return [tensor for value in values for tensor in tensors_of(value)]
 
 
 def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
     found = {}
-    for value in _tensors(values):
+    for value in tensors_of(values):
         with suppress(RuntimeError, NotImplementedError, ValueError):  # sparse, or not materialised
             storage = value.untyped_storage()
             found[storage._cdata] = storage
@@ -198,7 +206,7 @@ class _KeepInputs(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = _tensors((args, kwargs))
+        given = tensors_of((args, kwargs))
         if _makes_new(func, given):
             kwargs["device"] = _device_of_new(func, args, kwargs, given)
             args = pytree.tree_map_only(torch.Tensor, _on(kwargs["device"]), args)
@@ -215,7 +223,7 @@ class _KeepInputs(TorchDispatchMode):
         if func.overloadpacket is aten.masked_select and _known(args[1]):
             mask = args[1].broadcast_to(args[0].shape)
             func, args = aten.index.Tensor, (args[0], _whole_indices([mask]))
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _forgotten, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, without_values, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -237,7 +245,8 @@ def _is_unknown_place(index: Any) -> bool:
     return unknown and not index.dim() and index.dtype in (torch.int64, torch.int32)
 
 
-def _forgotten(tensor: torch.Tensor) -> torch.Tensor:
+def without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the meta device, which has its shape only."""
     return tensor.to("meta")
 
 
@@ -252,9 +261,15 @@ def _on(device: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _makes_new(func: Any, given: list[torch.Tensor]) -> bool:
     """Whether the op creates a tensor, and reads no more than the shape of its operands."""
-    takes_device = any(argument.name == "device" for argument in func._schema.arguments)
     name = func.overloadpacket.__name__
-    return takes_device and (not given or name.endswith("_like") or name.startswith("new_"))
+    alike = not given or name.endswith("_like") or name.startswith("new_")
+    return alike and takes_device(func)
+
+
+@cache
+def takes_device(func: Any) -> bool:
+    """Whether an argument of an op says on which device its result is."""
+    return any(argument.name == "device" for argument in func._schema.arguments)
 
 
 def _device_of_new(
@@ -283,8 +298,8 @@ def _check_put(target: torch.Tensor, indices: list[Any], values: Any = None) -> 
     """
     if not isinstance(values, torch.Tensor) or not all(i is None or _known(i) for i in indices):
         return
-    index = [i if i is None else _forgotten(i) for i in indices]
-    places, given = aten.index.Tensor(_forgotten(target), index).shape, values.shape
+    index = [i if i is None else without_values(i) for i in indices]
+    places, given = aten.index.Tensor(without_values(target), index).shape, values.shape
     pairs = zip(reversed(given), reversed(places), strict=False)
     if len(given) > len(places) or any(size not in (1, place) for size, place in pairs):
         raise RuntimeError(

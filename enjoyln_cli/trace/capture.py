@@ -1,13 +1,11 @@
 """Capture the graph of one call of a model, by recording the ops of one run without weights.
 
-A run without any values is tried first (``recorder.record``): it is fast, and its graph holds for
-all values. If the code needs values of its inputs, or writes in place, the run is repeated with the
-values of the example inputs (``recorder.record_example``). If Python reads one of these, a further
-run shows whether the graph holds for all values in spite of that (``holds_for_all_values``).
-Otherwise it holds for calls of this kind only.
+The run has the values of the example inputs (``recorder.record``). If Python reads none of these,
+the graph holds for all values. If it does, a further run shows whether the graph holds for all
+values in spite of that (``holds_for_all_values``). Otherwise it holds for calls of this kind only.
 
 All these runs take the branches that the code takes while it is exported, since these need the
-fewest values. Only if the code fails there, the run with values takes its usual branches.
+fewest values. Only if the code fails there, it takes its usual branches.
 
 Each recording works on a copy of the model without weights that is made for this one graph.
 """
@@ -28,7 +26,6 @@ from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.graph.in_place import (
     mark_written,
-    mutating_ops,
     replace_private_writes,
     replace_scalings,
 )
@@ -46,7 +43,7 @@ from enjoyln_cli.models.norm_modules import first_names
 from enjoyln_cli.plan.trusted_code import is_stock
 from enjoyln_cli.trace.annotate import CallToTrace, annotate
 from enjoyln_cli.trace.failure_reasons import say_why
-from enjoyln_cli.trace.recorder import record, record_example
+from enjoyln_cli.trace.recorder import record
 from enjoyln_cli.trace.shared_storage import reason_of_sharing, reason_outside, ties
 from enjoyln_cli.trace.size_range import holds_for_all_values
 from enjoyln_cli.trace.steps import Steps, quiet, watch
@@ -54,7 +51,7 @@ from enjoyln_cli.trace.trace import Naming, Trace
 
 
 class Captures:
-    """Captures the graphs of one model's calls, and keeps those that needed no values."""
+    """Captures the graphs of one model's calls."""
 
     def __init__(self, model: nn.Module, naming: Naming = str, inner: str | None = None) -> None:
         """``naming`` converts a path in ``model`` to the name that the plan uses.
@@ -79,26 +76,35 @@ class Captures:
 
         Raises ``TraceFailed`` if the model cannot run without its weights.
         """
-        if recording := self._recording(call):
-            return recording
+        if (trace := self._recording(call)) is not None:
+            return self._for_all_values(trace, exporting=True)
         try:
-            with suppress(Exception):  # some code fails while it is exported
-                return self._with_values(call)
-            return self._with_values(call, exporting=False)
+            return self._for_all_values(self._record(call, exporting=False), exporting=False)
         except Exception as error:  # of the model's code, or of torch
             raise TraceFailed(
                 f"{type(self.model).__name__} could not be traced ({call.label}): {say_why(error)}"
             ) from error
 
-    def _with_values(self, call: Call, exporting: bool = True) -> Trace:
-        """The graph of one call with its example inputs. Raises any exception of the model."""
+    def _recording(self, call: Call) -> Trace | None:
+        """The graph of a call as its code is exported; ``None`` if the code fails there."""
+        if id(call) not in self._recordings:
+            trace = None
+            with suppress(Exception):  # of the model's code, or of torch
+                trace = self._record(call, exporting=True)
+            self._recordings[id(call)] = call, trace
+        return self._recordings[id(call)][1]
+
+    def _record(self, call: Call, exporting: bool) -> Trace:
         with quiet(call.training, exporting):
-            trace = record_example_call(self.prepared(call))
-            if trace.by_values:
-                with suppress(Exception):  # the path depends on values, or may do so
-                    holds = holds_for_all_values(self.prepared(call), trace.graph)
-                    return replace(trace, by_values=not holds)
-            return trace
+            return record_call(self.prepared(call))
+
+    def _for_all_values(self, trace: Trace, exporting: bool) -> Trace:
+        """``trace``, which no longer counts as ``by_values`` if it holds for all values."""
+        if trace.by_values:
+            with suppress(Exception), quiet(trace.call.training, exporting):
+                holds = holds_for_all_values(self.prepared(trace.call), trace.graph)
+                return replace(trace, by_values=not holds)
+        return trace
 
     def prepared(self, call: Call) -> CallToTrace:
         """``call`` with a copy of the model that runs it (see ``copy_without_weights``)."""
@@ -116,17 +122,6 @@ class Captures:
             locked={**reason_outside(self.model, others), **self._locked},
             watchers=watch(bare, call.training),
         )
-
-    def _recording(self, call: Call) -> Trace | None:
-        """The graph of a call that was recorded without values; ``None`` if it needs some."""
-        if id(call) not in self._recordings:
-            self._recordings[id(call)] = call, self._record(call)
-        return self._recordings[id(call)][1]
-
-    def _record(self, call: Call) -> Trace | None:
-        with suppress(Exception), quiet(call.training):  # the run with values reports any error
-            return record_call(self.prepared(call))
-        return None
 
     @cached_property
     def _ties(self) -> Mapping[str, tuple[str, ...]]:
@@ -157,24 +152,13 @@ def accepts(model: nn.Module, call: Call) -> bool:
 
 
 def record_call(this: CallToTrace) -> Trace:
-    """The graph of a call, recorded without values. Raises an exception if it needs some."""
-    forget_buffers(this.model)
-    recording = record(this.runner(), this.call.steps)
-    settle(recording.graph)
-    replace_private_writes(recording.graph)
-    if left := mutating_ops(recording.graph):
-        raise TraceFailed(f"{left[0].target} writes to memory that other ops may read")
-    return annotate(this, recording)
-
-
-def record_example_call(this: CallToTrace) -> Trace:
     """The graph of a call with its example inputs, and whether Python read their values.
 
     Raises an exception if it cannot be recorded.
     """
     forget_buffers(this.model, keep_integers=True)
     runner = this.runner()
-    recording, computed = record_example(runner, this.call.steps)
+    recording, computed = record(runner, this.call.steps)
     settle(recording.graph)
     replace_private_writes(recording.graph)
     constants = recording.constants.values()

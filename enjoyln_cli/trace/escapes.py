@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.trace.graph_builder import NotRecorded
@@ -17,7 +16,6 @@ READS = {
     "numpy", "storage", "tolist", "untyped_storage",
 }  # fmt: skip
 """Functions by which Python gets the values of a tensor, or access to them."""
-_INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
 class PythonReads(TorchFunctionMode):
@@ -26,17 +24,14 @@ class PythonReads(TorchFunctionMode):
     Raises ``TraceFailed`` if code assigns to ``.data`` of a tensor, which no graph shows.
     """
 
-    def __init__(self, lenient: bool, symbolic: bool) -> None:
-        """``lenient`` if operations may read values, ``symbolic`` if no tensor has any."""
+    def __init__(self, symbolic: bool) -> None:
+        """``symbolic`` if no tensor has values."""
         super().__init__()
-        self.lenient = lenient
         self.symbolic = symbolic
         self.read_values = False
         """Whether Python read the value of a tensor, so that other values may lead elsewhere."""
         self.failed = False
         """Whether reading one failed."""
-        self.writing = False
-        """Whether ``torch.tensor`` runs on constants in the code."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -44,44 +39,21 @@ class PythonReads(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.__getitem__ and (slices := _as_slices(args[1])) is not None:
             return func(args[0], slices).clone(memory_format=torch.contiguous_format)
-        if func in _INDEXED and not self.lenient:
-            with self:
-                args = (args[0], _with_index_tensors(args[1], args[0].device), *args[2:])
         if func is torch.Tensor.__deepcopy__ and self.symbolic:
             self.failed = True
             raise NotRecorded("a deep copy of a tensor needs memory, which no symbol has")
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             self.failed = True
             raise TraceFailed("forward assigns to the .data of a tensor, which no graph shows")
-        reads = getattr(func, "__name__", "") in READS
-        written = func is torch.tensor and not _holds_tensor((args, kwargs))
-        if not (reads or written):
+        if getattr(func, "__name__", "") not in READS:
             return func(*args, **kwargs)
-        self.writing = written
         try:
             result = func(*args, **kwargs)
-            self.read_values |= reads
-            return result
         except BaseException:
             self.failed = True
             raise
-        finally:
-            self.writing = False
-
-
-def _holds_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
-
-
-def _with_index_tensors(index: Any, device: torch.device) -> Any:
-    """An index with tensors in place of lists of numbers.
-
-    torch would make a tensor of each list by itself, by no recorded operation.
-    """
-    if type(index) is tuple:
-        return tuple(_with_index_tensors(item, device) for item in index)
-    is_list = type(index) is list and all(type(i) is int for i in pytree.tree_leaves(index))
-    return torch.tensor(index).to(device) if is_list else index
+        self.read_values = True
+        return result
 
 
 def _as_slices(index: Any) -> Any:

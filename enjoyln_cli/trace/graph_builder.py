@@ -36,8 +36,6 @@ class GraphBuilder:
     """Paths of the modules without children that were called with other arguments than a tensor."""
     _first: Node | None = None
     """The first operation."""
-    _given: set[int] = field(default_factory=set)
-    """The storages of all tensors that existed before the call."""
 
     def placeholder(self, value: Any) -> Node:
         """A node for a value from outside, inserted before the first operation."""
@@ -48,7 +46,6 @@ class GraphBuilder:
                 node = self.graph.placeholder("given")
         if isinstance(value, torch.Tensor):
             self.give(value, node)
-            self._given.add(value.untyped_storage()._cdata)
             value = _shape_alone(value) if self.keeps_shapes else None
         node.meta["val"] = value
         return node
@@ -80,24 +77,11 @@ class GraphBuilder:
 
         return forward
 
-    def made(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of a tensor was allocated during the call."""
-        return tensor.is_meta and tensor.untyped_storage()._cdata not in self._given
-
-    def node_of(self, tensor: torch.Tensor, lenient: bool = False) -> Node:
-        """The node that a tensor comes from; a tensor with values is a constant in the code.
-
-        If ``lenient``, any tensor of unknown origin is a constant.
-        """
+    def node_of(self, tensor: torch.Tensor) -> Node:
+        """The node that a tensor comes from; a tensor of unknown origin is a constant."""
         known: Node | None = self.nodes.get(tensor)
         if known is not None:
             return known
-        if not lenient and (tensor.is_meta or type(tensor) not in PLAIN):
-            raise NotRecorded("a tensor was not created by a recorded operation")
-        return self.stand_in(tensor)
-
-    def stand_in(self, tensor: torch.Tensor) -> Node:
-        """A node for a tensor that existed before the call, or is a constant in the code."""
         node = self.placeholder(tensor)
         self.constants[node] = tensor
         return node
@@ -122,7 +106,9 @@ def _name_of(target: Any) -> str:
 
 
 def _shape_alone(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape, strides, dtype and device, without a reference to this one."""
-    if tensor.is_meta:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return tensor.detach().clone()
+    """A tensor of the same shape, strides and dtype, without values."""
+    if type(tensor) not in PLAIN or tensor.layout != torch.strided:
+        return tensor.detach().clone()
+    shape, strides = tensor.shape, tensor.stride()
+    with torch._C._DisableTorchDispatch():  # it belongs to the graph, and not to the call
+        return torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")

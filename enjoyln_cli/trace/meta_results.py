@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
+from enjoyln_cli.models.meta_device import tensors_of
 from enjoyln_cli.models.norm_modules import PLAIN
 
 MAX_RESULTS = 20_000
@@ -64,7 +63,6 @@ def _key_of(func: Any, args: Any, kwargs: Any) -> Any:
         or torch.is_inference_mode_enabled()
         or torch._C._is_any_autocast_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or _len_torch_dispatch_stack()
     ):
         raise _Unknown
     kernels = (
@@ -80,26 +78,25 @@ def _described(value: Any) -> Any:
     kind = type(value)
     if kind in _VALUES:
         return kind, value
-    if kind in PLAIN and _is_simple(value):
+    if kind in PLAIN and is_plain(value):
         return value.shape, value.stride(), value.storage_offset(), value.dtype
     if kind is tuple or kind is list:
         return kind, *[_described(part) for part in value]
     raise _Unknown
 
 
-def _is_simple(tensor: torch.Tensor) -> bool:
-    strided = tensor.is_meta and tensor.layout == torch.strided
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of torch's own class has no values, and strides in place of any."""
+    strided = type(tensor) in PLAIN and tensor.is_meta and tensor.layout == torch.strided
     return strided and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _forms(value: Any, given: Any) -> list[_New] | None:
     """The forms of the tensors in ``value``; ``None`` unless each has all of its own memory."""
     parts = list(value) if type(value) in (tuple, list) else [value]
-    if not all(type(part) is torch.Tensor and _is_simple(part) for part in parts):
+    if not all(type(part) is torch.Tensor and is_plain(part) for part in parts):
         return None
-    memory = {
-        x.untyped_storage()._cdata for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)
-    }
+    memory = {x.untyped_storage()._cdata for x in tensors_of(given)}
     forms: list[_New] = []
     for part in parts:
         storage = part.untyped_storage()

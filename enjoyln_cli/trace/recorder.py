@@ -1,19 +1,15 @@
-"""Record the operations of a model on the meta device while they run, without decomposing them.
+"""Record the operations of a model while they run without weights, and do not decompose them.
 
-``record`` is strict: weights, buffers and inputs have shapes only. So no value can choose a path,
-and one run stands for all runs with these shapes. Everything else is left to ``record_example``: a
-number that Python reads from a tensor, a write to memory that existed before the call, a tensor
-from elsewhere, any exception. Then ``NotRecorded`` is raised, even if the model's code catches the
-first exception. Writes to memory of the call itself are recorded as they are; ``graph.in_place``
-then replaces those that no other op can see.
-
-``record_example`` is lenient. Inputs and buffers, and everything computed from these alone, have
-values (see ``models.meta_device``). What reads or writes values is recorded as any other operation.
-If Python reads a value, the graph holds for calls with these values only.
+``record`` works on example inputs. Inputs and buffers, and everything computed from these alone,
+have values (see ``models.meta_device``); everything else has shapes only. What reads or writes
+values is recorded as any other operation: ``graph.in_place`` then replaces those writes that no
+other op can see. If Python reads a value, the graph holds for calls with these values only. If
+reading one fails, since it depends on a weight, ``NotRecorded`` is raised, even if the model's code
+catches the first exception.
 
 ``record_symbolic`` shows for which sizes, or for which values, such a graph holds.
 
-None of them can record an operator with a subgraph, such as ``torch.cond``.
+Neither of them can record an operator with a subgraph, such as ``torch.cond``.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -37,12 +32,10 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_stack
 
-from enjoyln_cli.graph.nodes import depends_on_values, packet
 from enjoyln_cli.models.load import stored_weights
-from enjoyln_cli.models.meta_device import Memory, is_mask, on_cpu, weightless
-from enjoyln_cli.models.norm_modules import PLAIN
+from enjoyln_cli.models.meta_device import Memory, on_cpu, takes_device, tensors_of, weightless, without_values
 from enjoyln_cli.trace import meta_results
 from enjoyln_cli.trace.escapes import PythonReads
 from enjoyln_cli.trace.graph_builder import GraphBuilder, NotRecorded
@@ -51,8 +44,6 @@ from enjoyln_cli.trace.steps import Steps
 aten = torch.ops.aten
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_CONSTANT = {aten.lift_fresh_copy, aten.detach, aten._to_copy, aten.to}
-"""Ops whose result is a constant if their operand is one."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -74,35 +65,17 @@ class Recording:
     """Paths of the modules without children that were called with other arguments than a tensor."""
 
 
-def record(runner: Steps, steps: Any) -> Recording:
-    """The graph of ``runner`` for ``steps`` without values.
-
-    All weights and buffers of its model are on the meta device. Raises ``NotRecorded``, or any
-    exception of the model.
-    """
-    if not all(type(tensor) in PLAIN for tensor in (*runner.parameters(), *runner.buffers())):
-        raise NotRecorded("a parameter is not a plain tensor")
-    bare = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), steps)
-    leaves, layout = pytree.tree_flatten(bare)
-    if any(isinstance(leaf, torch.Tensor) and type(leaf) is not torch.Tensor for leaf in leaves):
-        raise NotRecorded("an input is not a plain tensor")
-    recorder = _Recorder(GraphBuilder())
-    recording, (*returned, (_, others)) = _record(runner, recorder, leaves, layout)
-    repeated = len(returned) > len(steps) or bool(others)
-    if recorder.reads.failed or repeated or runner.replaced or runner.written:
-        raise NotRecorded("a call reads a value, or leaves something behind")
-    return recording
-
-
-def record_example(runner: Steps, steps: Any) -> tuple[Recording, Memory]:
+def record(runner: Steps, steps: Any) -> tuple[Recording, Memory]:
     """The graph of ``runner`` for ``steps`` with these values, and the memory that it computes.
 
     The parameters of its model have to be on the meta device. Raises ``NotRecorded``, or any
     exception of the model.
     """
-    recorder = _Recorder(GraphBuilder(), lenient=True)
     with weightless() as computed:
+        recorder = _Recorder(GraphBuilder(), computed=computed)
         recording, _ = _record(runner, recorder, *pytree.tree_flatten(on_cpu(steps)))
+    if recorder.reads.failed:
+        raise NotRecorded("a call reads a value that depends on weights")
     return recording, computed
 
 
@@ -148,7 +121,7 @@ def record_symbolic(runner: Steps, steps: Any, sizes: Symbols, free: bool = True
         return fake.from_tensor(tensor, symbolic_context=context)
 
     leaves, layout = pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, with_symbols, steps))
-    recorder = _Recorder(GraphBuilder(keeps_shapes=False), lenient=True, symbols=sizes)
+    recorder = _Recorder(GraphBuilder(keeps_shapes=False), symbols=sizes)
     with fake, torch.backends.nnpack.flags(enabled=False):  # which is chosen by the number of rows
         recording, _ = _record(runner, recorder, leaves, layout)
     if recorder.reads.failed or sizes.undecided:
@@ -175,7 +148,7 @@ def _record(
     with recorder.reads, enable_python_dispatcher(), recorder:
         result = runner(*pytree.tree_unflatten(leaves, layout))
     results, results_layout = pytree.tree_flatten(result)
-    nodes = [tracer.node_of(tensor, recorder.lenient) for tensor in results]
+    nodes = [tracer.node_of(tensor) for tensor in results]
     tracer.graph.output(nodes)
     recording = Recording(
         graph=tracer.graph,
@@ -196,18 +169,21 @@ class _Recorder(ProxyTorchDispatchMode):
     """
 
     def __init__(
-        self, tracer: GraphBuilder, lenient: bool = False, symbols: Symbols | None = None
+        self,
+        tracer: GraphBuilder,
+        computed: Memory | None = None,
+        symbols: Symbols | None = None,
     ) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
         self._mode_key = torch._C._TorchDispatchModeKey.PROXY
         self.enter_stack: list[Any] = []
         self.pre_dispatch = True
         self.tracer: Any = tracer
-        self.lenient = lenient
-        """Whether operations may read and write values."""
+        self.computed = computed
+        """The memory that a run without weights computes."""
         self.symbols = symbols
         """The symbols of sizes, which only torch's operations in Python leave free."""
-        self.reads = PythonReads(lenient, symbols is not None)
+        self.reads = PythonReads(symbols is not None)
         self.numbers: set[Any] = set()
         """Symbols of the numbers that Python read from tensors."""
 
@@ -240,54 +216,22 @@ class _Recorder(ProxyTorchDispatchMode):
             raise
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not isinstance(func, torch._ops.OpOverload):
-            raise NotRecorded(f"{func} has a subgraph")
-        if func is torch.ops.prim.device.default:
-            return func(*args, **kwargs)
-        if self.lenient:
-            return self._record_any(func, args, kwargs)
-        if func is aten.index.Tensor:
-            if any(index is not None and is_mask(index) for index in args[1]):
-                raise NotRecorded("the number of selected elements depends on a mask")
-            kind = ""
-        else:
-            kind = _kind_of(func)
-        if kind == "reads":
-            return self._number(func, args, kwargs)
-        if func is aten.detach_.default:  # the last op of torch.tensor, also of another tensor
-            if self.reads.writing and args[0] not in self.tracer.nodes:
-                self.tracer.stand_in(args[0])
-            if self.reads.writing and self._is_in_code(args[0]):
-                return func(*args, **kwargs)
-            raise NotRecorded("a tensor is copied without a recorded operation")
-        devices: dict[str, None] = {}
-        if func is aten.lift_fresh.default and self.reads.writing:
-            self.tracer.stand_in(args[0])
-        nodes = self._with_nodes(args, devices)
-        named = self._with_nodes(kwargs, devices)
-        if kind == "writes" and not self._writes_own_memory(args):
-            raise NotRecorded(f"{func} writes to memory that existed before the call")
-        if len(devices) > 1:
-            raise NotRecorded(f"{func} mixes tensors with and without values")
-        if kind == "writes":
-            value = func(*args, **kwargs)
-        else:
-            value = meta_results.compute(func, args, kwargs)
-        return self._called(func, args, nodes, named, value)
-
-    def _record_any(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record an operation that may read and write values.
+        """Record an operation, which may read and write values.
 
         What runs inside a transform such as ``vmap`` works on tensors that stand for one row, so it
         is not recorded; its result is a tensor of unknown origin.
         """
+        if not isinstance(func, torch._ops.OpOverload):
+            raise NotRecorded(f"{func} has a subgraph")
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             if func._schema.is_mutable and func is not aten.detach_.default:
                 raise NotRecorded(f"{func} writes in place inside a transform")
             return func(*args, **kwargs)
-        nodes, named = self._with_nodes(args, {}), self._with_nodes(kwargs, {})
+        nodes, named = self._with_nodes(args), self._with_nodes(kwargs)
         if self.symbols is None:
-            return self._called(func, args, nodes, named, func(*args, **kwargs))
+            return self._called(func, args, nodes, named, self._computed(func, args, kwargs))
         self.symbols.in_operation = True
         try:
             with enable_python_dispatcher():
@@ -295,6 +239,32 @@ class _Recorder(ProxyTorchDispatchMode):
             return self._called(func, args, nodes, named, value)
         finally:
             self.symbols.in_operation = False
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operation in a run without weights.
+
+        If no operand has values, it needs none of what ``weightless`` does, which takes time.
+        """
+        operands = tensors_of((args, kwargs))
+        attention = func is aten.scaled_dot_product_attention.default
+        needed = operands[:3] if attention else operands  # not the values of a mask
+        if (
+            self.computed is None
+            or not needed
+            or not all(map(meta_results.is_plain, needed))
+            or _len_torch_dispatch_stack() > 1
+            or takes_device(func)
+        ):
+            return func(*args, **kwargs)
+        with torch._C._DisableTorchDispatch():
+            if attention:
+                args, kwargs = pytree.tree_map_only(torch.Tensor, without_values, (args, kwargs))
+            if func._schema.is_mutable:
+                value = func(*args, **kwargs)
+            else:
+                value = meta_results.compute(func, args, kwargs)
+        self.computed.add(value, operands, func._schema.is_mutable)
+        return value
 
     def _called(self, func: Any, args: tuple[Any, ...], nodes: Any, named: Any, value: Any) -> Any:
         """Add the call to the graph; returns its result ``value``, which gets nodes."""
@@ -313,64 +283,26 @@ class _Recorder(ProxyTorchDispatchMode):
                 self._give(part, taken)
         return value
 
-    def _writes_own_memory(self, args: tuple[Any, ...]) -> bool:
-        """Whether the op writes to memory of the call: most ops write to their first argument."""
-        return isinstance(args[0], torch.Tensor) and self.tracer.made(args[0])
-
     def _give(self, value: Any, node: Node) -> None:
-        if type(value) not in PLAIN:
-            if not self.lenient:
-                raise NotRecorded("an operation returns something other than tensors")
-            if not isinstance(value, torch.Tensor):
-                return
-        self.tracer.give(value, node)
-
-    def _with_nodes(self, value: Any, devices: dict[str, None]) -> Any:
-        """Arguments with tensors replaced by nodes; adds the devices of tensors with dimensions."""
         if isinstance(value, torch.Tensor):
-            if value.dim():
-                devices[value.device.type] = None
-            return self.tracer.node_of(value, self.lenient)
+            self.tracer.give(value, node)
+
+    def _with_nodes(self, value: Any) -> Any:
+        """Arguments with tensors replaced by nodes."""
+        if isinstance(value, torch.Tensor):
+            return self.tracer.node_of(value)
         if type(value) in (tuple, list):
-            return type(value)([self._with_nodes(item, devices) for item in value])
+            return type(value)([self._with_nodes(item) for item in value])
         if type(value) is dict:
-            return {key: self._with_nodes(item, devices) for key, item in value.items()}
+            return {key: self._with_nodes(item) for key, item in value.items()}
         if isinstance(value, _SYMBOLIC):
             if not self.numbers.isdisjoint(value.node.expr.free_symbols):
                 raise NotRecorded("an operation takes a number that Python read from a tensor")
             return None  # a node would read its number
         return value
 
-    def _number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The value of a constant in the code, which is the same in every run."""
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if not all(map(self._is_constant, tensors)):
-            raise NotRecorded(f"{func} reads values")
-        return func(*args, **kwargs)
-
-    def _is_constant(self, tensor: torch.Tensor) -> bool:
-        known = not tensor.is_meta and tensor.numel() == 1
-        return known and self._is_in_code(tensor)
-
-    def _is_in_code(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a constant in the code, or a copy or cast of one."""
-        node = self.tracer.node_of(tensor)
-        while node.op == "call_function" and packet(node) in _CONSTANT:
-            node = node.args[0]
-        return node in self.tracer.constants
-
 
 @custom_function_call.py_impl(_Recorder)  # type: ignore[untyped-decorator]
 def _inside_a_transform(recorder: _Recorder, *args: Any, **kwargs: Any) -> Any:
     """A function with a derivative of its own inside a transform, where nothing is recorded."""
     return custom_function_call(*args, **kwargs)
-
-
-@cache
-def _kind_of(func: Any) -> str:
-    """``"reads"`` for an op that returns values, ``"writes"`` for an in-place op, else ``""``."""
-    schema = func._schema
-    tensors = all(str(result.type) in ("Tensor", "List[Tensor]") for result in schema.returns)
-    if not tensors or not schema.returns or depends_on_values(func):
-        return "reads"
-    return "writes" if schema.is_mutable else ""
