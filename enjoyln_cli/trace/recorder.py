@@ -35,7 +35,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_stack
 
 from enjoyln_cli.models.load import stored_weights
-from enjoyln_cli.models.meta_device import Memory, on_cpu, takes_device, tensors_of, weightless, without_values
+from enjoyln_cli.models.meta_device import (
+    Memory,
+    on_cpu,
+    takes_device,
+    tensors_of,
+    weightless,
+    without_values,
+)
 from enjoyln_cli.trace import meta_results
 from enjoyln_cli.trace.escapes import PythonReads
 from enjoyln_cli.trace.graph_builder import GraphBuilder, NotRecorded
