@@ -7,7 +7,7 @@ this module solves the minimum cut again with that output free to change, and co
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from enjoyln_cli.proof import min_cut as cuts
 from enjoyln_cli.proof.min_cut import Problem
@@ -60,16 +60,7 @@ def _narrowed(problem: Problem, traces: int, required: frozenset[str]) -> Proble
         norm: tuple(value for value in calls if value.trace < traces)
         for norm, calls in problem.norms.items()
     }
-    flow = problem.flow.narrowed(traces, required)
-    return Problem(
-        flow=flow,
-        norms=norms,
-        locked=problem.locked,
-        groups=problem.groups,
-        scales=problem.scales,
-        baked=problem.baked,
-        widenings=problem.widenings,
-    )
+    return replace(problem, flow=problem.flow.narrowed(traces, required), norms=norms)
 
 
 def joined_fields(fields: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:

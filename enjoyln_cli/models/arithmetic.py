@@ -33,8 +33,6 @@ ANALYTIC = {
     "sub", "sum", "t", "transpose", "unsqueeze", "var", "var_mean", "view",
 }  # fmt: skip
 """``aten`` ops that use one formula for all values, move values, or change the dtype."""
-SWAPS = {"_to_copy", "alias", "clone", "detach", "permute", "t", "transpose"}
-"""Ops that permute dimensions, cast or do nothing, and work for dimensions of any size."""
 FUNCTIONS = {
     getattr(home, name)
     for home in (torch, torch.Tensor, torch._C.TensorBase, nn.functional)
@@ -53,8 +51,10 @@ def decision(module: nn.Module, size: tuple[int, ...], fixed: set[int]) -> str |
     ``None`` if it cannot. Parameters are float64. Dimensions in ``fixed`` have the given size, all
     others may have any size.
     """
-    ops, called = _observed(module, torch.ones(size, dtype=torch.float64))
-    if called <= FUNCTIONS:
+    ops, functions, ones = _Ops(), _Functions(), torch.ones(size, dtype=torch.float64)
+    with torch.no_grad(), ops, functions, Float64():
+        module(ones)
+    if functions.called <= FUNCTIONS:
         return ops.objection
     sizes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
     fake = FakeTensorMode(shape_env=sizes)
@@ -83,32 +83,6 @@ def decision(module: nn.Module, size: tuple[int, ...], fixed: set[int]) -> str |
     return ops.objection
 
 
-def layer_norm_eps(
-    module: nn.Module, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
-) -> float | None:
-    """The eps that ``module`` passes to torch's ``layer_norm``, if it does nothing else with ``x``.
-
-    ``None`` otherwise. Such a module does not read a size or a value of ``x``, ``weight`` or
-    ``bias``, so it computes the same for all inputs with the same number of dimensions.
-    """
-    ops, called = _observed(module, x)
-    norms = [args for name, args in ops.calls if name == "native_layer_norm"]
-    others = {name for name, _ in ops.calls} - SWAPS - {"native_layer_norm"}
-    if len(norms) != 1 or others or not called <= FUNCTIONS:
-        return None
-    _, _, its_weight, its_bias, eps = norms[0]
-    return float(eps) if its_weight is weight and its_bias is bias else None
-
-
-def _observed(module: nn.Module, x: torch.Tensor) -> tuple[_Ops, set[Callable[..., Any]]]:
-    """The ops that ``module`` computes of a copy of ``x``, and the functions that it calls."""
-    ops, functions = _Ops(), _Functions()
-    given = x.clone()
-    with torch.no_grad(), ops, functions, Float64():
-        module(given)
-    return ops, functions.called
-
-
 def other_op(module: nn.Module, x: torch.Tensor) -> str | None:
     """Why ``module`` may compute another formula for some inputs of the dtype of ``x``."""
     ops = _Ops()
@@ -118,13 +92,11 @@ def other_op(module: nn.Module, x: torch.Tensor) -> str | None:
 
 
 class _Ops(TorchDispatchMode):
-    """Records all ops, and the first op that is not analytic."""
+    """Records the first op that is not analytic."""
 
     def __init__(self) -> None:
         super().__init__()
         self.other: str | None = None
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        """The name and the arguments of every op."""
 
     @property
     def objection(self) -> str | None:
@@ -137,7 +109,6 @@ class _Ops(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        self.calls.append((name, args))
         rounds = not (kwargs or {}).get("dtype", torch.float64).is_floating_point
         if func.namespace == "aten" and (rounds or name.removesuffix("_") not in ANALYTIC):
             self.other = self.other or name

@@ -77,10 +77,10 @@ class Problem:
     """Which MLPs can subtract which means."""
     nodes: Mapping[str, list[tuple[int, Node]]] = field(init=False)
     """The nodes of each parameter, each with the index of its trace."""
-    _carried: dict[Spot, list[tuple[int, Node]]] = field(default_factory=dict)
-    _spots: dict[tuple[int, Node], Spot] = field(default_factory=dict)
-    _carriers: dict[Value, Carrier | None] = field(default_factory=dict)
-    _sources: dict[Item, tuple[Item, ...] | Opaque] = field(default_factory=dict)
+    _carried: dict[Spot, list[tuple[int, Node]]] = field(init=False, default_factory=dict)
+    _spots: dict[tuple[int, Node], Spot] = field(init=False, default_factory=dict)
+    _carriers: dict[Value, Carrier | None] = field(init=False, default_factory=dict)
+    _sources: dict[Item, tuple[Item, ...] | Opaque] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         carried = defaultdict(list)
