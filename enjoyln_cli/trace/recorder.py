@@ -3,9 +3,9 @@
 ``record`` works on example inputs. Inputs and buffers, and everything computed from these alone,
 have values (see ``models.meta_device``); everything else has shapes only. What reads or writes
 values is recorded as any other operation: ``graph.in_place`` then replaces those writes that no
-other op can see. If Python reads a value, the graph holds for calls with these values only. If
-reading one fails, since it depends on a weight, ``NotRecorded`` is raised, even if the model's code
-catches the first exception.
+other op can see. If Python reads a value, the graph holds for calls with these values only. If an
+operation fails, as reading a value that depends on a weight does, the call is refused, even if the
+model's code catches the exception.
 
 ``record_symbolic`` shows for which sizes, or for which values, such a graph holds.
 
@@ -34,6 +34,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_stack
 
+from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import (
     Memory,
@@ -75,14 +76,17 @@ class Recording:
 def record(runner: Steps, steps: Any) -> tuple[Recording, Memory]:
     """The graph of ``runner`` for ``steps`` with these values, and the memory that it computes.
 
-    The parameters of its model have to be on the meta device. Raises ``NotRecorded``, or any
-    exception of the model.
+    The parameters of its model have to be on the meta device. Raises ``TraceFailed`` if the model's
+    code catches an exception of torch, ``NotRecorded``, or any exception of the model.
     """
     with weightless() as computed:
         recorder = _Recorder(GraphBuilder(), computed=computed)
         recording, _ = _record(runner, recorder, *pytree.tree_flatten(on_cpu(steps)))
     if recorder.reads.failed:
-        raise NotRecorded("a call reads a value that depends on weights")
+        raise TraceFailed(
+            "forward catches an exception of torch; it runs without weights here, where reading a "
+            "value raises one, so with weights it may take another path; do without the try there"
+        )
     return recording, computed
 
 
@@ -238,7 +242,7 @@ class _Recorder(ProxyTorchDispatchMode):
             return func(*args, **kwargs)
         nodes, named = self._with_nodes(args), self._with_nodes(kwargs)
         if self.symbols is None:
-            return self._called(func, args, nodes, named, self._computed(func, args, kwargs))
+            return self._called(func, args, nodes, named, self._result_of(func, args, kwargs))
         self.symbols.in_operation = True
         try:
             with enable_python_dispatcher():
@@ -247,7 +251,7 @@ class _Recorder(ProxyTorchDispatchMode):
         finally:
             self.symbols.in_operation = False
 
-    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _result_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an operation in a run without weights.
 
         If no operand has values, it needs none of what ``weightless`` does, which takes time.
