@@ -51,6 +51,13 @@ from enjoyln_cli.trace.steps import Steps
 
 aten = torch.ops.aten
 
+_OF_SHAPES = {
+    aten.scaled_dot_product_attention.default, aten.take_along_dim.default,
+    aten.linalg_multi_dot.default, aten.gru.input, aten.lstm.input, aten.rnn_relu.input,
+    aten.rnn_tanh.input,
+}  # fmt: skip
+"""Composed ops that read no values of an operand if another one has none. Torch runs them with all
+operands on one device, or in many steps."""
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -257,18 +264,17 @@ class _Recorder(ProxyTorchDispatchMode):
         If no operand has values, it needs none of what ``weightless`` does, which takes time.
         """
         operands = tensors_of((args, kwargs))
-        attention = func is aten.scaled_dot_product_attention.default
-        needed = operands[:3] if attention else operands  # not the values of a mask
+        mixed = func in _OF_SHAPES and any(operand.is_meta for operand in operands)
         if (
             self.computed is None
-            or not needed
-            or not all(map(meta_results.is_plain, needed))
+            or not operands
+            or not (mixed or all(map(meta_results.is_plain, operands)))
             or _len_torch_dispatch_stack() > 1
             or takes_device(func)
         ):
             return func(*args, **kwargs)
         with torch._C._DisableTorchDispatch():
-            if attention:
+            if mixed:
                 args, kwargs = pytree.tree_map_only(torch.Tensor, without_values, (args, kwargs))
             if func._schema.is_mutable:
                 value = func(*args, **kwargs)

@@ -235,3 +235,23 @@ def test_a_write_that_no_other_op_sees_is_recorded() -> None:
     found = traced(model, Call("x", (((torch.ones(2, 3, 8),), {}),)))
     targets = {node.target for node in found.graph.nodes}
     assert torch.ops.aten.mul.Tensor in targets and torch.ops.aten.mul_.Tensor not in targets
+
+
+ONE_DEVICE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "multi_dot": lambda x, w: torch.linalg.multi_dot([x, w, w]),
+    "take_along_dim": lambda x, w: torch.take_along_dim(x, (x @ w).argmax(-1, keepdim=True), 1),
+    "lstm": lambda x, w: torch.lstm(
+        x[None], (w[None, :1], w[None, :1]), [w.repeat(4, 1)] * 2, False, 1, 0.0, False, False, True
+    )[0][0],
+}
+
+
+@pytest.mark.parametrize("op", ONE_DEVICE)
+def test_an_op_that_wants_all_operands_on_one_device_reads_inputs_and_weights(op: str) -> None:
+    class Reading(Code):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.linear(ONE_DEVICE[op](x, self.linear.weight).sum(-1) + x))
+
+    model = randomised(Reading(write))
+    found = fold_in_place(model, floats(8, 8), others=[(floats(8, 8, seed=3),)])
+    assert not found.refused and found.error < 1e-12
