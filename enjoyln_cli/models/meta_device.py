@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from types import CellType, FunctionType
 from typing import Any
@@ -131,9 +131,11 @@ def tensors_of(values: Any) -> list[torch.Tensor]:
 def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
     found = {}
     for value in tensors_of(values):
-        with suppress(RuntimeError, NotImplementedError, ValueError):  # sparse, or not materialised
+        try:
             storage = value.untyped_storage()
-            found[storage._cdata] = storage
+        except (RuntimeError, NotImplementedError, ValueError):  # sparse, or not materialised
+            continue
+        found[storage._cdata] = storage
     return found
 
 
@@ -146,9 +148,9 @@ class _KeepConstants(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], torch.Tensor):
-            kwargs["device"] = "cpu"
+            kwargs = {**kwargs, "device": "cpu"}
         if func is torch.Tensor.__getitem__ and _is_unknown_place(args[1]):
             return args[0].index_select(0, args[1].reshape(1)).squeeze(0)
         return func(*args, **kwargs)
