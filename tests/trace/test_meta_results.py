@@ -19,10 +19,11 @@ from enjoyln_cli.trace.steps import Steps, quiet
 
 aten = torch.ops.aten
 HOLD_VALUES = {
-    "bags_of_embeddings", "embeddings", "expert_products", "gathers", "indices", "rows_repeated",
-    "scatters_of_rows",
+    "bags_of_embeddings", "choices", "embeddings", "expert_products", "fillings",
+    "fillings_by_tensors", "gathers", "indices", "rows_repeated", "scatters_of_rows", "zeros",
 }  # fmt: skip
-"""Families whose functions contain tensors with values, so most of their calls are not recorded."""
+"""Families whose functions contain tensors with values, or name a device, so that most of their
+calls are not cached."""
 
 
 class Called(nn.Module):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from folding_live import floats, fold_in_place, randomised
+from tiny_models import GPT2, VIT, WHISPER
 from torch import nn
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
@@ -24,16 +25,7 @@ from enjoyln_cli.trace.steps import Steps, quiet
 from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import accepted_calls
 
-CONFIGS = {
-    "gpt2": {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 30},
-    "vit": {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "image_size": 32},
-    "whisper": {
-        "vocab_size": 30, "d_model": 8, "encoder_layers": 1, "decoder_layers": 2,
-        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_source_positions": 8,
-        "num_mel_bins": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-        "decoder_start_token_id": 1,
-    },
-}  # fmt: skip
+CONFIGS = {"gpt2": GPT2, "vit": VIT, "whisper": WHISPER}
 FROM_EXPORT_ALONE = {"aten._assert_tensor_metadata.default", "aten.detach_.default"}
 """Checks of a tensor's dtype, and a no-op in ``torch.tensor``."""
 
