@@ -22,12 +22,11 @@ from torch import nn
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import linear_layers
-from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.quantisation.measure import Compute
 from enjoyln_cli.quantisation.schemes import TORCHAO, QuantisationScheme
 from enjoyln_cli.runtime.adapters import quantisation_of
-from enjoyln_cli.text import first_line
 
 GROUPS = (128, 64, 32)
 """How many inputs of a 4-bit weight share a scale: the first of these that divides all widths."""
@@ -154,17 +153,9 @@ def _is_rounded(module: nn.Module) -> bool:
 
 
 def load(folder: Path, model_class: Any) -> Compute:
-    """What was written to ``folder``, as a function that transformers computes.
-
-    Raises ``BadCheckpoint`` if it cannot be loaded.
-    """
-    try:
-        with _quiet():
-            model = model_class.from_pretrained(folder, local_files_only=True).eval()
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # the libraries do not check files, and may raise anything
-        raise BadCheckpoint(f"{folder} cannot be loaded: {first_line(error)}") from error
+    """What was written to ``folder``, as a function that transformers computes."""
+    with _quiet():
+        model = model_class.from_pretrained(folder, local_files_only=True).eval()
 
     def compute(batch: Batch) -> dict[str, torch.Tensor]:
         with _quiet():

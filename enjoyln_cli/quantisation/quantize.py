@@ -26,7 +26,7 @@ from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, require_float
 from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison.user_data import UserData, require_data
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
-from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
+from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, staged_output
 from enjoyln_cli.onnx_export import transformers_exporter
@@ -59,7 +59,7 @@ from enjoyln_cli.quantisation.schemes import (
 )
 from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.runtime.loading import saved_class_of
-from enjoyln_cli.text import number
+from enjoyln_cli.text import first_line, number
 from enjoyln_cli.verification.verify import compute_dtype
 from enjoyln_cli.version import __version__
 
@@ -280,10 +280,18 @@ class Workshop:
 
 
 def load_result(folder: Path, form: str, model_class: Any) -> Compute:
-    """A quantised model of the class ``model_class``, in the program that runs it."""
-    if FORMATS[form].is_checkpoint:
-        return quantised_checkpoints.load(folder, model_class)
-    return exported.load(folder, form)
+    """A quantised model of the class ``model_class``, in the program that runs it.
+
+    Raises ``BadCheckpoint`` if it cannot be loaded.
+    """
+    try:
+        if FORMATS[form].is_checkpoint:
+            return quantised_checkpoints.load(folder, model_class)
+        return exported.load(folder, form)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # the libraries do not check files, and may raise anything
+        raise BadCheckpoint(f"{folder} cannot be loaded: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.quantisation.candidates import candidates
-from enjoyln_cli.quantisation.quantised_checkpoints import WeightCount, load, write
+from enjoyln_cli.quantisation.quantised_checkpoints import WeightCount, write
+from enjoyln_cli.quantisation.quantize import load_result
 from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
 
 LICENCE = ROOT / "LICENSE"
@@ -156,8 +157,9 @@ def test_a_scheme_or_a_library_that_is_missing_is_named(monkeypatch: pytest.Monk
         require_scheme("w8a8", "compressed-tensors", to_run=True)
 
 
-def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["torchao", "onnx"])
+def test_a_damaged_result_is_refused(form: str, tmp_path: Path) -> None:
     small_opt().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"none")
     with pytest.raises(BadCheckpoint, match="cannot be loaded"):
-        load(tmp_path, OPTForCausalLM)
+        load_result(tmp_path, form, OPTForCausalLM)
