@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -69,8 +69,8 @@ class Choice:
     """Why other candidates were not timed."""
 
 
-measured: dict[Any, tuple[Choice, ...]] = {}
-"""The choices of this process, by GPU and ``Norms``: one for each of ``ROWS``."""
+measured: dict[tuple[torch.device, Norms], tuple[Choice, ...]] = {}
+"""The choices of this process: for each GPU and kind of norm, one for each of ``ROWS``."""
 fewest = 0
 """Elements of the smallest tensor for which anything but torch's LayerNorm was chosen."""
 
@@ -80,12 +80,12 @@ def fastest_for(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Norm |
 
     It is that of the largest number of rows that was measured and that ``x`` has. With more rows
     a norm takes more of the GPU's time, and calling it as much of the processor's. So what pays for
-    more rows may not pay here. This runs in each norm of each call: a plain tuple is the key.
+    more rows may not pay here.
     """
     parameter = weight if weight is not None else x if bias is None else bias
     width, has = x.shape[-1], (weight is not None, bias is not None)
-    choices = measured.get((x.device, (x.dtype, parameter.dtype, *has, width)), ())
-    for choice in reversed(choices):
+    norms = Norms(x.dtype, parameter.dtype, *has, width)
+    for choice in reversed(measured.get((x.device, norms), ())):
         if x.numel() >= choice.rows * width:
             return CANDIDATES[choice.candidate]
     return None
@@ -182,14 +182,9 @@ def kernel_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
     Raises ``ImportError`` where Triton is not installed, and what Triton raises if it cannot
     compile the kernel.
     """
-    return _kernel()(x, weight, bias, eps)
-
-
-@cache
-def _kernel() -> Norm:
     from enjoyln_cli.kernels.triton_norm import rms_norm
 
-    return rms_norm
+    return rms_norm(x, weight, bias, eps)
 
 
 CANDIDATES: dict[str, Norm] = {

@@ -82,11 +82,9 @@ def _instead(x: Tensor, weight: Tensor | None, bias: Tensor | None, literal: boo
     for parameter in (weight, bias):
         if parameter is not None and parameter.shape != shape:
             return formula.layer_norm
-    fastest = gpu.fastest_for(x, weight, bias) if gpu.measured else None
-    if fastest is not None:
-        return fastest
     fits = bias is None and (weight is None or weight.dtype == x.dtype) and torch_fuses(device)
-    return formula.torch_rms_norm if fits else formula.layer_norm
+    alike = formula.torch_rms_norm if fits else formula.layer_norm
+    return gpu.fastest_for(x, weight, bias) or alike
 
 
 _has_autocast = cache(torch.amp.is_autocast_available)
