@@ -33,12 +33,8 @@ def neutral_parameters(model: nn.Module) -> list[str]:
     ]
 
 
-def skip_neutral(model: nn.Module, watched: Collection[str]) -> None:
-    """Set ``weightless`` and ``biasless`` of each norm, by the values that it has now.
-
-    Only parameters at the paths ``watched`` are skipped: of others, nobody notices a change.
-    """
-    neutral = {*neutral_parameters(model)}.intersection(watched)
+def skip_neutral(model: nn.Module, neutral: Collection[str]) -> None:
+    """Let each norm skip its parameters at the paths ``neutral``, and no others."""
     for path, norm in _folded(model):
         norm.weightless = f"{path}.{norm.weight_name}" in neutral
         norm.biasless = f"{path}.{norm.bias_name}" in neutral

@@ -267,7 +267,7 @@ class KeepStructure:
         self.require_structure(model)
 
     def require_structure(self, model: nn.Module, in_any_mode: bool = False) -> None:
-        """Raises ``NotCentred`` for the first difference; the mode is none with ``in_any_mode``."""
+        """Raises ``NotCentred`` for the first difference; ``in_any_mode``, modes may differ."""
         modules = dict(_tree(model, self.loose, self.adapted(model)))
         mode = None if in_any_mode else self.trains and model.training
         exchanged: tuple[str, ...] = ()

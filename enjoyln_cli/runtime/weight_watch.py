@@ -63,7 +63,7 @@ class KeepCentred(KeepStructure):
         self.linear = _centred_linears(reference or model, watch)
         loose = _uncentred_linears(reference or model, watch)
         super().__init__(model, loose, reference)
-        self.tensors = tensors_at(model, self._paths(model))
+        self.tensors = tensors_at(model, self._paths(model, neutral_parameters(model)))
         """The tensors of the last check; copies of the model have their own ones here."""
         self.recentres = False
         """Whether weights that have left zero mean are centred again, instead of being refused."""
@@ -83,12 +83,12 @@ class KeepCentred(KeepStructure):
         trained = entry.fold.trained
         split = bool(sharded_modules(model))  # then they are checked once after each ``train()``
         try:
-            paths = self._paths(model)
-            tensors = tensors_at(model, paths)
+            neutral = neutral_parameters(model)
+            tensors = tensors_at(model, self._paths(model, neutral))
             snapshot = Snapshot(self.modules(model), tensors=() if split else tensors)
         except RuntimeError:  # ``torch.func`` puts tensors without an address in their place
             return False
-        skip_neutral(model, paths)
+        skip_neutral(model, neutral)
         trouble = trouble_with(self.compare, model)
         if any(tensor.is_inference() for _, _, tensor in tensors):
             trouble = trouble or (
@@ -122,12 +122,12 @@ class KeepCentred(KeepStructure):
                     paths.add(path)
         return paths
 
-    def _paths(self, model: nn.Module) -> tuple[str, ...]:
-        """Paths of the tensors whose values are checked."""
+    def _paths(self, model: nn.Module, neutral: Iterable[str]) -> tuple[str, ...]:
+        """Paths of the tensors whose values are checked, with those that norms skip."""
         watch = self.watch
         with suppress(AttributeError):  # a layer that was removed
             watch = with_adapters(model, watch)
-        return (*watch.tensors, *neutral_parameters(model))
+        return (*watch.tensors, *neutral)
 
     def _look_in_export(self, entry: Entry, model: nn.Module) -> bool:
         """Check the tensors in whose places an export has put fake ones, which have no values."""
