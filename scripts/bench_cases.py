@@ -53,7 +53,7 @@ def benchmarked(
     dtype: str,
     device: str,
 ) -> dict[str, Any]:
-    """Fold a model with random weights, and return what ``enjoyln bench --json`` would print.
+    """Fold a model with random weights, and return what ``enjoyln bench --json`` would print of it.
 
     ``fold_seconds`` is the time to fold, with reading and writing. ``folder`` is a new directory,
     which is removed afterwards.
@@ -64,7 +64,9 @@ def benchmarked(
         enjoyln_cli.fold(folder / "original", folder / "folded", verify=False)
         fold_seconds = time.perf_counter() - begin
         result = enjoyln_cli.bench(folder / "folded", options=asked, dtype=dtype, device=device)
-        return {"fold_seconds": fold_seconds, **result.to_json()}
+        described = result.to_json()
+        del described["source"]  # in ``folder``
+        return {"fold_seconds": fold_seconds, **described}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

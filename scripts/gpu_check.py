@@ -35,6 +35,7 @@ from paper_times import norm_cost, paper_cases, saved, seconds_of, table, time_m
 from enjoyln_cli import __version__
 from enjoyln_cli.kernels import gpu
 from enjoyln_cli.kernels.gpu import Choice, Norms
+from enjoyln_cli.text import dtype_name
 
 ROOT = Path(__file__).parent.parent
 WIDTHS = (768, 1024, 2048, 4096)
@@ -65,7 +66,7 @@ def run_tests(seconds: float) -> dict[str, Any]:
         output, _ = run.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(run.pid, signal.SIGKILL)
-        raise
+        raise TimeoutError(f"not done after {seconds:.0f} s") from None
     return {"status": run.returncode, "output": output.splitlines()[-40:]}
 
 
@@ -85,13 +86,9 @@ def with_bandwidth(choice: Choice) -> dict[str, Any]:
     """A choice as plain values, with GB/s: bytes that have to be read and written, over time."""
     moved = 2 * choice.rows * choice.norms.width * choice.norms.dtype.itemsize
     rates = {name: round(moved / (times.graph * 1e3), 1) for name, times in choice.times.items()}
-    norms = {name: as_text(value) for name, value in choice.norms._asdict().items()}
+    norms = choice.norms._asdict()
+    norms |= {key: dtype_name(norms[key]) for key in ("dtype", "parameters")}
     return asdict(choice) | {"norms": norms, "gigabytes_per_second": rates}
-
-
-def as_text(value: Any) -> Any:
-    """The name of a dtype, and any other value as it is."""
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def time_eager(seconds: float) -> dict[str, Any]:

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from enjoyln_cli.models.arithmetic import Float64, decision, other_op
+from enjoyln_cli.text import dtype_name
 
 Gain = Literal["weight", "1 + weight", "1"]
 
@@ -294,7 +295,7 @@ def _objection_in(
     if found := other_op(probe.module, x):
         return found
     if not (y - expected).abs().max() <= NARROW[dtype] * expected.abs().max():
-        return f"it does not compute LayerNorm in {str(dtype).removeprefix('torch.')}"
+        return f"it does not compute LayerNorm in {dtype_name(dtype)}"
     if probe.module(x).dtype != dtype:
         return "it returns another dtype than that of its input"
     return None
