@@ -141,7 +141,7 @@ hub_options = all_of(
     click.option("--revision", metavar="REV", help="Branch, tag or commit on the Hub."),
 )
 opening_options = all_of(gathered(_gather_opening), hub_options)
-"""The Hub's options. All options for opening a model are passed as ``opening``."""
+"""The Hub's options, which a command gets in its argument ``opening``, with other such options."""
 
 
 def checked_plan_options(

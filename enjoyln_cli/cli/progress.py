@@ -105,7 +105,7 @@ class LastLine:
 
 
 class PlainLines:
-    """The same without a bar: a line says what is done if nothing was printed for a while."""
+    """Messages and progress where no bar can be drawn, in lines of their own."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()

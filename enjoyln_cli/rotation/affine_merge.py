@@ -94,7 +94,7 @@ def find_merges(
         stored_weight=stored_weight,
         centred=centred,
         why_not_divided=why_not_divided,
-        results=_results(flow, norms) | {**products},
+        results={**_results(flow, norms), **products},
     )
     merged, unmerged = [], []
     for norm, form in norms.items():
@@ -164,13 +164,13 @@ def _merge(
     )
 
 
-def _results(flow: Flow, norms: Iterable[str]) -> dict[str, Sequence[tuple[int, Node]]]:
+def _results(flow: Flow, norms: Iterable[str]) -> dict[str, list[tuple[int, Node]]]:
     results: dict[str, list[tuple[int, Node]]] = {norm: [] for norm in norms}
     for position, trace in enumerate(flow.traces):
         for node, (path, where) in trace.places.items():
             if where == "output" and path in results:
                 results[path].append((position, node))
-    return {**results}
+    return results
 
 
 def _own_obstacle(search: _MergeSearch, norm: str, moving: Iterable[str]) -> LayerObstacle | None:

@@ -25,7 +25,7 @@ class PythonReads(TorchFunctionMode):
     """
 
     def __init__(self, symbolic: bool) -> None:
-        """``symbolic`` if no tensor has values."""
+        """``symbolic`` says whether tensors are without values, for all sizes or all values."""
         super().__init__()
         self.symbolic = symbolic
         self.read_values = False

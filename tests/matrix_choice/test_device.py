@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import GPT2
+from commands import GPT2, ignore
 from sentence_encoder import sentence_encoder
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
@@ -36,10 +36,6 @@ DEVICE = torch.device("lazy:0")
 
 class Stop(Exception):
     """Raised after a step of learning."""
-
-
-def ignore(*_: object) -> None:
-    """For events and progress."""
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import GPT2, enjoyln, good, refused
+from commands import GPT2, enjoyln, good, ignore, refused
 from live_models import ROOT
 from safetensors.torch import load_file
 from sentence_encoder import sentence_encoder
@@ -28,10 +28,6 @@ from enjoyln_cli.plan.plan import Options, Plan
 
 ROWS = 16
 TOKENS = 24
-
-
-def ignore(*_: Any) -> None:
-    """For events and progress."""
 
 
 def rows_of(seed: int) -> list[list[int]]:

@@ -30,6 +30,10 @@ def good(*arguments: object, **environment: str) -> str:
     return result.stdout
 
 
+def ignore(*_: object) -> None:
+    """Hears of events and progress, and does nothing."""
+
+
 def refused(*arguments: object, status: int = 1, **environment: str) -> str:
     """The one line of a refusal."""
     result = enjoyln(*arguments, **environment)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from commands import ignore
 from live_models import CHECKPOINTS, FOLDED, computed_rms
 from rounding import as_exact, in_float64, relative
 from tiny_models import GPT2, PHI, live
@@ -98,13 +99,13 @@ def test_a_compiled_model_computes_the_original(mode: str | None, outs: dict[str
 
 
 def test_generation_and_half_of_the_blocks_on_the_cpu(outs: dict[str, Path]) -> None:
-    names = [name for name, _ in stock("gpt2", torch.float32).transformer.named_children()]
+    original, given = stock("gpt2", torch.float32), inputs("gpt2")
+    names = [name for name, _ in original.transformer.named_children()]
     places: dict[str, Any] = {f"transformer.{name}": 0 for name in names if name != "h"}
-    blocks = range(len(stock("gpt2", torch.float32).transformer.h))
+    blocks = range(len(original.transformer.h))
     places |= {f"transformer.h.{i}": "cpu" if i else 0 for i in blocks} | {"lm_head": 0}
     split = from_pretrained(outs["gpt2"], dtype=torch.float32, device_map=places)
     whole = from_pretrained(outs["gpt2"], dtype=torch.float32, device_map=DEVICE)
-    original, given = stock("gpt2", torch.float32), inputs("gpt2")
     exact = result(in_float64(original), given)
     assert as_exact(result(split, given), result(original, given), exact)
     assert all(computed_rms(split, lambda: result(split, given)))
@@ -196,10 +197,6 @@ def test_parts_of_weights_are_centred_together() -> None:
         assert all(computed_rms(kept.eval(), lambda: result(kept, inputs("gpt2"))))
     finally:
         destroy_process_group()
-
-
-def ignore(*_: object) -> None:
-    """For events and progress."""
 
 
 def costs(compared: Iterable[Differences]) -> torch.Tensor:
