@@ -228,10 +228,6 @@ def require_unfolded(
     if MARKER in raw:
         entry = raw[MARKER]
         origin = entry.get("source") if isinstance(entry, dict) else None
-        if isinstance(entry, dict) and entry.get("trained"):
-            raise AlreadyFolded(
-                f"{model} was trained as a folded model, so it is folded already; use it as it is"
-            )
         only_turned = isinstance(entry, dict) and entry.get("rotated") and not entry.get("rmsnorm")
         job, verb = ("rotation", "convert") if only_turned else ("fold", "fold")
         raise AlreadyFolded(

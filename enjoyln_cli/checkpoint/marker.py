@@ -122,10 +122,6 @@ class Marker:
     """Whether orthogonal matrices have turned values; the stored plan says which."""
     nonfinite: bool = False
     """Whether the user allowed NaN and infinity in weights."""
-    trained: bool = False
-    """Whether the weights were trained after the fold, so that no other checkpoint has them:
-    ``source`` is where training began, and the function to keep is that of these weights with
-    LayerNorm."""
     proof: str = ""
     """SHA-256 of the entry without source, revision, proof and tool."""
     tool: str
@@ -144,18 +140,14 @@ IN_MEMORY = Source("", Path(), None)
 """The source of a model that has no checkpoint."""
 
 
-def marker(
-    plan: Plan, source: Source, nonfinite: bool = False, trained: bool = False
-) -> dict[str, Any]:
+def marker(plan: Plan, source: Source, nonfinite: bool = False) -> dict[str, Any]:
     """The ``enjoyln`` entry for ``config.json``: the fields of ``Marker``."""
-    fields = marker_of_plan(plan, source, nonfinite, trained)
+    fields = marker_of_plan(plan, source, nonfinite)
     entry = {"version": fields.version, **schema.plain(fields)}
     return {**entry, "proof": proof_of(entry)}
 
 
-def marker_of_plan(
-    plan: Plan, source: Source = IN_MEMORY, nonfinite: bool = False, trained: bool = False
-) -> Marker:
+def marker_of_plan(plan: Plan, source: Source = IN_MEMORY, nonfinite: bool = False) -> Marker:
     """The marker of a model that was folded by ``plan``; its ``proof`` is left empty."""
     local = Path(source.model).expanduser()
     return Marker(
@@ -191,7 +183,6 @@ def marker_of_plan(
         covered=plan.covered,
         rotated=bool(plan.turned),
         nonfinite=nonfinite,
-        trained=trained,
         tool=f"enjoyln {__version__}",
     )
 

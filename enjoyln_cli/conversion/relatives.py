@@ -10,7 +10,6 @@ from enjoyln_cli.checkpoint.reader import open_subject
 from enjoyln_cli.checkpoint.result_files import ADAPTER_CONFIG
 from enjoyln_cli.conversion.adapter import Adapter, edit_adapter
 from enjoyln_cli.conversion.draft import Draft, edit_draft
-from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.fs.staging import staged_output
 from enjoyln_cli.verification.verify import original_of, plan_of_result
 
@@ -30,13 +29,11 @@ def edit_like(
     take from its weights. The new directory appears whole or not at all.
 
     Raises as ``edit_adapter`` and ``edit_draft`` do, ``BadCheckpoint`` if ``like`` was not
-    converted or was trained since, ``ModelNotFound`` if the original cannot be found, and
-    ``OutputError`` if ``out`` cannot be written.
+    converted, ``ModelNotFound`` if the original cannot be found, and ``OutputError`` if ``out``
+    cannot be written.
     """
     result = open_subject(str(like), access=access)
     marker = read_marker(result.checkpoint.raw_config, result.source.model)
-    if marker.trained:
-        raise BadCheckpoint(f"{like} was trained after it was folded; train {model} on it")
     original = original_of(result, marker, None, None, access)
     plan = plan_of_result(result.checkpoint, marker)
     edited: Adapter | Draft

@@ -3,8 +3,8 @@
 Decides how a plan changes a live ``torch.nn.Module``: which class each module gets (``modules``),
 and which modules are refused because a hook or another ``forward`` may change their output. Which
 norms are converted is decided by the plan, and whether they may compute RMSNorm in a call by
-``weight_watch``. ``run_folded`` is what every fold of a live model ends with: ``fold_in_memory``,
-``optimize`` and ``keep_centred``.
+``weight_watch``. ``run_folded`` is what every fold of a live model ends with: ``fold_in_memory``
+and ``optimize``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from enjoyln_cli.runtime.entries import add_entries, be_called, encoder_of
 from enjoyln_cli.runtime.modules import Folded, centred_subclass, rms_spelled_out, rms_subclass
 from enjoyln_cli.runtime.neutral import kinds_of_norms
 from enjoyln_cli.runtime.weight_check import WatchList
-from enjoyln_cli.runtime.weight_watch import watch_weights, weight_checks
+from enjoyln_cli.runtime.weight_watch import watch_weights
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -136,12 +136,9 @@ def run_folded(model: Model, marker: Marker, reference: nn.Module | None = None)
     has not, a model of the same class and config, counts as an edit; without a ``reference``,
     ``model`` was proven as it is. Returns ``model``. Raises as ``install`` does.
     """
-    recentres = any(check.recentres for _, check in weight_checks(model))
     unproven = (*marker.unproven, *_inner_inputs(model, marker))
     install_marked(model, replace(marker, unproven=unproven))
     watch_weights(model, WatchList.of(marker), reference)
-    for _, check in weight_checks(model):
-        check.recentres = recentres  # a model that is trained so stays so
     kernels.prepare(kinds_of_norms(model))
     return model
 

@@ -157,7 +157,7 @@ def _refold(model: nn.Module) -> None:
         trained.append((layers, units, after))
     for layers, units, after in trained:
         copy_units(layers, units, after)
-    centre_watched(model, watch, merge_scales=True)
+    centre_watched(model, watch)
     for layers, units in mlps:
         set_units(layers, units)
     optimize(model)

@@ -60,15 +60,15 @@ class ModuleRecord:
 
 
 def _check_module(
-    path: str, module: nn.Module, record: ModuleRecord, root: bool, mode: bool | None
+    path: str, module: nn.Module, record: ModuleRecord, root: bool, mode: bool
 ) -> None:
-    """``mode``: whether the module has to be in training mode; ``None`` for any mode."""
+    """``mode``: whether the module has to be in training mode."""
     if stock_class(type(module)) is not record.kind and not _was_exchanged(module, record):
         raise NotCentred(replaced_message(path, module, record.kind))
     autocast = "_original_forward" in vars(module)  # by accelerate
     if has_replaced_forward(module) and not (record.replaced or autocast):
         raise NotCentred(f"{path}: its forward was replaced on the instance; restore it, {_OR}")
-    if mode not in (None, module.training) and not _same_in_training(module):
+    if mode is not module.training and not _same_in_training(module):
         name, call = ("training", "eval()") if module.training else ("eval", "train()")
         raise NotCentred(f"{path}: is in {name} mode; call {call} on the model, {_OR}")
     new = next((name for name in _present(module) if name not in record.parameters), None)
@@ -266,10 +266,10 @@ class KeepStructure:
         """Raises ``NotCentred`` if the norms of ``model`` may not compute RMSNorm."""
         self.require_structure(model)
 
-    def require_structure(self, model: nn.Module, in_any_mode: bool = False) -> None:
-        """Raises ``NotCentred`` for the first difference; ``in_any_mode``, modes may differ."""
+    def require_structure(self, model: nn.Module) -> None:
+        """Raises ``NotCentred`` for the first difference."""
         modules = dict(_tree(model, self.loose, self.adapted(model)))
-        mode = None if in_any_mode else self.trains and model.training
+        mode = self.trains and model.training
         exchanged: tuple[str, ...] = ()
         for path, module in modules.items():
             record = self.records.get(path)

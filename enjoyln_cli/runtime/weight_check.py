@@ -250,12 +250,11 @@ def _check_units(units: Units, layers: Layers) -> None:
         )
 
 
-def centre_watched(model: nn.Module, watch: WatchList, merge_scales: bool = False) -> None:
+def centre_watched(model: nn.Module, watch: WatchList) -> None:
     """Centre the weights of ``watch`` in place: in float64, rounded once.
 
     Weights whose mean is that of rounding stay as they are, bit for bit. A LayerScale that is no
-    longer ones is merged into its weights with ``merge_scales``, and becomes ones; otherwise
-    ``NotCentred`` is raised, since centring its weights would need another value of it.
+    longer ones is merged into its weights, and becomes ones.
     """
     merged: dict[str, torch.Tensor] = {}
     for weight in with_adapters(model, watch).weights:
@@ -264,11 +263,6 @@ def centre_watched(model: nn.Module, watch: WatchList, merge_scales: bool = Fals
             continue  # ``check_centred`` says why it cannot be
         with torch.no_grad():
             if weight.scale and not bool((whole(tensor_at(model, weight.scale)) == 1).all()):
-                if not merge_scales:
-                    raise NotCentred(
-                        f"{weight.scale}: was merged into {weight.parameter} and is no longer "
-                        "ones; freeze it in training, or fold the trained model anew"
-                    )
                 merged[weight.scale] = tensor_at(model, weight.scale)
                 scale = whole(merged[weight.scale]).double()
                 wide = scale_along(whole(tensor).double(), scale, weight.axis.dim)

@@ -34,7 +34,6 @@ from enjoyln_cli.runtime.structure import (
 )
 from enjoyln_cli.runtime.weight_check import (
     WatchList,
-    centre_watched,
     check_centred,
     locate_watched,
     rename,
@@ -65,17 +64,6 @@ class KeepCentred(KeepStructure):
         super().__init__(model, loose, reference)
         self.tensors = tensors_at(model, self._paths(model, neutral_parameters(model)))
         """The tensors of the last check; copies of the model have their own ones here."""
-        self.recentres = False
-        """Whether weights that have left zero mean are centred again, instead of being refused."""
-
-    def centre(self, model: nn.Module) -> None:
-        """Centre the weights again, in training mode too.
-
-        Raises ``NotCentred``, with nothing changed, if the model was edited since it was folded.
-        """
-        self.require_structure(model, in_any_mode=True)
-        with in_shards(model):
-            centre_watched(model, self.watch)
 
     def _look(self, entry: Entry, model: nn.Module) -> bool:
         if any(isinstance(tensor, FakeTensor) for _, _, tensor in self._present()):
@@ -109,8 +97,6 @@ class KeepCentred(KeepStructure):
                     require_additive_adapter(path, model.get_submodule(path), kind, dim)
         self.require_structure(model)
         with in_shards(model):
-            if self.recentres:
-                centre_watched(model, self.watch)
             check_centred(model, self.watch)
 
     def adapted(self, model: nn.Module) -> set[str]:
@@ -224,12 +210,6 @@ def watch_weights(model: nn.Module, watch: WatchList, reference: nn.Module | Non
         inner = reference.get_submodule(paths[id(module)]) if reference is not None else None
         watched = watch if module is model else _part_in(module, model, watch)
         entry.check = KeepCentred(watched, module, inner)
-
-
-def weight_checks(model: nn.Module) -> list[tuple[nn.Module, KeepCentred]]:
-    """The modules in ``model`` whose calls check weights, with their checks."""
-    checks = ((module, entry.check) for module, entry in entries(model))
-    return [(module, check) for module, check in checks if isinstance(check, KeepCentred)]
 
 
 def unedited(model: Any) -> nn.Module | None:

@@ -1,8 +1,7 @@
-"""Training: a folded model that stays folded, and weights centred as a parametrisation.
+"""Training with RMSNorm: weights that a parametrisation keeps centred.
 
-    EnjoyLNCallback()        for transformers' Trainer: evaluation and checkpoints run RMSNorm
-    keep_centred(model)      the same for any other training loop
-    reparametrize(model)     training computes RMSNorm too, on ``V = P W``; ``merge`` ends that
+    reparametrize(model)     training computes RMSNorm too, on ``V = P W``
+    merge(model)             ends that
 
 Names are looked up on first use: importing this package imports neither torch nor transformers.
 """
@@ -13,20 +12,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from enjoyln_cli.train.callback import EnjoyLNCallback
-    from enjoyln_cli.train.centred_training import keep_centred
     from enjoyln_cli.train.parametrize import merge, reparametrize
 
 __all__ = [
-    "EnjoyLNCallback",
-    "keep_centred",
     "merge",
     "reparametrize",
 ]
 
 _LAZY = {
-    "EnjoyLNCallback": "enjoyln_cli.train.callback",
-    "keep_centred": "enjoyln_cli.train.centred_training",
     "merge": "enjoyln_cli.train.parametrize",
     "reparametrize": "enjoyln_cli.train.parametrize",
 }

@@ -33,7 +33,6 @@ from enjoyln_cli.plan.edits import (
 )
 from enjoyln_cli.rewrite.edit_pieces import divide, edit_of_part
 from enjoyln_cli.rewrite.tensor_parts import without_appended
-from enjoyln_cli.runtime.weight_check import unexplained_mean
 from enjoyln_cli.text import listed_briefly
 
 SLICE = 1 << 22
@@ -74,28 +73,6 @@ def check_tensors(
             f"{listed_briefly(wrong)}: not what the plan makes of the original's tensor"
         )
     return drift, failures
-
-
-def check_centred_tensors(
-    folded: Checkpoint, edits: Mapping[str, Edit]
-) -> tuple[dict[str, float], list[str]]:
-    """Do the tensors that ``edits`` centre have zero mean, up to the rounding of their dtype?
-
-    For a checkpoint that was trained after the fold. Returns what ``check_tensors`` does.
-    """
-    drift: dict[str, float] = {}
-    wrong: list[str] = []
-    for name, edit in edits.items():
-        if not edit.axes:
-            continue
-        if name not in folded.tensors:
-            wrong.append(name)
-            continue
-        tensor = read_tensor(folded, name)
-        drift[name] = _drift(tensor, edit)
-        if any(unexplained_mean(axis, tensor) for axis in edit.axes):
-            wrong.append(name)
-    return drift, [f"{listed_briefly(wrong)}: missing, or not centred"] if wrong else []
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -17,8 +17,6 @@ The conversion passes if
   chance; ``comparison.metrics`` computes how far chance reaches, and only a ratio beyond that
   fails. With few inputs that is far, and the verdict rests on the other checks;
 * every stored tensor is the original's, edited as the plan says and rounded once;
-  for a checkpoint that was trained after the fold, the original is the checkpoint itself with
-  LayerNorm, and every tensor that the plan centres has zero mean up to its rounding;
 * ``config.json`` says the same as the original's, every weight that the class needs is stored, and
   the outputs are finite.
 """
@@ -66,7 +64,7 @@ from enjoyln_cli.verification.checkpoint_pair import (
 from enjoyln_cli.verification.config_differences import differing_settings
 from enjoyln_cli.verification.nonfinite import failure
 from enjoyln_cli.verification.runs import Measurement, measure, worst_first
-from enjoyln_cli.verification.stored_tensors import check_centred_tensors, check_tensors
+from enjoyln_cli.verification.stored_tensors import check_tensors
 from enjoyln_cli.version import versions
 
 IDENTITY_BOUND = 1e-12
@@ -200,11 +198,7 @@ def verify(
     plan = plan or plan_of_result(folded.checkpoint, marker)
     if max_ratio is None:
         max_ratio = ROTATED_RATIO if plan.turned else RATIO
-    if marker.trained:
-        event("stage", "trained after the fold: comparing RMSNorm with LayerNorm on its weights")
-        drift, failures = check_centred_tensors(folded.checkpoint, edits_of(plan))
-    else:
-        drift, failures = check_tensors(original.checkpoint, folded.checkpoint, edits_of(plan))
+    drift, failures = check_tensors(original.checkpoint, folded.checkpoint, edits_of(plan))
     differing = differing_settings(
         type(folded.config),
         original.checkpoint.raw_config,
@@ -270,19 +264,9 @@ def original_of(
 ) -> Subject:
     """The model that ``result`` was made from: ``against``, or the one that ``marker`` names.
 
-    For a checkpoint that was trained after the fold, it is ``result`` itself, with LayerNorm.
-
     Raises ``ModelNotFound`` if it cannot be found, ``AlreadyFolded`` if it is converted itself, and
     ``BadCheckpoint`` if it is of another model type.
     """
-    if marker.trained:
-        if against is not None:
-            raise BadCheckpoint(
-                f"{result.source.model} was trained after it was folded, so {against} has other "
-                "weights; leave --against out, which compares RMSNorm with LayerNorm on the "
-                "trained weights"
-            )
-        return result
     if isinstance(against, Subject):
         return against
     name = marker.source if against is None else str(against)

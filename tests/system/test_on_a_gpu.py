@@ -13,18 +13,12 @@ import transformers
 from commands import ignore
 from live_models import CHECKPOINTS, FOLDED, computed_rms
 from rounding import as_exact, in_float64, relative
-from tiny_models import GPT2, PHI, live
+from tiny_models import PHI, live
 from torch import nn
-from torch.nn.functional import cross_entropy
 from training import differences, square_loss
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
-from enjoyln_cli import fold_in_memory, from_pretrained, optimize, verify
+from enjoyln_cli import fold_in_memory, from_pretrained, optimize
 from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.conversion.fold import prepare
 from enjoyln_cli.conversion.inspect import Opening, analyze
@@ -34,11 +28,9 @@ from enjoyln_cli.matrix_choice.seed_search import search_seeds
 from enjoyln_cli.matrix_choice.trials import trials
 from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.quantisation.measure import Differences
-from enjoyln_cli.train import EnjoyLNCallback, keep_centred
 
 DEVICE = "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 IDS = torch.randint(3, 37, (4, 9), generator=torch.Generator().manual_seed(1))
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
@@ -122,81 +114,12 @@ def test_a_model_on_the_gpu_is_folded_there() -> None:
     assert relative(result(folded, given), result(original, given)) < 1e-12
 
 
-def gpt2() -> Any:
-    model = live("GPT2LMHeadModel", transformers.GPT2Config(**{**GPT2, **NO_DROPOUT}))
-    return model.to(DEVICE)
-
-
-def losses(model: Any, steps: int, autocast: bool) -> torch.Tensor:
-    """The losses of training steps, and of the evaluation after each."""
-    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-2), IDS.to(DEVICE)
-
-    def loss_of(training: bool) -> torch.Tensor:
-        model.train(training)
-        with torch.set_grad_enabled(training), torch.autocast(DEVICE, torch.bfloat16, autocast):
-            logits = model(input_ids=ids).logits
-        return cross_entropy(logits[:, :-1].flatten(0, 1).double(), ids[:, 1:].flatten())
-
-    found = []
-    for _ in range(steps):
-        loss = loss_of(True)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found += [loss.detach(), loss_of(False)]
-    return torch.stack(found)
-
-
-def test_training_learns_what_layer_norm_learns() -> None:
-    plain, kept = gpt2(), gpt2()
-    keep_centred(kept)
-    expected, found = losses(plain, 6, False), losses(kept, 6, False)
-    assert float(expected[-1]) < 0.9 * float(expected[0])
-    assert relative(found, expected) < 1e-11
-    kept.eval()
-    assert all(computed_rms(kept, lambda: result(kept, inputs("gpt2"))))
-
-
-def test_training_under_autocast() -> None:
-    exact, plain, kept = gpt2(), gpt2().float(), gpt2().float()
-    keep_centred(kept)
-    runs = losses(kept, 6, True), losses(plain, 6, True), losses(exact, 6, False)
-    assert as_exact(*runs, stored=torch.bfloat16)
-
-
 def test_training_in_rms_norm() -> None:
     batches = [torch.randn(5, 7, dtype=torch.float64, device=DEVICE) for _ in range(5)]
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(7, 24), nn.LayerNorm(24), nn.Linear(24, 3)).double().to(DEVICE)
     apart, weights, plan = differences(net, square_loss, batches, "AdamW", example=batches[0])
     assert plan.folded and apart < 1e-11 and weights < 1e-10
-
-
-def test_the_trainer_with_mixed_precision(tmp_path: Path) -> None:
-    rows = [{"input_ids": row, "labels": row} for row in IDS]
-    options: dict[str, Any] = {"bf16": True, "max_steps": 2, "save_steps": 2, "report_to": []}
-    arguments = TrainingArguments(str(tmp_path), disable_tqdm=True, **options)
-    model = gpt2().float()
-    Trainer(model, arguments, train_dataset=rows, callbacks=[EnjoyLNCallback()]).train()  # type: ignore[arg-type]
-    assert verify(tmp_path / "checkpoint-2", write=False).passed
-
-
-def test_parts_of_weights_are_centred_together() -> None:
-    """FSDP2, which accelerate starts on GPUs only; here in one process."""
-    from torch.distributed import destroy_process_group, init_process_group
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    init_process_group("nccl", init_method="tcp://127.0.0.1:29577", rank=0, world_size=1)
-    try:
-        plain, kept = gpt2(), gpt2()
-        keep_centred(kept)
-        for part in (*kept.transformer.h, kept):
-            fully_shard(part, mesh=init_device_mesh(DEVICE, (1,)))
-        assert relative(losses(kept, 4, False), losses(plain, 4, False)) < 1e-11
-        assert all(computed_rms(kept.eval(), lambda: result(kept, inputs("gpt2"))))
-    finally:
-        destroy_process_group()
 
 
 def costs(compared: Iterable[Differences]) -> torch.Tensor:

@@ -26,6 +26,7 @@ from enjoyln_cli import analyze, fold_in_memory
 from enjoyln_cli.errors import EnjoyLNError, NothingToFold, UnsupportedModel
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.runtime.modules import Folded, RMSNorm
+from enjoyln_cli.trace.steps import quiet
 from enjoyln_cli.train import merge, reparametrize
 
 EXACT = 1e-11
@@ -385,3 +386,16 @@ def test_a_model_that_skips_layers_at_random_is_refused() -> None:
 
     with pytest.raises(UnsupportedModel, match="random"):
         reparametrize(Skipping(), example=torch.randn(2, 5))
+
+
+def test_only_these_answers_are_known() -> None:
+    """A uniform draw is not below zero, and activations are finite."""
+    normal = torch.zeros(2)
+    with quiet(training=True):
+        assert (torch.rand([]) < 0.0) is False and torch.lt(torch.rand([]), 0) is False
+        assert torch.isfinite(normal).all() is True and torch.all(normal.isfinite()) is True
+        others = [torch.rand([]) < 0.5, torch.randn([]) < 0.0, torch.rand(2) < 0.0]
+        others += [normal.all(), torch.isfinite(normal).all(0), torch.isinf(normal).any()]
+        assert all(isinstance(one, torch.Tensor) for one in others)
+    with quiet():
+        assert isinstance(torch.rand([]) < 0.0, torch.Tensor)
