@@ -7,7 +7,6 @@
     push(out, "me/x")  upload it to the Hub
     quantize(model, out, data)   quantise it, rotated if that is better on the data
     bench(out)         time it beside the original
-    unfold(out, back)  the way back, to the original bit for bit where its means were kept
     load_recipe(file)  read what was done, or what to do
 
     from_pretrained(out)   the converted checkpoint, running RMSNorm
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from enjoyln_cli.conversion.fold import convert as fold
     from enjoyln_cli.conversion.inspect import analyze
     from enjoyln_cli.conversion.rotate import rotate
-    from enjoyln_cli.conversion.unfold import unfold
     from enjoyln_cli.onnx_export.export import export
     from enjoyln_cli.plan.plan import Options
     from enjoyln_cli.publish.push import push
@@ -98,7 +96,6 @@ __all__ = [
     "read_user_data",
     "refold",
     "rotate",
-    "unfold",
     "verify",
 ]
 
@@ -120,7 +117,6 @@ _LAZY = {
     "read_user_data": ("enjoyln_cli.comparison.user_data", "read_user_data"),
     "refold": ("enjoyln_cli.runtime.loading", "refold"),
     "rotate": ("enjoyln_cli.conversion.rotate", "rotate"),
-    "unfold": ("enjoyln_cli.conversion.unfold", "unfold"),
     "verify": ("enjoyln_cli.verification.verify", "verify"),
 }
 

@@ -78,7 +78,6 @@ OWNERS = {
     "pydantic": {"plan.schema"},
     "rich": {"cli.console", "cli.progress", "cli.output_lines"},
     "torchao": {"quantisation.quantised_checkpoints"},
-    "xxhash": {"fs.digests"},
     "yaml": {"recipe.yaml_text"},
 }
 """Each library, and the modules that may import it."""

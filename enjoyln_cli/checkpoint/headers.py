@@ -113,32 +113,17 @@ def tensors_in(file: str, header: bytes, size: int) -> tuple[list[StoredTensor],
     the header is inconsistent or does not match the size, ``UnsupportedModel`` for dtypes that only
     quantised checkpoints have.
     """
-    tensors, metadata, end = _listed(file, header[8:])
+    text = header[8:]
+    entries = _parsed_header(file, text)
+    metadata = _metadata(file, entries.pop("__metadata__", None))
+    _require_printable(entries, file)
+    start = 8 + len(text)
+    tensors = [_entry(file, name, value, start) for name, value in entries.items()]
+    tensors.sort(key=lambda stored: (stored.offset, stored.nbytes))
+    end = _end(file, tensors, start)
     if end != size:
         _refuse_size(file, end, size)
     return tensors, metadata
-
-
-def tensors_of_header(file: str, header: bytes) -> list[StoredTensor]:
-    """The tensors of ``file`` in the order of their offsets, from its header bytes alone.
-
-    Raises as ``tensors_in`` does, but does not check the size of the file.
-    """
-    length = int.from_bytes(header[:8], "little")
-    if len(header) != 8 + length:
-        raise BadCheckpoint(f"the header of {file} takes {length} bytes, not {len(header) - 8}")
-    return _listed(file, header[8:])[0]
-
-
-def _listed(file: str, text: bytes) -> tuple[list[StoredTensor], dict[str, str], int]:
-    """Tensors and metadata of a header, and the size that its file has to have."""
-    header = _parsed_header(file, text)
-    metadata = _metadata(file, header.pop("__metadata__", None))
-    _require_printable(header, file)
-    start = 8 + len(text)
-    tensors = [_entry(file, name, value, start) for name, value in header.items()]
-    tensors.sort(key=lambda stored: (stored.offset, stored.nbytes))
-    return tensors, metadata, _end(file, tensors, start)
 
 
 def _parsed_header(file: str, text: bytes) -> dict[str, Any]:

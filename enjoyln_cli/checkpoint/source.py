@@ -50,6 +50,11 @@ class Source:
         return self.revision is not None
 
     @property
+    def pinned(self) -> str:
+        """The Hub id with its commit, ``NAME@COMMIT``; empty for a directory."""
+        return f"{self.model}@{self.revision}" if self.revision else ""
+
+    @property
     def root(self) -> Path:
         """The directory of the whole pipeline; ``path`` if the model is not in a subfolder."""
         return self.path.parents[len(Path(self.folder).parts) - 1] if self.folder else self.path

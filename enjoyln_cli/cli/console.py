@@ -155,8 +155,6 @@ def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
         return
     checked = result["verification"]
     wrote = f"wrote {size(result['bytes_written'])} to {result['out']}"
-    if "bytes_kept" in result:
-        wrote += f" ({size(result['bytes_kept'])} of it to restore the original)"
     wrote += f" in {result['seconds']:.1f} s"
     if checked:
         wrote += f", checked on {checked['count']} in {result['check_seconds']:.1f} s"
@@ -203,18 +201,6 @@ def _say_before_quantising(dtype: str, is_measured: bool) -> None:
             "to see whether rotating helps on your data: `enjoyln rotate` with --search 1 "
             "--scheme w8a8 --text FILE"
         )
-
-
-def write_unfold(result: Mapping[str, Any]) -> None:
-    """Print what the new directory holds, and whether it is the original bit for bit."""
-    wrote = f"{size(result['bytes_written'])} to {result['back']} in {result['seconds']:.1f} s"
-    if result["restored"]:
-        say(f"restored {result['tensors']} tensors bit for bit", "green")
-        say(f"wrote {wrote}")
-        return
-    say("it was folded without --keep-means, so the original cannot be restored bit for bit")
-    say("the copy is a LayerNorm checkpoint that gives the same outputs; its enjoyln entry is gone")
-    say(f"wrote {wrote}")
 
 
 def write_export(result: Exported) -> None:

@@ -1,4 +1,4 @@
-"""``enjoyln fold`` and ``unfold``: to a converted checkpoint, and back. ``export``: to ONNX."""
+"""``enjoyln fold`` and ``rotate``: to a converted checkpoint. ``export``: to an ONNX file."""
 
 from __future__ import annotations
 
@@ -112,11 +112,6 @@ like_option = click.option(
 @help.command()
 @model_options
 @plan_options
-@click.option(
-    "--keep-means",
-    is_flag=True,
-    help="Save the data that `enjoyln unfold` needs to restore MODEL exactly.",
-)
 @like_option
 @conversion_options
 def fold(opening: Options, like: Path | None, **options: Any) -> None:
@@ -178,7 +173,7 @@ def rotate(
     if like is not None:
         _edit_like(like, opening, **options)
         return
-    _convert(opening=opening, keep_means=False, choice=choice, **options)
+    _convert(opening=opening, choice=choice, **options)
 
 
 def _edit_like(
@@ -216,10 +211,6 @@ def _convert(
 ) -> None:
     if out is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--out'.")
-    if options["keep_means"] and options["dtype"]:
-        raise click.UsageError("--keep-means cannot be combined with --dtype.")
-    if options["keep_means"] and options["opening"]["options"]["rotate"]:
-        raise click.UsageError("--keep-means cannot be combined with --rotate.")
     if options["opening"]["stream"]:
         if options["max_shard_size"]:
             raise click.UsageError("--stream cannot be combined with --max-shard-size.")
@@ -302,37 +293,6 @@ def _choose(
             state = learning_state(out)
             return learn_matrices(tried, learn, state, watch.event, watch.seconds, resume=resume)
         return search_seeds(tried, search or 1, watch.event, watch.seconds)
-
-
-@help.command()
-@click.argument("folded", metavar="OUT", type=FOLDER)
-@click.option(
-    "-o", "--out", "back", type=FOLDER, required=True, metavar="BACK", help="New directory."
-)
-@jobs_option
-@click.option("--force", is_flag=True, help="Replace BACK if it exists.")
-@quiet_option
-@json_option
-def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any) -> None:
-    """Restore the original of OUT, bit for bit if it was folded with --keep-means.
-
-    Otherwise BACK is a copy of OUT without its `enjoyln` entry: a LayerNorm checkpoint
-    that gives the same outputs.
-    """
-    from enjoyln_cli.cli.progress import watch_job
-
-    require_new_folder(back, folded, force=options["force"])
-    require_folded(folded)
-    with watch_job(quiet or as_json, f"restoring the original of {folded}") as watch:
-        from enjoyln_cli import unfold as restore
-        from enjoyln_cli.cli.console import write_json, write_unfold
-        from enjoyln_cli.plan import schema  # takes seconds
-
-        result = schema.to_json(restore(folded, back, on_progress=watch.progress, **options))
-    if as_json:
-        write_json(result)
-    elif not quiet:
-        write_unfold(result)
 
 
 @help.command()

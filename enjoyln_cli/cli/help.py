@@ -72,7 +72,6 @@ EXAMPLES = {
         "enjoyln quantize gpt2 -o gpt2-int8 --text book.txt",
         "enjoyln quantize facebook/opt-125m -o opt-int4 --scheme w4a8 --text book.txt",
     ),
-    "unfold": ("enjoyln unfold gpt2-rms -o gpt2-again",),
     "verify": (
         "enjoyln verify gpt2-rms",
         "enjoyln verify gpt2-rms --text book.txt",

@@ -12,7 +12,7 @@ import sys
 import click
 from click.shell_completion import BashComplete, FishComplete, ZshComplete
 
-from enjoyln_cli.cli.convert_commands import export, fold, rotate, unfold
+from enjoyln_cli.cli.convert_commands import export, fold, rotate
 from enjoyln_cli.cli.group import Commands
 from enjoyln_cli.cli.measure_commands import bench, quantize, verify
 from enjoyln_cli.cli.options import json_option
@@ -37,7 +37,6 @@ for command in (
     fold,
     rotate,
     quantize,
-    unfold,
     verify,
     bench,
     export,

@@ -1,1 +1,1 @@
-"""The order of the steps of each job: inspecting, folding, unfolding."""
+"""The order of the steps of each job: inspecting, folding, rotating."""

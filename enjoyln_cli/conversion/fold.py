@@ -220,7 +220,7 @@ def write(
     def finish(folded: Path) -> None:
         from enjoyln_cli.publish.push import write_card
 
-        names = ("dtype", "max_shard_size", "keep_means", "allow_nonfinite")
+        names = ("dtype", "max_shard_size", "allow_nonfinite")
         writing = {name: getattr(options, name) for name in names} | {"no_verify": not verify}
         final = Path(out).expanduser().absolute()
         write_card(folded, ready.plan, source, {**ready.opening.settings, **writing}, final)
@@ -232,7 +232,7 @@ def write(
         ready.subject.checkpoint,
         ready.plan,
         Path(out),
-        recipe_text=recipe_text(ready.plan, ready.subject.config, ready.options),
+        recipe_text=recipe_text(ready.plan, ready.subject.config, ready.options, source.pinned),
         options=options,
         progress=total_progress(ready.bytes_to_write(options.dtype), on_progress),
         check=check if verify else None,
@@ -261,7 +261,6 @@ def convert(
     force: bool = False,
     resume: bool = False,
     verify: bool = True,
-    keep_means: bool = False,
     allow_nonfinite: bool = False,
     stream: bool = False,
     samples: int | str | Path | None = None,
@@ -280,8 +279,6 @@ def convert(
 
     * ``dtype`` also converts all floating-point weights.
     * ``max_shard_size`` (bytes) sets a new size for the shards.
-    * ``keep_means`` saves the data with which ``unfold`` restores the original bit for bit. It
-      takes some more bytes, and cannot be combined with ``dtype``.
     * ``allow_nonfinite`` accepts NaN and Inf in weights that are edited. Centring spreads them to
       the values that share a mean with them. Without it they are refused.
     * ``resume`` continues a run that was killed or interrupted. Without ``resume`` and ``force``,
@@ -323,7 +320,6 @@ def convert(
         jobs=jobs,
         force=force,
         resume=resume,
-        keep_means=keep_means,
         allow_nonfinite=allow_nonfinite,
     )
     return write(

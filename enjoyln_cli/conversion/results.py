@@ -21,8 +21,7 @@ def fold_json(
 ) -> dict[str, Any]:
     """What ``enjoyln fold --json`` prints: the report, what was written, what was verified.
 
-    Without a ``result`` it is a dry run, and ``bytes_written`` is what would be written. With
-    ``keep_means`` there is also ``bytes_kept``, the size of the data that restores the original.
+    Without a ``result`` it is a dry run, and ``bytes_written`` is what would be written.
     ``resumed`` is the number of weight files that an earlier run had finished.
     """
     entries = report.to_json() | {"dry_run": result is None, "warnings": list(warnings)}
@@ -33,8 +32,6 @@ def fold_json(
         return entries | {"bytes_written": ready.bytes_to_write(options.dtype)}
     checked = result.verification.to_json() if result.verification else None
     entries |= {"out": str(result.out), "bytes_written": result.bytes_written}
-    if options.keep_means:
-        entries["bytes_kept"] = result.bytes_kept
     entries["resumed"] = result.resumed
     entries["streamed"] = ready.opening.stream
     entries |= {"seconds": result.seconds, "check_seconds": result.check_seconds}

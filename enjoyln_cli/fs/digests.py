@@ -1,7 +1,4 @@
-"""Digests of files and data.
-
-SHA-256 also detects deliberate changes. 128-bit XXH3 is faster, and detects accidents only.
-"""
+"""SHA-256 digests of files and data."""
 
 from __future__ import annotations
 
@@ -9,8 +6,6 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 
 def digest_of_file(path: Path) -> str:
@@ -20,11 +15,6 @@ def digest_of_file(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def fast_digest(data: memoryview | bytes) -> str:
-    """The 128-bit XXH3 of ``data``, in hexadecimal digits."""
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 def digest_of_data(value: Any) -> str:

@@ -68,11 +68,6 @@ MAX_LIST_ENTRIES = 1000
 Values = dict[str, Any]
 
 
-def is_card(path: Path) -> bool:
-    """Whether the file ``path`` is the card of a converted checkpoint."""
-    return path.is_file() and BEGIN.encode() in path.read_bytes()
-
-
 def template(name: str) -> str:
     """A Jinja template of this package: ``card`` or ``state``."""
     return resources.files("enjoyln_cli").joinpath("templates", f"{name}.md").read_text("utf-8")

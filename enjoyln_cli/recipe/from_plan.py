@@ -44,9 +44,10 @@ def recipe_of(
     *,
     config: Any = None,
     options: Options = PLAIN,
+    source: str = "",
     depends: Sequence[str] = DEPENDS,
 ) -> Recipe:
-    """The recipe of one plan, with the versions of the packages that made it.
+    """The recipe of one plan, with its ``source`` and the versions of the packages that made it.
 
     ``config`` is a mapping or a transformers config. The plan holds only for its values of the
     attributes ``depends``.
@@ -62,6 +63,7 @@ def recipe_of(
         **{**vars(lines), "when": when, **joined},
         version=VERSION,
         model_type=plan.model_type,
+        source=source,
         options=options,
         versions=versions("torch", "transformers"),
     )

@@ -104,6 +104,8 @@ class Recipe(EditLines):
 
     version: Annotated[int, checked(_version)]
     model_type: Word
+    source: Text = ""
+    """The checkpoint that was converted, as ``NAME@COMMIT``, if it is on the Hub."""
     options: Options = PLAIN
     versions: Mapping[Text, Text] = field(default_factory=dict)
     """The versions of the packages that made it."""

@@ -18,9 +18,9 @@ _HEAD = """\
 """
 
 
-def recipe_text(plan: Plan, config: Any = None, options: Options = PLAIN) -> str:
+def recipe_text(plan: Plan, config: Any = None, options: Options = PLAIN, source: str = "") -> str:
     """The recipe of a plan as text; see ``recipe_of``."""
-    return dump_recipe(recipe_of(plan, config=config, options=options))
+    return dump_recipe(recipe_of(plan, config=config, options=options, source=source))
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -13,11 +13,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryFile
 from time import perf_counter
 from typing import Any
 
@@ -33,21 +31,18 @@ from enjoyln_cli.checkpoint.reader import (
     pipeline_files,
 )
 from enjoyln_cli.checkpoint.result_files import (
-    CARD_FILE,
-    FILE,
     FOLDER,
     MATRIX_FILE,
     PLAN_FILE,
     RECIPE_FILE,
 )
 from enjoyln_cli.checkpoint.source import Source, require_unchanged
-from enjoyln_cli.errors import OutputError, VerificationFailed
+from enjoyln_cli.errors import VerificationFailed
 from enjoyln_cli.fs.digests import digest_of_data, digest_of_file
-from enjoyln_cli.fs.staging import clear, staged_output
+from enjoyln_cli.fs.staging import staged_output
 from enjoyln_cli.plan.edits import Edit
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import plan_text
-from enjoyln_cli.rewrite.archive import Recorder, save_archive
 from enjoyln_cli.rewrite.journal import Journal
 from enjoyln_cli.rewrite.preconditions import check_edits
 from enjoyln_cli.rewrite.shard_layout import plain_layout
@@ -68,8 +63,6 @@ class FoldResult:
     seconds: float
     """Seconds of writing, without the check."""
     verification: Any | None
-    bytes_kept: int = 0
-    """How many of the bytes written are the archive that restores the source."""
     resumed: int = 0
     """How many weight files an earlier run had finished."""
     check_seconds: float = 0.0
@@ -90,8 +83,6 @@ class WriteOptions:
     """Replace an existing result."""
     resume: bool = False
     """Take over the weight files that an interrupted run has finished."""
-    keep_means: bool = False
-    """Save an archive that restores the source bit for bit, in the folder ``enjoyln``."""
     allow_nonfinite: bool = False
     """Accept NaN and Inf in edited tensors; they spread over the group that is centred."""
 
@@ -114,34 +105,24 @@ def fold_checkpoint(
 
     ``progress`` receives the number of bytes written since its last call. With ``resume``, files
     of an interrupted run are taken over only if that run had the same source, plan and options
-    (``journal.py``), and no ``keep_means``. ``check`` gets the finished directory before it is
-    renamed to ``out``; if the ``passed`` of its result is false, ``VerificationFailed`` is raised
-    with its ``summary``. ``finish`` then adds the reports (``REPORTS``).
+    (``journal.py``). ``check`` gets the finished directory before it is renamed to ``out``; if the
+    ``passed`` of its result is false, ``VerificationFailed`` is raised with its ``summary``.
+    ``finish`` then adds the reports (``REPORTS``).
 
     Raises ``AlreadyFolded``, ``NothingToFold``, ``BadCheckpoint`` (a tensor of the plan is missing,
-    has another shape, or holds NaN or Inf; or a file changes while it is read) and ``OutputError``
-    (also for ``keep_means`` with a dtype). ``out`` is unchanged then.
+    has another shape, or holds NaN or Inf; or a file changes while it is read) and ``OutputError``.
+    ``out`` is unchanged then.
     """
     begin = perf_counter()
     source = checkpoint.source
     require_unfolded(checkpoint.raw_config, source.model)
     edits = check_edits(plan, checkpoint)
-    _require_restorable(options, plan)
     names, around = other_files(checkpoint), pipeline_files(checkpoint)
     copied = [*(source.path / name for name in names), *(source.root / name for name in around)]
-    with ExitStack() as stack:
-        place = staged_output(out, source=source.root, force=options.force, resume=options.resume)
-        staged = stack.enter_context(place)
+    place = staged_output(out, source=source.root, force=options.force, resume=options.resume)
+    with place as staged:
         inner = staged / source.folder
-        recorder = journal = None
-        if options.keep_means:
-            clear(staged.parent)
-            inner.mkdir(parents=True, exist_ok=True)
-            (inner / FOLDER).mkdir()
-            spool = stack.enter_context(TemporaryFile(dir=inner / FOLDER))
-            recorder = Recorder(checkpoint, edits, spool)
-        else:
-            journal = _journal(checkpoint, edits, copied, staged, recipe_text, options)
+        journal = _journal(checkpoint, edits, copied, staged, recipe_text, options)
         write_shards(
             checkpoint,
             edits,
@@ -150,7 +131,6 @@ def fold_checkpoint(
             max_shard_size=options.max_shard_size,
             jobs=options.jobs,
             progress=progress,
-            recorder=recorder,
             journal=journal,
             allow_nonfinite=options.allow_nonfinite,
         )
@@ -165,8 +145,6 @@ def fold_checkpoint(
         if matrices:
             (inner / FOLDER).mkdir(exist_ok=True)
             save_file(matrices, inner / MATRIX_FILE)
-        if recorder:
-            _save_archive(recorder, inner, config)
         checking = perf_counter()
         verification = check(staged) if check else None
         check_seconds = perf_counter() - checking
@@ -175,25 +153,9 @@ def fold_checkpoint(
         if finish:
             finish(staged)
         size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
-        kept = (inner / FOLDER / FILE).stat().st_size if recorder else 0
     seconds = perf_counter() - begin - check_seconds
-    taken_over = len(journal.taken_over) if journal else 0
-    return FoldResult(out, plan, size, seconds, verification, kept, taken_over, check_seconds)
-
-
-def _require_restorable(options: WriteOptions, plan: Plan) -> None:
-    """Raise ``OutputError`` for ``keep_means`` with a dtype or a rotation."""
-    if options.keep_means and plan.turned:
-        raise OutputError(
-            "--keep-means cannot be combined with --rotate: what restores a rotated model is as "
-            "large as the original; keep the original"
-        )
-    if options.keep_means and options.dtype is not None:
-        raise OutputError(
-            f"--keep-means cannot be combined with --dtype: restoring what {options.dtype} rounds "
-            "away would take another whole checkpoint; fold without --dtype, then convert the "
-            "result"
-        )
+    taken_over = len(journal.taken_over)
+    return FoldResult(out, plan, size, seconds, verification, taken_over, check_seconds)
 
 
 def _journal(
@@ -210,16 +172,6 @@ def _journal(
     chosen["--allow-nonfinite"] = str(options.allow_nonfinite)
     made_from = _made_from(checkpoint, edits, copied, chosen)
     return Journal(staged.parent, made_from, options.force)
-
-
-def _save_archive(recorder: Recorder, inner: Path, config: dict[str, Any]) -> None:
-    """Save the archive that restores the source, beside the result in ``inner``."""
-    source = recorder.checkpoint.source
-    headers, index = plain_layout(recorder.checkpoint)
-    files = {CONFIG: (source.path / CONFIG).read_bytes(), **index}
-    if (source.root / CARD_FILE).is_file():
-        files[CARD_FILE] = (source.root / CARD_FILE).read_bytes()
-    save_archive(recorder, inner / FOLDER, config[MARKER], headers, files)
 
 
 def _made_from(

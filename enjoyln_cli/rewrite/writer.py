@@ -24,7 +24,6 @@ from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.models.memory import give_back
 from enjoyln_cli.plan.edits import Edit, EditInputs, read_edit_inputs
 from enjoyln_cli.plan.needed_tensors import require_fit
-from enjoyln_cli.rewrite.archive import Recorder, keep, record
 from enjoyln_cli.rewrite.journal import Journal, note, resume_shards
 from enjoyln_cli.rewrite.shard_layout import Shard, index, layout
 from enjoyln_cli.rewrite.tensor_parts import (
@@ -49,7 +48,6 @@ def write_shards(
     max_shard_size: int | None = None,
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
-    recorder: Recorder | None = None,
     journal: Journal | None = None,
     allow_nonfinite: bool = False,
 ) -> tuple[str, ...]:
@@ -60,8 +58,8 @@ def write_shards(
     (bytes) distributes the tensors over new files; without it the layout stays, and without
     ``dtype`` so does every header. ``jobs`` is the number of cores to use, all by default.
     ``progress`` is called in the calling thread with the number of bytes written since the last
-    call. ``recorder`` collects the data that restores the tensors. ``journal`` notes each finished
-    file; a noted file that is still intact is not written again.
+    call. ``journal`` notes each finished file; a noted file that is still intact is not written
+    again.
 
     Returns the names of the files written, including the index, all synced to the disk.
 
@@ -102,7 +100,6 @@ def write_shards(
                 into,
                 jobs=jobs,
                 progress=progress,
-                recorder=recorder,
                 finish=finish,
             )
     texts = index(checkpoint, shards)
@@ -132,15 +129,13 @@ def write_tensors(
     *,
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
-    recorder: Recorder | None = None,
     finish: Callable[[Path], None] = lambda path: None,
 ) -> None:
     """Write the files of ``shards`` from the tensors of ``checkpoint``, and sync them to the disk.
 
     ``parts_for`` gives the parts of a tensor, which threads may write in any order. ``finish`` is
-    called with each file when it is on the disk, and ``recorder`` then collects the data that
-    restores the tensors. Raises what the parts raise, and ``OutputError`` if the disk has too
-    little space.
+    called with each file when it is on the disk. Raises what the parts raise, and ``OutputError``
+    if the disk has too little space.
     """
     give_back()
     _check_space(shards, into)
@@ -148,12 +143,12 @@ def write_tensors(
     with ExitStack() as stack:
         sources = _sources(checkpoint, shards, stack)
         targets = {shard.name: _create(shard, into, stack) for shard in shards}
-        tensors = [
-            (shard.name, TensorFiles(slot, sources(slot.stored), targets[shard.name]))
+        parts = [
+            (shard.name, part)
             for shard in shards
             for slot in shard.slots
+            for part in parts_for(TensorFiles(slot, sources(slot.stored), targets[shard.name]))
         ]
-        parts = [(name, part) for name, files in tensors for part in parts_for(files)]
         left = Counter(name for name, _ in parts)
 
         def complete(name: str) -> None:
@@ -168,10 +163,6 @@ def write_tensors(
                 complete(name)
             if progress:
                 progress(nbytes)
-        if recorder:
-            calls = [partial(record, recorder, files) for _, files in tensors]
-            for recorded in _in_threads(calls, threads):
-                keep(recorder, recorded)
 
 
 def _write(name: str, part: TensorPart) -> tuple[str, int]:

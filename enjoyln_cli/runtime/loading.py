@@ -152,7 +152,8 @@ def _refold(model: nn.Module) -> None:
             raise NotCentred(
                 f"{units.second}: training has changed its hidden units from {units.start} on, "
                 "which subtract a mean, and no unused units are left to hold the trained values; "
-                "save the model, `enjoyln unfold` it, and fold it again with --widen-mlp"
+                "save the model, delete the `enjoyln` entry of its config.json, and fold it again "
+                "with --widen-mlp"
             )
         trained.append((layers, units, after))
     for layers, units, after in trained:

@@ -242,14 +242,6 @@ def test_a_head_that_is_stored_and_differs_is_not_tied(hub: Hub, tmp_path: Path)
     assert folded["other"] != folded["same"]
 
 
-def test_the_means_are_kept_and_bring_the_original_back(hub: Hub, tmp_path: Path) -> None:
-    good(*stream("org/sharded", tmp_path / "out", "--keep-means"))
-    good("unfold", tmp_path / "out", "-o", tmp_path / "back")
-    files = hub.repositories["org/sharded"].files()
-    for path in (tmp_path / "back").glob("model-*"):
-        assert path.read_bytes() == files[path.name]
-
-
 @pytest.mark.parametrize(
     ("model", "options", "status", "reason"),
     [

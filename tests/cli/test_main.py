@@ -68,8 +68,6 @@ def test_version() -> None:
         (["verify", "x", "--max-memory", "1" + "0" * 300 + "TB"], "5GB"),
         (["fold", GPT2, "-o", "x", "--jobs", "0"], "--jobs"),
         (["fold", GPT2], "--out"),
-        (["fold", GPT2, "-o", "x", "--keep-means", "--dtype", "float16"], "--dtype"),
-        (["unfold", GPT2], "--out"),
         (["report"], "MODEL"),
         (["report", GPT2, "--model-type", "gpt2"], "--model-type"),
         (["report", GPT2, BERT, "--why", "x"], "--why"),

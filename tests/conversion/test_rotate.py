@@ -29,7 +29,6 @@ from enjoyln_cli.errors import (
     BadCheckpoint,
     EnjoyLNError,
     NothingToFold,
-    OutputError,
     RecipeError,
     VerificationFailed,
 )
@@ -155,13 +154,8 @@ def test_what_cannot_be_rotated_is_refused(tmp_path: Path) -> None:
     text = refused("rotate", CHECKPOINTS / "gpt2", "-o", tmp_path / "out", "--no-values")
     hint = "weights are tied; --untie may also turn the stream of transformer.wte.weight"
     assert hint in text
-    with pytest.raises(OutputError, match="--keep-means cannot be combined with --rotate"):
-        convert(CHECKPOINTS / "phi", tmp_path / "out", options=Options(rotate=True),
-                keep_means=True)  # fmt: skip
     text = refused("fold", CHECKPOINTS / "phi", "--dry-run", "--seed", 3, status=2)
     assert "--seed needs --rotate." in text
-    text = refused("fold", CHECKPOINTS / "phi", "--dry-run", "--rotate", "--keep-means", status=2)
-    assert "--keep-means cannot be combined with --rotate." in text
     assert not (tmp_path / "out").exists()
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from live_models import CHECKPOINTS, moved
 from rounding import relative
-from safetensors.torch import load_file
 from stored_files import changed
 from tiny_models import TOKENS, converted, live, outputs, rotated
 from torch import nn
@@ -18,7 +17,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
 import enjoyln_cli
-from enjoyln_cli import fold, unfold, verify
+from enjoyln_cli import fold, verify
 from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
 from enjoyln_cli.errors import UnprovenCall
 from enjoyln_cli.plan.axis import Axis
@@ -193,18 +192,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("baked")
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "bloom", dtype=torch.bfloat16)
     model.save_pretrained(folder / "source")
-    fold(folder / "source", folder / "out", options=FOLDED, keep_means=True)
+    fold(folder / "source", folder / "out", options=FOLDED)
     return folder / "source", folder / "out"
 
 
-def test_16_bits_are_verified_and_restored(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    source, out = folders
-    found = verify(out)
+def test_16_bits_are_verified(folders: tuple[Path, Path]) -> None:
+    found = verify(folders[1])
     assert found.passed and found.identity_error <= 1e-12 and found.stock_ratio <= 1.1
-    unfold(out, tmp_path / "back")
-    before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "back"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize("name", [TABLE, f"{NORM}.weight"])

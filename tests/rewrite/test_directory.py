@@ -279,7 +279,7 @@ def test_an_interrupt_leaves_nothing_to_keep(source: Path, out: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fold(source, out, progress=interrupt, keep_means=True)
+        fold(source, out, progress=interrupt)
     assert not out.exists()
 
 

@@ -299,14 +299,6 @@ def test_another_plan_or_option(
     refuses(source, out, words, resume=True, **options)
 
 
-def test_with_kept_means_nothing_is_taken_over(source: Path, out: Path) -> None:
-    stopped(source, out)
-    assert fold(source, out, resume=True, keep_means=True).resumed == 0
-    whole = contents(out)
-    fold(source, out, force=True, keep_means=True)
-    assert contents(out) == whole
-
-
 def test_one_run_at_a_time(source: Path, out: Path) -> None:
     with staged_output(out, source=source, force=False):
         for options in ({}, {"force": True}, {"resume": True}):

@@ -19,7 +19,7 @@ from rounding import TIMES, relative
 from terminal import asked_on_a_terminal
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from enjoyln_cli import from_pretrained
+from enjoyln_cli import from_pretrained, load_recipe
 from enjoyln_cli.runtime.modules import RMSNorm
 
 pytestmark = pytest.mark.usefixtures("quiet_hub")
@@ -97,7 +97,10 @@ def test_a_fold_fetches_what_it_needs(hub: Hub, home: Path, tmp_path: Path) -> N
 def test_a_result_remembers_the_commit(hub: Hub, folded: Path) -> None:
     marker = json.loads((folded / "config.json").read_text())["enjoyln"]
     assert marker["source"] == "org/gpt2"
-    assert marker["revision"] == hub.repositories["org/gpt2"].refs["v1"]
+    commit = hub.repositories["org/gpt2"].refs["v1"]
+    assert marker["revision"] == commit
+    assert load_recipe(folded / "enjoyln_recipe.yaml").source == f"org/gpt2@{commit}"
+    assert f"at revision `{commit}`" in (folded / "README.md").read_text()
 
 
 def test_a_result_is_refused_before_its_weights_are_fetched(
