@@ -214,12 +214,3 @@ def test_every_public_name_is_there() -> None:
     code = "import enjoyln_cli as e; assert all(callable(getattr(e, name)) for name in e.__all__)"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
     assert done.stdout == b""
-
-
-def test_every_folder_is_installed() -> None:
-    tomllib = pytest.importorskip("tomllib")  # since Python 3.11
-    told = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["tool"]["setuptools"][
-        "packages"
-    ]
-    folders = {path.parent.relative_to(TESTS.parent) for path in PACKAGE.rglob("*.py")}
-    assert {*told} == {".".join(folder.parts) for folder in folders}

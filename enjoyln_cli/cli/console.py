@@ -138,8 +138,6 @@ def write_tree(tree: Tree) -> None:
 
 def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
     """Print the closing lines of a fold and the next command to run; for a dry run, the plan."""
-    from enjoyln_cli.kernels.environment import lost_without_kernels
-
     plan, dry = report.plan, result["dry_run"]
     does, did = ("convert", "converted") if plan.folded else ("rotate", "rotated")
     say(f"{f'would {does}' if dry else did} {counts(plan)}", "green")
@@ -172,8 +170,6 @@ def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
         _say_before_quantising(checked["compute_dtype"] if checked else "", "matrices" in result)
     if len(plan.kept) > len(plan.folded) > 0 and not (plan.widened or plan.untied):
         say(f"options that may convert more: enjoyln report {shlex.quote(report.model)}")
-    if plan.folded and (lost := lost_without_kernels()):
-        say(lost)
     say(f"next: {_next_step(result, plan)}")
 
 
@@ -383,5 +379,3 @@ def _write_device(entry: dict[str, Any]) -> None:
         say(f"  folded norms compute {entry['instead']}")
         return
     say(f"{entry['device']}: kernels: {entry['kernels']}", style="green")
-    if "library" in entry:
-        say(f"  library: {entry['library']}")

@@ -48,7 +48,7 @@ for command in (
 @main.command()
 @json_option
 def env(as_json: bool) -> None:
-    """Show which kernels this machine uses, what is missing and why."""
+    """Show what computes norms on this machine."""
     from enjoyln_cli.cli.progress import watch_job
 
     with watch_job(as_json, "looking for devices and kernels"):

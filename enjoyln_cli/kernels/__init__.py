@@ -1,4 +1,4 @@
-"""Fast kernels for the norms of a folded model; see ``norms`` for what computes which norm."""
+"""What computes the norms of a folded model, on which device; see ``norms``."""
 
 from enjoyln_cli.kernels.gpu import Norms, prepare
 from enjoyln_cli.kernels.norms import rms_norm

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli.kernels import cpu, gpu, norms
+from enjoyln_cli.kernels import gpu, norms
 
-SAME_RESULTS = "torch's LayerNorm, with the same results; nothing is lost but speed"
+SAME_RESULTS = "torch's LayerNorm, with the same results"
 
 
 def environment() -> dict[str, Any]:
@@ -26,21 +26,12 @@ def environment() -> dict[str, Any]:
 
 def why_no_kernels(device: str) -> str:
     """Why there are no kernels on a type of device; empty if there are."""
-    if device == "cpu":
-        return cpu.library().missing
     return gpu.why_not_measured() if device == "cuda" else f"there are none for {device}"
 
 
 def kernels_on(device: str) -> str:
-    """The name of the kernels on a type of device, such as ``avx512``, or why there are none."""
-    active = cpu.library().level if device == "cpu" else "the fastest at load"
-    return why_no_kernels(device) or active
-
-
-def lost_without_kernels() -> str:
-    """One sentence about a CPU without kernels; empty if there are kernels."""
-    why = why_no_kernels("cpu")
-    return why and f"no kernels for this CPU ({why}): a folded norm computes {SAME_RESULTS}"
+    """What computes norms on a type of device, if there are kernels, or why there are none."""
+    return why_no_kernels(device) or "the fastest at load"
 
 
 def _describe(device: str) -> dict[str, Any]:
@@ -48,5 +39,4 @@ def _describe(device: str) -> dict[str, Any]:
         fused = "torch's rms_norm, or its LayerNorm if they have a bias (see fold --merge bias)"
         instead = fused if norms.torch_fuses(device) else SAME_RESULTS
         return {"device": device, "active": False, "why": why, "instead": instead}
-    entry = {"device": device, "active": True, "kernels": kernels_on(device)}
-    return entry | {"library": str(cpu.LIBRARY)} if device == "cpu" else entry
+    return {"device": device, "active": True, "kernels": kernels_on(device)}

@@ -1,14 +1,14 @@
-"""What computes a folded norm: the project's kernels, torch's norms, or the formula.
+"""What computes a folded norm: torch's norms, the project's kernel for GPUs, or the formula.
 
-* On a CPU, in plain eager calls, the library of ``cpu``.
+* On a CPU ``F.layer_norm``. It gives the same result, since a folded norm only sees rows with zero
+  mean, and torch has no RMSNorm there that takes less time.
 * On a GPU, if no gradient is wanted, what was the fastest when the model was loaded (see ``gpu``);
   without a measurement ``F.rms_norm``, for norms without a bias on devices where torch computes it
   in one kernel (see ``torch_fuses``).
 * In compiled graphs, where Inductor fuses it, and in float64, the formula.
 * In exports, torch's own operator for RMSNorm, so that the graph has one node for it.
-* In all other cases ``F.layer_norm``. It gives the same result, since a folded norm only sees rows
-  with zero mean. These cases are: there is no kernel for the device or the dtype; autocast, for
-  which torch has a rule; and gradients, which torch computes in one step for LayerNorm.
+* In all other cases ``F.layer_norm``, as on a CPU: for other devices and dtypes; under autocast,
+  for which torch has a rule; and with gradients, which torch computes in one step for LayerNorm.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling, is_exporting
 
-from enjoyln_cli.kernels import cpu, formula, gpu
-
-FEWEST = 8192
-"""Elements of a tensor from which on the CPU's kernel takes less time than torch's LayerNorm."""
+from enjoyln_cli.kernels import formula, gpu
 
 
 @cache
@@ -48,7 +45,7 @@ def rms_norm(
     ``x`` has shape ``(..., *shape)``, and any floating dtype and layout; ``weight`` and ``bias``
     have that ``shape`` and any floating dtype. Returns a contiguous tensor of the shape and dtype
     of ``x``, computed in float32 or wider and rounded once; in float64 by the formula on every
-    machine. The rows must have zero mean, since LayerNorm is computed if there is no kernel. With
+    machine. The rows must have zero mean, since in most cases LayerNorm is computed. With
     ``literal`` it never is: a mean shows in the result, and the gradient is that of RMSNorm.
     """
     if dims > 1:
@@ -58,17 +55,13 @@ def rms_norm(
         return formula.torch_rms_norm(x, weight, bias, eps)
     if is_compiling() or x.dtype is torch.float64:
         return formula.rms_norm(x, weight, bias, eps)
-    if not literal and x.numel() < (FEWEST if x.is_cpu else gpu.fewest):
+    if not literal and ((x.is_cpu and not torch_fuses("cpu")) or x.numel() < gpu.fewest):
         return formula.layer_norm(x, weight, bias, eps)
-    if x.is_cpu:
-        y = cpu.rms_norm(x, weight, bias, eps)
-        if y is not None:
-            return y
-    return _instead(x, weight, bias, literal)(x, weight, bias, eps)
+    return _chosen(x, weight, bias, literal)(x, weight, bias, eps)
 
 
-def _instead(x: Tensor, weight: Tensor | None, bias: Tensor | None, literal: bool) -> gpu.Norm:
-    """What computes a folded RMSNorm where the library of ``cpu`` does not.
+def _chosen(x: Tensor, weight: Tensor | None, bias: Tensor | None, literal: bool) -> gpu.Norm:
+    """What computes an RMSNorm in an eager call on a GPU, or with ``literal`` on any device.
 
     ``F.rms_norm`` is one kernel without a bias, and with a weight of the dtype of ``x``.
     """

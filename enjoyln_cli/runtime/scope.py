@@ -183,7 +183,7 @@ class Fold:
     training mode, too.
     """
     literal = False
-    """Whether norms never compute LayerNorm in place of RMSNorm, even if there is no kernel.
+    """Whether norms never compute LayerNorm in place of RMSNorm, on any device.
 
     So it is in training on centred weights, and where an input with a mean has to show.
     """

@@ -14,7 +14,6 @@ from rounding import TIMES, lost_by_norms
 from torch import Tensor, nn
 
 from enjoyln_cli import kernels
-from enjoyln_cli.kernels import norms
 from enjoyln_cli.runtime.install import install
 
 D = 16
@@ -34,13 +33,6 @@ def nested(**how: Any) -> Tensor:
 
 def off_by_a_word(dtype: torch.dtype) -> Tensor:
     return torch.cat([torch.zeros(1), rows(3, 4).flatten()]).to(dtype)[1:].view(3, 4, D)
-
-
-@pytest.fixture(autouse=True, params=[0, None], ids=["kernel", "as usual"])
-def fewest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel computes small tensors too; or they are left to torch's LayerNorm, as usual."""
-    if request.param is not None:
-        monkeypatch.setattr(norms, "FEWEST", request.param)
 
 
 KINDS: dict[str, Callable[[], Tensor]] = {

@@ -1,6 +1,6 @@
 """Where torch computes RMSNorm in one kernel, a norm without a bias is that, as on a GPU.
 
-The device is simulated: the CPU is said to have such a kernel, and the project's own is taken away.
+The device is simulated: the CPU is said to have such a kernel.
 Rows with a mean tell RMSNorm and LayerNorm apart.
 """
 
@@ -18,22 +18,15 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from enjoyln_cli import from_pretrained, kernels
-from enjoyln_cli.kernels import cpu, formula, norms
+from enjoyln_cli.kernels import formula, norms
 from enjoyln_cli.runtime.modules import Folded
 
 WIDTH, EPS = 33, 1e-5
 
 
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ENJOYLN_KERNELS", "0")
-    monkeypatch.setattr(cpu, "library", cpu.Library)
-    monkeypatch.setattr(norms, "FEWEST", 0)
-
-
 @pytest.fixture
 def fusing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU is a device without kernels of this project, where torch fuses RMSNorm."""
-    without_kernels(monkeypatch)
+    """The CPU is a device where torch fuses RMSNorm."""
     monkeypatch.setattr(norms, "torch_fuses", lambda device: device == "cpu")
 
 
@@ -70,10 +63,10 @@ def test_each_type_of_gpu_takes_the_same_path(device: str, monkeypatch: pytest.M
         weight, bias = (torch.empty(WIDTH, device=device) for _ in range(2))
         other = torch.empty(5, WIDTH, device="meta")
         for parameter in (weight, None):
-            assert norms._instead(x, parameter, None, False) is formula.torch_rms_norm
-        assert norms._instead(x, weight, bias, False) is formula.layer_norm
-        assert norms._instead(half, weight, None, False) is formula.layer_norm
-        assert norms._instead(other, None, None, False) is formula.layer_norm
+            assert norms._chosen(x, parameter, None, False) is formula.torch_rms_norm
+        assert norms._chosen(x, weight, bias, False) is formula.layer_norm
+        assert norms._chosen(half, weight, None, False) is formula.layer_norm
+        assert norms._chosen(other, None, None, False) is formula.layer_norm
 
 
 @pytest.mark.parametrize("fuses", [True, False])
@@ -150,9 +143,8 @@ def test_a_merged_model_computes_no_layer_norm(outs: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize(("merge", "read"), [("bias", 1), ("affine", 0)])
 def test_where_layer_norm_is_the_fastest_it_reads_no_neutral_parameter(
-    merge: str, read: int, outs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    merge: str, read: int, outs: dict[str, Path]
 ) -> None:
-    without_kernels(monkeypatch)
     model = from_pretrained(outs[f"phi merge {merge}"])
     inputs = {"input_ids": torch.arange(3, 21).reshape(2, 9)}
     folded = [norm for norm in model.modules() if isinstance(norm, Folded)]
