@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -30,9 +30,6 @@ MAX_HEADER = 100_000_000
 
 MAX_ELEMENTS = (1 << 63) - 1
 """Maximum elements of a tensor in torch; for an empty tensor, the product of its other sizes."""
-
-FIRST_READ_BYTES = 1 << 17
-"""Bytes of a file that are read first; most headers are shorter."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -74,44 +71,30 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> tuple[bytes, int]:
-    """The first bytes of a safetensors file, as ``header_bytes`` returns them, and its size."""
+    """The first bytes of a safetensors file: the length of its header, and the header; its size.
+
+    The size of the file is in bytes. Raises ``BadCheckpoint`` for a length that is impossible.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
-
-        def read(start: int, count: int) -> bytes:
-            file.seek(start)
-            return file.read(count)
-
-        return header_bytes(path.name, size, read), size
-
-
-def header_bytes(file: str, size: int, read: Callable[[int, int], bytes]) -> bytes:
-    """The first bytes of a file of ``size`` bytes: the length of its header, and the header.
-
-    ``read(start, count)`` returns bytes of the file. Raises ``BadCheckpoint`` for a length that is
-    impossible.
-    """
-    first = read(0, FIRST_READ_BYTES)
-    prefix = first[:8]
-    if prefix == b"version ":
-        raise _pointer(file)
-    length = int.from_bytes(prefix, "little")
-    if len(prefix) < 8 or length > MAX_HEADER or 8 + length > size:
-        raise BadCheckpoint(
-            f"{file} says its header takes {length} bytes, but the file has {size}; "
-            "it is truncated or no safetensors file, fetch it again"
-        )
-    if len(first) < 8 + length:
-        first += read(len(first), 8 + length - len(first))
-    return first[: 8 + length]
+        prefix = file.read(8)
+        if prefix == b"version ":
+            raise _pointer(path.name)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > MAX_HEADER or 8 + length > size:
+            raise BadCheckpoint(
+                f"{path.name} says its header takes {length} bytes, but the file has {size}; "
+                "it is truncated or no safetensors file, fetch it again"
+            )
+        return prefix + file.read(length), size
 
 
 def tensors_in(file: str, header: bytes, size: int) -> tuple[list[StoredTensor], dict[str, str]]:
     """The tensors of a file in the order of their offsets, and its ``__metadata__``.
 
-    ``header`` are its ``header_bytes``, and ``size`` its size in bytes. Raises ``BadCheckpoint`` if
-    the header is inconsistent or does not match the size, ``UnsupportedModel`` for dtypes that only
-    quantised checkpoints have.
+    ``header`` and ``size`` (of the whole file, in bytes) are what ``read_header`` returns.
+    Raises ``BadCheckpoint`` if the header is inconsistent or does not match the size,
+    ``UnsupportedModel`` for dtypes that only quantised checkpoints have.
     """
     text = header[8:]
     entries = _parsed_header(file, text)

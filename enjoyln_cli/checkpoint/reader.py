@@ -7,7 +7,7 @@ another file, such as the shard index, says.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,9 +22,7 @@ from enjoyln_cli.checkpoint.config import (
 )
 from enjoyln_cli.checkpoint.file_roles import CONFIG, shards_in_index, weights_among
 from enjoyln_cli.checkpoint.headers import (
-    DTYPES,
     StoredTensor,
-    bytes_of,
     load_bin,
     map_tensor,
     read_bin_header,
@@ -45,9 +43,6 @@ from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-BLOCK = 1 << 22
-"""Bytes that are compared at once."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +79,8 @@ def open_checkpoint(source: Source) -> Checkpoint:
             f"the config of {source.model} names its own weight file (transformers_weights); load "
             "it and save it with save_pretrained first"
         )
-    remote = source.remote
     names = {entry.name for entry in os.scandir(source.path)}
-    first = weights_among(sorted(names.union(remote.files if remote else ())), source.model)
+    first = weights_among(sorted(names), source.model)
     states |= states_of(source.path, (first,))
     index = first if first.endswith(".json") else None
     shards, promised = shards_in_index(locate(source, first)) if index else ((first,), {})
@@ -97,7 +91,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
     for shard in shards:
         states |= states_of(source.path, (shard,))
         if safetensors:
-            header, size = remote.files[shard] if remote else read_header(locate(source, shard))
+            header, size = read_header(locate(source, shard))
             listed, metadata[shard] = tensors_in(shard, header, size)
             headers[shard] = header
         else:
@@ -138,7 +132,6 @@ def open_subject(
     revision: str | None = None,
     access: HubAccess = DEFAULT_ACCESS,
     trust_remote_code: bool = False,
-    stream: bool = False,
     unfolded: bool = False,
 ) -> Subject:
     """Open ``model``, a directory or a Hub id, with its weights.
@@ -151,9 +144,7 @@ def open_subject(
     config = load_config(source, trust_remote_code)
     if unfolded:
         require_unfolded(config, source.model)
-    source = open_source(
-        model, revision=source.revision, access=access, weights=True, stream=stream
-    )
+    source = open_source(model, revision=source.revision, access=access, weights=True)
     return Subject(config, open_checkpoint(source), trust_remote_code)
 
 
@@ -167,11 +158,6 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     path = checkpoint.source.path / stored.file
     if checkpoint.format == "bin":
         return load_bin(path)[name].clone()
-    remote = checkpoint.source.remote
-    if remote and not path.is_file():
-        data = bytearray(remote.read(stored.file, stored.offset, stored.nbytes))
-        flat = torch.frombuffer(data, dtype=DTYPES[stored.dtype]) if data else torch.empty(0)
-        return flat.to(DTYPES[stored.dtype]).reshape(stored.shape)
     with path.open("rb") as file:
         return map_tensor(file.fileno(), stored)
 
@@ -181,21 +167,8 @@ def same_values(checkpoint: Checkpoint, a: str, b: str) -> bool:
     first, second = _stored(checkpoint, a), _stored(checkpoint, b)
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    pairs = zip(_blocks_of(checkpoint, a), _blocks_of(checkpoint, b), strict=True)
-    return all(left == right for left, right in pairs)
-
-
-def _blocks_of(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
-    """The bytes of a stored tensor; the first ones can be read without downloading all of it."""
-    stored, remote = _stored(checkpoint, name), checkpoint.source.remote
-    starts = range(0, stored.nbytes, BLOCK)
-    if remote:
-        for start in starts:
-            count = min(BLOCK, stored.nbytes - start)
-            yield remote.read(stored.file, stored.offset + start, count)
-        return
-    data = bytes_of(read_tensor(checkpoint, name))
-    yield from (bytes(data[start : start + BLOCK]) for start in starts)
+    left, right = (read_tensor(checkpoint, name).flatten().view(torch.uint8) for name in (a, b))
+    return torch.equal(left, right)
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:

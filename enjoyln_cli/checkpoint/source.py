@@ -10,17 +10,13 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess, require_token
 from enjoyln_cli.checkpoint.file_roles import CONFIG, comes_along
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.sentence_transformers import transformer_folder
-from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
+from enjoyln_cli.errors import BadCheckpoint, ModelNotFound
 from enjoyln_cli.text import size
-
-if TYPE_CHECKING:
-    from enjoyln_cli.checkpoint.download import Remote
 
 MAX_CONFIG_BYTES = 4_000_000
 """A larger ``config.json`` is damaged or hostile: 20,000 labels take less than half of this."""
@@ -41,8 +37,6 @@ class Source:
     """The commit of a Hub id, ``None`` for a directory."""
     folder: str = ""
     """In a sentence-transformers pipeline: the subfolder of the transformer, if it is in one."""
-    remote: Remote | None = None
-    """The weight files, if they are not in ``path`` but downloaded one by one."""
 
     @property
     def cached(self) -> bool:
@@ -66,23 +60,18 @@ def open_source(
     revision: str | None = None,
     access: HubAccess = DEFAULT_ACCESS,
     weights: bool = False,
-    stream: bool = False,
 ) -> Source:
     """Find ``model``: a directory if there is one of that name, otherwise a Hub id.
 
     For a Hub id, this downloads only ``config.json`` and code that it names. With ``weights`` it
     also downloads the weights (safetensors if there are any) and all files that are copied to the
-    result. With ``stream``, weight files are downloaded later, one by one (``Remote``).
+    result.
 
     Raises ``ModelNotFound`` if the model does not exist or cannot be reached, ``UnsupportedModel``
-    if it has no config or no weights, and with ``stream`` for a directory and for pickles.
+    if it has no config or no weights.
     """
     local = local_folder(model)
     if local is not None:
-        if stream:
-            raise UnsupportedModel(
-                f"{model} is a directory, so there is nothing to download: leave --stream out"
-            )
         if revision is not None:
             raise ModelNotFound(f"{model} is a directory and has no revision {revision!r}; drop it")
         folder = transformer_folder(local)
@@ -91,9 +80,9 @@ def open_source(
     from enjoyln_cli.checkpoint.download import snapshot  # imports torch
 
     require_token(access)
-    path, remote = snapshot(model, revision, access, weights=weights, stream=stream)
+    path = snapshot(model, revision, access, weights=weights)
     require_small_config(path)
-    return Source(model, path, path.name, remote=remote)
+    return Source(model, path, path.name)
 
 
 def require_small_config(folder: Path) -> None:

@@ -160,12 +160,7 @@ def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
     if result["resumed"]:
         done = counted(result["resumed"], "weight file")
         say(f"{done} had been finished by an earlier run")
-    unchecked = "not verified (--no-verify)"
-    if result["streamed"]:
-        unchecked = (
-            "not verified (--stream): that needs the whole original; do it with the next command"
-        )
-    say(f"verified: {checked['summary']}" if checked else unchecked)
+    say(f"verified: {checked['summary']}" if checked else "not verified (--no-verify)")
     if plan.turned:
         _say_before_quantising(checked["compute_dtype"] if checked else "", "matrices" in result)
     if len(plan.kept) > len(plan.folded) > 0 and not (plan.widened or plan.untied):

@@ -62,11 +62,6 @@ conversion_options = all_of(
     no_verify_option,
     click.option("--dry-run", is_flag=True, help="Show the plan and the sizes; write nothing."),
     click.option(
-        "--stream",
-        is_flag=True,
-        help="Download, convert and delete one file at a time; not verified.",
-    ),
-    click.option(
         "--allow-nonfinite",
         is_flag=True,
         help="Accept weights with NaN or Inf; the edits spread them within a tensor.",
@@ -211,10 +206,6 @@ def _convert(
 ) -> None:
     if out is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--out'.")
-    if options["opening"]["stream"]:
-        if options["max_shard_size"]:
-            raise click.UsageError("--stream cannot be combined with --max-shard-size.")
-        options["verify"] = False
     out = None if dry_run else out
     chatty = not (quiet or as_json)
     if chatty:
@@ -225,7 +216,7 @@ def _convert(
     if not (options["verify"] or choice) and (options["samples"] or options["seconds"] or data):
         option = "--seconds" if options["seconds"] else "--samples"
         option = f"--{next(iter(data)).removesuffix('s')}" if data else option
-        raise click.UsageError(f"{option} needs the check; drop --no-verify and --stream.")
+        raise click.UsageError(f"{option} needs the check; drop --no-verify.")
     if options["seconds"] is None:
         del options["seconds"]
     require_original(model)

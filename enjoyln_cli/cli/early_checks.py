@@ -106,7 +106,6 @@ def require_choice(
         "--matrix": search and matrix,
         "--dry-run": learn and dry_run,
         "--like": like,
-        "--stream": opening["stream"],
     }.items():
         if is_given:
             raise click.UsageError(f"{name} cannot be combined with {other}.")

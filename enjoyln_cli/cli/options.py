@@ -35,14 +35,7 @@ DTYPES = click.Choice(["float32", "float16", "bfloat16"])
 POSITIVE = click.FloatRange(min=0, min_open=True)
 COMPUTE_DTYPES = click.Choice(["float64", "float32", "float16", "bfloat16"])
 
-OPENING_FIELDS = (
-    "revision",
-    "trust_remote_code",
-    "model_class",
-    "outputs",
-    "recipe",
-    "stream",
-)
+OPENING_FIELDS = ("revision", "trust_remote_code", "model_class", "outputs", "recipe")
 """How a model is opened: fields of ``conversion.inspect.Opening``, except ``access``."""
 PLAN_FIELDS = ("widen_mlp", "widen_to", "merge", "untie", "rotate", "values", "seed", "matrix")
 """What a plan may change besides centring: the fields of ``plan.Options``."""

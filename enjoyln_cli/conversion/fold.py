@@ -196,7 +196,7 @@ def write(
     from enjoyln_cli.recipe.write import recipe_text
 
     event = on_event or default_listener
-    source, verify = ready.subject.source, verify and not ready.opening.stream
+    source = ready.subject.source
     data = data or {}
     read_user_data(samples=samples, **data)  # before anything is written
     seconds_of(seconds)
@@ -262,7 +262,6 @@ def convert(
     resume: bool = False,
     verify: bool = True,
     allow_nonfinite: bool = False,
-    stream: bool = False,
     samples: int | str | Path | None = None,
     seconds: float | None = CHECK_SECONDS,
     on_check: Progress = no_progress,
@@ -283,9 +282,6 @@ def convert(
       the values that share a mean with them. Without it they are refused.
     * ``resume`` continues a run that was killed or interrupted. Without ``resume`` and ``force``,
       the files that such a run left are refused.
-    * ``stream`` fetches the weight files from the Hub one by one. Each is folded, and deleted from
-      the cache unless it was there before. Nothing is verified, since that needs the whole
-      original.
 
     With ``verify``, a result that does not compute the original function is deleted, and
     ``VerificationFailed`` is raised. ``samples`` and ``seconds`` are those of ``verify``. The check
@@ -310,7 +306,6 @@ def convert(
         outputs=as_names(outputs),
         options=options,
         recipe=recipe,
-        stream=stream,
         example_calls=example_calls,
     )
     ready = prepare(model, out, opening, force=force, resume=resume, on_event=on_event)

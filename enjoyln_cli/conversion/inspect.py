@@ -48,8 +48,6 @@ class Opening:
     outputs: Sequence[str] = ()
     options: Options = PLAIN
     recipe: str | Path | None = None
-    stream: bool = False
-    """Fetch weight files from the Hub one by one, and delete each when it is folded."""
     example_calls: ExampleCalls = field(default=(), repr=False)
     """Calls to prove in addition to those made up from the config."""
 
@@ -206,7 +204,6 @@ def open_unfolded(name: str, opening: Opening) -> Subject:
         revision=opening.revision,
         access=opening.access,
         trust_remote_code=opening.trust_remote_code,
-        stream=opening.stream,
         unfolded=True,
     )
 

@@ -33,6 +33,5 @@ def fold_json(
     checked = result.verification.to_json() if result.verification else None
     entries |= {"out": str(result.out), "bytes_written": result.bytes_written}
     entries["resumed"] = result.resumed
-    entries["streamed"] = ready.opening.stream
     entries |= {"seconds": result.seconds, "check_seconds": result.check_seconds}
     return entries | {"verification": checked}

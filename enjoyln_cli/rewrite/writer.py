@@ -11,7 +11,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -70,11 +70,6 @@ def write_shards(
     too little space.
     """
     _check_edits(checkpoint, edits)
-    if checkpoint.source.remote and max_shard_size is not None:
-        raise OutputError(
-            "--stream keeps the layout of the files, so it cannot be combined with "
-            "--max-shard-size; remove one of them"
-        )
     shards = layout(checkpoint, edits, dtype, max_shard_size)
     finished = resume_shards(journal, into, shards) if journal else []
     left = [shard for shard in shards if shard.name not in finished]
@@ -90,46 +85,22 @@ def write_shards(
         if journal:
             note(journal, path)
 
-    _check_space(left, into)
-    for some, at_hand in _batches(checkpoint, left):
-        with at_hand:
-            write_tensors(
-                checkpoint,
-                edited,
-                some,
-                into,
-                jobs=jobs,
-                progress=progress,
-                finish=finish,
-            )
+    _write_tensors(checkpoint, edited, left, into, jobs=jobs, progress=progress, finish=finish)
     texts = index(checkpoint, shards)
     for name, text in texts.items():
         _write_file(into / name, text)
     return (*(shard.name for shard in shards), *texts)
 
 
-def _batches(
-    checkpoint: Checkpoint, shards: list[Shard]
-) -> Iterator[tuple[list[Shard], AbstractContextManager[None]]]:
-    """The shards to write together: all, or one at a time if the source is streamed."""
-    remote = checkpoint.source.remote
-    if remote is None:
-        yield shards, nullcontext()
-        return
-    for shard in shards:
-        file = next((slot.stored.file for slot in shard.slots), None)
-        yield [shard], remote.at_hand(file) if file else nullcontext()
-
-
-def write_tensors(
+def _write_tensors(
     checkpoint: Checkpoint,
     parts_for: Callable[[TensorFiles], Iterable[TensorPart]],
     shards: Sequence[Shard],
     into: Path,
     *,
-    jobs: int | None = None,
-    progress: Callable[[int], None] | None = None,
-    finish: Callable[[Path], None] = lambda path: None,
+    jobs: int | None,
+    progress: Callable[[int], None] | None,
+    finish: Callable[[Path], None],
 ) -> None:
     """Write the files of ``shards`` from the tensors of ``checkpoint``, and sync them to the disk.
 

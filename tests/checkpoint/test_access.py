@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from pathlib import Path
 
 import pytest
 from hub_server import TOKEN
@@ -14,21 +13,22 @@ from enjoyln_cli.checkpoint.access import (
     access_keywords,
     require_token,
 )
-from enjoyln_cli.checkpoint.download import Remote
 from enjoyln_cli.conversion.inspect import Opening
 from enjoyln_cli.errors import ModelNotFound
 
 
 def test_its_text_does_not_show_the_token() -> None:
     access = HubAccess(token=TOKEN, cache_dir="cache")
-    holders = (access, Opening(access=access), Remote("me/x", Path("x"), {}, access))
+    holders = (access, Opening(access=access))
     for text in (*map(repr, holders), *map(str, holders), f"{access}", f"{[access]}"):
         assert TOKEN not in text and "cache" in text
 
 
 def test_what_repeats_a_fold_has_neither_token_nor_cache() -> None:
-    settings = Opening(access=HubAccess(token=TOKEN, cache_dir="cache"), stream=True).settings
-    assert settings["stream"] is True
+    settings = Opening(
+        access=HubAccess(token=TOKEN, cache_dir="cache"), outputs=("logits",)
+    ).settings
+    assert settings["outputs"] == ("logits",)
     assert not {"access", "token", "cache_dir", "revision"} & {*settings}
 
 

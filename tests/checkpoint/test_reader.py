@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from stored_files import opened, refused, tensors
 
-from enjoyln_cli.checkpoint.reader import BLOCK, other_files, read_tensor, same_values
+from enjoyln_cli.checkpoint.reader import other_files, read_tensor, same_values
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -65,7 +65,7 @@ def test_a_file_that_shrinks_after_it_was_opened(folder: Path) -> None:
 
 
 def values() -> dict[str, torch.Tensor]:
-    long = torch.randn(BLOCK // 2 + 3, generator=torch.Generator().manual_seed(5))
+    long = torch.randn(100_003, generator=torch.Generator().manual_seed(5))
     other = long.clone()
     other[-1] += 1
     return {
@@ -73,6 +73,9 @@ def values() -> dict[str, torch.Tensor]:
         "same": long.clone(),
         "other": other,
         "narrow": long.bfloat16(),
+        "yes": torch.tensor(True),
+        "no": torch.tensor(False),
+        "empty": torch.zeros(0, 3),
         "row": torch.tensor([[0.0, torch.nan]]),
         "row_again": torch.tensor([[0.0, torch.nan]]),
         "negative_zero": torch.tensor([[-0.0, torch.nan]]),
@@ -88,13 +91,20 @@ def test_same_values_means_every_bit(folder: Path, kind: str) -> None:
         save_file(values(), folder / "model.safetensors")
     found = opened(folder)
     assert found.format == kind
-    for one, two in (("long", "same"), ("long", "long"), ("row", "row_again")):
+    for one, two in (
+        ("long", "same"),
+        ("long", "long"),
+        ("row", "row_again"),
+        ("yes", "yes"),
+        ("empty", "empty"),
+    ):
         assert same_values(found, one, two)
     for one, two in (
         ("long", "other"),
         ("long", "narrow"),
         ("row", "negative_zero"),
         ("row", "column"),
+        ("yes", "no"),
     ):
         assert not same_values(found, one, two)
 

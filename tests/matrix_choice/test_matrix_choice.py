@@ -245,7 +245,6 @@ def test_sentence_embeddings_are_compared(tokens: Path, tmp_path: Path) -> None:
         (["--search", 2, "--learn", 2], "--search cannot be combined with --learn"),
         (["--search", 2, "--seed", 3], "--search cannot be combined with --seed"),
         (["--learn", 2, "--dry-run"], "--learn cannot be combined with --dry-run"),
-        (["--learn", 2, "--stream"], "--learn cannot be combined with --stream"),
         (["--learn", 2, "--like", GPT2], "--learn cannot be combined with --like"),
     ],
 )
