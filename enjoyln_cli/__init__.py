@@ -49,7 +49,7 @@ from enjoyln_cli.version import __version__ as __version__
 if TYPE_CHECKING:
     from enjoyln_cli.benchmark.bench import bench
     from enjoyln_cli.benchmark.cases import BenchOptions
-    from enjoyln_cli.comparison.user_data import read_user_data
+    from enjoyln_cli.comparison.data_files import read_user_data
     from enjoyln_cli.conversion.fold import convert as fold
     from enjoyln_cli.conversion.inspect import analyze
     from enjoyln_cli.conversion.rotate import rotate
@@ -114,7 +114,7 @@ _LAZY = {
     "optimize": ("enjoyln_cli.runtime.loading", "optimize"),
     "push": ("enjoyln_cli.publish.push", "push"),
     "quantize": ("enjoyln_cli.quantisation.quantize", "quantize"),
-    "read_user_data": ("enjoyln_cli.comparison.user_data", "read_user_data"),
+    "read_user_data": ("enjoyln_cli.comparison.data_files", "read_user_data"),
     "refold": ("enjoyln_cli.runtime.loading", "refold"),
     "rotate": ("enjoyln_cli.conversion.rotate", "rotate"),
     "verify": ("enjoyln_cli.verification.verify", "verify"),

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, WhisperForConditionalGeneration, WhisperProcessor
 
-from enjoyln_cli.comparison.user_data import read_user_data
+from enjoyln_cli.comparison.data_files import read_user_data
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.quantisation.measure import Compute
 from enjoyln_cli.quantisation.quantize import load_result, quantize

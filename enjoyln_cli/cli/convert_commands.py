@@ -10,6 +10,7 @@ import click
 
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
+    read_data,
     require_choice,
     require_folded,
     require_model,
@@ -49,6 +50,7 @@ from enjoyln_cli.quantisation.schemes import SIMULATED
 
 if TYPE_CHECKING:
     from enjoyln_cli.cli.progress import Watch
+    from enjoyln_cli.comparison.data_files import UserData
     from enjoyln_cli.conversion.fold import PreparedFold
     from enjoyln_cli.matrix_choice.trials import MatrixChoice
 
@@ -220,6 +222,7 @@ def _convert(
     if options["seconds"] is None:
         del options["seconds"]
     require_original(model)
+    own = read_data(data, options["samples"])
     if out:
         require_new_folder(out, model, force=options["force"], resume=options["resume"])
     from enjoyln_cli.cli.progress import watch_job
@@ -239,7 +242,7 @@ def _convert(
         ready = prepare(model, out, opening, **place, on_event=watch.event)
         chosen = None
         if choice:
-            chosen = _choose(ready, data, out, watch, options["samples"], writing.resume, **choice)
+            chosen = _choose(ready, own, out, watch, options["samples"], writing.resume, **choice)
             ready = ready.with_plan(chosen.plan)
         listeners: Options = {"on_event": watch.event, "on_progress": watch.progress}
         listeners["on_check"] = watch.seconds
@@ -260,7 +263,7 @@ def _convert(
 
 def _choose(
     ready: PreparedFold,
-    data: Options,
+    inputs: UserData,
     out: Path | None,
     watch: Watch,
     samples: int | None,
@@ -273,12 +276,11 @@ def _choose(
 ) -> MatrixChoice:
     """Choose the matrices for --search or --learn, on at most ``samples`` inputs."""
     from enjoyln_cli.benchmark.bench import device_named
-    from enjoyln_cli.comparison.user_data import read_user_data
     from enjoyln_cli.matrix_choice.learned_matrices import learn_matrices
     from enjoyln_cli.matrix_choice.seed_search import search_seeds
     from enjoyln_cli.matrix_choice.trials import trials
 
-    inputs, run_on = read_user_data(**data), device_named(device)
+    run_on = device_named(device)
     with trials(ready, inputs, scheme, samples, watch.event, run_on, watch.seconds) as tried:
         if learn and out:
             state = learning_state(out)

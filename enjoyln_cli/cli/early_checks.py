@@ -15,6 +15,7 @@ from enjoyln_cli.checkpoint import config
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.comparison.data_files import UserData, read_user_data, require_readable
 from enjoyln_cli.errors import OutputError, UnsupportedModel
 from enjoyln_cli.fs.staging import check_place, learning_state
 
@@ -63,6 +64,13 @@ def data_sources(data: Mapping[str, Any]) -> dict[str, Any]:
     sources = {"--text": data["text"], "--image": data["images"], "--audio": data["audio"]}
     sources["--tokens"] = data["tokens"]
     return {option: value for option, value in sources.items() if value}
+
+
+def read_data(data: Mapping[str, Any], samples: Any = None) -> UserData:
+    """The user's own inputs. Refuses files that cannot be read, or that no package here reads."""
+    own = read_user_data(**data, samples=samples)
+    require_readable(own)
+    return own
 
 
 def require_one_source(

@@ -13,6 +13,7 @@ from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, require_float
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
+    read_data,
     require_folded,
     require_model,
     require_new_folder,
@@ -41,6 +42,7 @@ from enjoyln_cli.cli.options import (
     quiet_option,
 )
 from enjoyln_cli.clock import Progress
+from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
 
 
@@ -85,9 +87,10 @@ def verify(out: Path, data: Options, quiet: bool, as_json: bool, **options: Any)
     require_model(options["against"])
     if not is_quantised:
         require_folded(out)
+    own = read_data(data, options["samples"])
     with watch_job(quiet or as_json, f"verifying {with_origin(out)}") as watch:
         if is_quantised:
-            result: Any = _verify_quantised(out, data, watch.seconds, options)
+            result: Any = _verify_quantised(out, own, watch.seconds, options)
         else:
             from enjoyln_cli import verify as check  # takes seconds
 
@@ -105,20 +108,17 @@ def verify(out: Path, data: Options, quiet: bool, as_json: bool, **options: Any)
         raise click.exceptions.Exit(1)
 
 
-def _verify_quantised(out: Path, data: Options, on_progress: Progress, options: Options) -> Any:
-    from enjoyln_cli.comparison.user_data import read_user_data
+def _verify_quantised(out: Path, own: UserData, on_progress: Progress, options: Options) -> Any:
     from enjoyln_cli.conversion.inspect import Opening
     from enjoyln_cli.quantisation.written_result import verify_quantised
 
-    user_data, against = read_user_data(**data), options["against"]
     opening = Opening(
         revision=options["revision"],
         access=HubAccess(token=options["token"], cache_dir=options["cache_dir"]),
         trust_remote_code=options["trust_remote_code"],
     )
-    return verify_quantised(
-        out, user_data, against=against, opening=opening, on_progress=on_progress
-    )
+    against = options["against"]
+    return verify_quantised(out, own, against=against, opening=opening, on_progress=on_progress)
 
 
 @help.command()
@@ -296,16 +296,16 @@ def quantize(
     require_model(model)
     require_new_folder(out, model, force=options["force"])
     require_scheme(scheme, form)
+    own = read_data(data)
     with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:
         from enjoyln_cli.cli.console import say, write_json, write_quantised
-        from enjoyln_cli.comparison.user_data import read_user_data
         from enjoyln_cli.conversion.inspect import Opening
         from enjoyln_cli.quantisation.quantize import quantize as run  # takes seconds
 
         result = run(
             model,
             out,
-            read_user_data(**data),
+            own,
             scheme=scheme,
             form=form,
             seeds=range(rotations),

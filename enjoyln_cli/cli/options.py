@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import click
 
 from enjoyln_cli.benchmark.choices import MODES
 from enjoyln_cli.checkpoint.access import HubAccess
-from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.text import did_you_mean
 
 Names = tuple[str, ...]
@@ -280,8 +278,6 @@ def checking_options(seconds: float | None) -> Decorator:
 
 def _gather_data(options: Options) -> Options:
     data = {name: options.pop(name) for name in ("text", "images", "audio", "tokens")}
-    if data["images"] and find_spec("PIL") is None:
-        raise UnsupportedModel("reading images needs: pip install pillow")
     return {"data": data, **options}
 
 

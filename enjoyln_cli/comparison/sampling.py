@@ -19,10 +19,10 @@ import torch
 from enjoyln_cli.comparison import batches as inputs
 from enjoyln_cli.comparison import user_data
 from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.text_scores import head_kind
-from enjoyln_cli.comparison.user_data import UserData
 
 ENTRIES = 1 << 14
 """Fewest entries of each output for a stable ratio of two rounding errors. The rounding errors

@@ -1,17 +1,12 @@
-"""The user's data for comparing two models: a text, a file of texts, images, recordings, or ids.
+"""The user's data as batches that a model takes.
 
-A running text (``--text``) is cut into windows. For a language model, its perplexity is computed. A
-file of texts (``--samples FILE``) has one text on each line. The tokenizer turns each text into one
-input, with special tokens. ``--tokens FILE`` has a JSON list of token ids on each line, for a model
-without a tokenizer. Other inputs that a model needs are generated (``complete_batch``).
+The tokenizer turns each text into one input, with special tokens; the checkpoint's own processors
+prepare images and recordings. Other inputs that a model needs are generated (``complete_batch``).
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,147 +23,12 @@ from enjoyln_cli.comparison.batches import (
     positions,
     rows_at_once,
 )
+from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.text import first_line
 
 READERS = ("librosa", "pillow", "soundfile", "soxr", "torchcodec", "torchvision")
 """Packages that transformers reads images and recordings by; its errors name them."""
-
-
-@dataclass(frozen=True)
-class UserData:
-    """The inputs that a user wants models to be run on; generated inputs are added if needed."""
-
-    text: str | None = None
-    """A running text."""
-    texts: tuple[str, ...] = ()
-    """Texts that become one input each."""
-    images: tuple[str | Path, ...] = ()
-    """Image files."""
-    audio: tuple[str | Path, ...] = ()
-    """Audio files."""
-    tokens: tuple[tuple[int, ...], ...] = ()
-    """Token ids, one tuple for each text."""
-    number: int | None = None
-    """Number of inputs; by default as many as a ratio of two rounding errors needs."""
-
-    @property
-    def is_given(self) -> bool:
-        return self.text is not None or any((self.texts, self.images, self.audio, self.tokens))
-
-
-def read_user_data(
-    text: str | Path | None = None,
-    images: str | Path | Sequence[str | Path] = (),
-    samples: int | str | Path | None = None,
-    audio: str | Path | None = None,
-    tokens: str | Path | None = None,
-) -> UserData:
-    """Read the user's data.
-
-    ``images`` is a file or a directory, or several of them; ``audio`` is a directory, ``text`` and
-    ``tokens`` are files. ``samples`` is a number, or a file with one text on each line.
-
-    Raises ``UnsupportedModel`` if ``samples`` is neither, if a file cannot be read, or if more than
-    one source is given.
-    """
-    own = {"--text": text is not None, "--image": bool(images)}
-    own |= {"--audio": audio is not None, "--tokens": tokens is not None}
-    own["--samples with a file"] = isinstance(samples, str | Path)
-    given = [name for name, is_given in own.items() if is_given]
-    if len(given) > 1:
-        raise UnsupportedModel(f"{given[0]} and {given[1]} cannot be combined: choose one of them")
-    words = None if text is None else text_of(text)
-    files = [
-        file
-        for place in ([images] if isinstance(images, str | Path) else images)
-        for file in (files_of(Path(place), "images") if Path(place).is_dir() else [place])
-    ]
-    if not isinstance(samples, str | Path):
-        is_number = isinstance(samples, int) and not isinstance(samples, bool) and samples > 0
-        if samples is not None and not is_number:
-            raise UnsupportedModel(
-                f"samples={samples!r} is neither a positive number of inputs nor a file of texts"
-            )
-        return UserData(
-            words,
-            images=tuple(files),
-            audio=() if audio is None else files_of(Path(audio), "recordings"),
-            tokens=() if tokens is None else token_lists(tokens),
-            number=samples,
-        )
-    if not Path(samples).is_file():
-        raise UnsupportedModel(f"samples={str(samples)!r} is not a file of texts, one on each line")
-    texts = tuple(line.strip() for line in text_of(samples).splitlines() if line.strip())
-    if not texts:
-        raise UnsupportedModel(f"{samples} contains no text; write one text on each line")
-    return UserData(texts=texts, number=len(texts))
-
-
-def require_data(data: UserData) -> None:
-    """Raise ``UnsupportedModel`` if there is none."""
-    if not data.is_given:
-        raise UnsupportedModel("no data: pass one of --text, --image, --audio, --tokens")
-
-
-def files_of(folder: Path, what: str) -> tuple[Path, ...]:
-    """The files in a directory that are no hidden files, sorted by name.
-
-    Raises ``UnsupportedModel`` if there are none; ``what`` is the word for them.
-    """
-    if not folder.is_dir():
-        raise UnsupportedModel(f"there is no directory {folder} with {what}")
-    files = (path for path in folder.iterdir() if path.is_file() and path.suffix != ".json")
-    found = tuple(sorted(path for path in files if not path.name.startswith(".")))
-    if not found:
-        raise UnsupportedModel(f"{folder} contains no {what}")
-    return found
-
-
-def token_lists(file: str | Path) -> tuple[tuple[int, ...], ...]:
-    """The token ids in a file that has a JSON list of them on each line.
-
-    Raises ``UnsupportedModel`` for a line that is something else, and for a file without ids.
-    """
-    lists = []
-    for number, line in enumerate(text_of(file).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            ids = json.loads(line)
-        except (ValueError, RecursionError):
-            ids = None
-        if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
-            raise UnsupportedModel(f"{file}, line {number}: not a JSON list of token ids")
-        lists.append(tuple(ids))
-    if not any(lists):
-        raise UnsupportedModel(f"{file} contains no token ids; write a JSON list on each line")
-    return tuple(lists)
-
-
-def seconds_of(seconds: float | None) -> float:
-    """The time limit of a check in seconds; ``inf`` for ``None``.
-
-    Raises ``UnsupportedModel`` if it is not a positive number.
-    """
-    if seconds is None:
-        return math.inf
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not seconds > 0:
-        raise UnsupportedModel(f"seconds={seconds!r} is not a positive number")
-    return float(seconds)
-
-
-def text_of(file: str | Path) -> str:
-    """The content of a text file. Raises ``UnsupportedModel`` if it cannot be read as UTF-8."""
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UnsupportedModel(f"{file} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UnsupportedModel(
-            f"{file} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8 text"
-        ) from error
 
 
 def require_input(model: Any, name: str, data: str) -> None:

@@ -192,7 +192,7 @@ def write(
 
     ``data`` are inputs to check it on: ``text``, ``images``, ``audio`` or ``tokens`` of ``verify``.
     """
-    from enjoyln_cli.comparison.user_data import read_user_data, seconds_of
+    from enjoyln_cli.comparison.data_files import read_user_data, seconds_of
     from enjoyln_cli.recipe.write import recipe_text
 
     event = on_event or default_listener
@@ -292,7 +292,7 @@ def convert(
     ``on_progress`` receives the bytes done and the bytes in all, ``on_event`` stages and warnings.
     Raises ``EnjoyLNError`` whenever no ``out`` is written.
     """
-    from enjoyln_cli.comparison.user_data import read_user_data, seconds_of
+    from enjoyln_cli.comparison.data_files import read_user_data, seconds_of
     from enjoyln_cli.models.outputs import as_names
     from enjoyln_cli.verification.verify import floating_dtype
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from enjoyln_cli.clock import Progress, no_progress
+from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import Scheme, simulated
-from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.conversion.fold import PreparedFold
 from enjoyln_cli.events import Event
 from enjoyln_cli.plan.plan import Plan

@@ -13,9 +13,9 @@ import torch
 
 from enjoyln_cli.clock import Clock
 from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.comparison.sampling import Runner, choose
-from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.onnx_export.call import ExportedCall, Positional, batches_of_other_sizes
 from enjoyln_cli.onnx_export.check import outputs_of
 from enjoyln_cli.onnx_export.form import ExportForm

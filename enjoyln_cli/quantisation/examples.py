@@ -17,9 +17,9 @@ from enjoyln_cli.calls.input_forms import accepted_by
 from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison import user_data
 from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.run import inputs_for, run
 from enjoyln_cli.comparison.text_scores import head_kind, with_predicted_tokens
-from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.text import counted

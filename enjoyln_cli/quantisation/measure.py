@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.embedding import EMBEDDING, embedder
 from enjoyln_cli.comparison.metrics import distances_of, largest, pool_distances, relative
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.comparison.simulated_rounding import Scheme, linear_layers, simulated
 from enjoyln_cli.comparison.text_scores import divergence, perplexity_of, text_loss
-from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.events import Event
 from enjoyln_cli.models.outputs import match_names
 from enjoyln_cli.quantisation.examples import Example, split

@@ -24,7 +24,7 @@ from enjoyln_cli.benchmark.timing import Task, time_rounds
 from enjoyln_cli.checkpoint.reader import other_files
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, require_float
 from enjoyln_cli.clock import Countdown, Progress, no_progress
-from enjoyln_cli.comparison.user_data import UserData, require_data
+from enjoyln_cli.comparison.data_files import UserData, require_data
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener

@@ -10,8 +10,8 @@ from typing import Any
 
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.clock import Progress, no_progress
+from enjoyln_cli.comparison.data_files import UserData, require_data
 from enjoyln_cli.comparison.embedding import embedder
-from enjoyln_cli.comparison.user_data import UserData, require_data
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.events import default_listener

@@ -27,6 +27,7 @@ from enjoyln_cli.analysis.stored_class import require_weights
 from enjoyln_cli.checkpoint.marker import blame_marker
 from enjoyln_cli.clock import duration
 from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.metrics import (
     Distance,
     distances_of,
@@ -40,7 +41,6 @@ from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.comparison.run import Outputs
 from enjoyln_cli.comparison.sampling import Examples, Runner, choose, length
 from enjoyln_cli.comparison.text_scores import divergence, perplexity
-from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.garbage import collections_of_new_objects
 from enjoyln_cli.models.load import class_of

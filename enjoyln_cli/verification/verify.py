@@ -45,9 +45,9 @@ from enjoyln_cli.checkpoint.reader import Checkpoint, Subject, open_subject
 from enjoyln_cli.checkpoint.result_files import MATRIX_FILE, VERIFY_FILE, verified_files
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.clock import Clock, Progress, no_progress
+from enjoyln_cli.comparison.data_files import read_user_data, seconds_of
 from enjoyln_cli.comparison.embedding import embedder
 from enjoyln_cli.comparison.pace import Pace
-from enjoyln_cli.comparison.user_data import read_user_data, seconds_of
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
 from enjoyln_cli.events import Event, default_listener, write_or_warn
 from enjoyln_cli.fs.digests import digest_of_file

@@ -341,10 +341,26 @@ def test_the_library_warns_and_reports_progress(tmp_path: Path) -> None:
     assert enjoyln_cli.load_recipe(result.out / "enjoyln_recipe.yaml").model_type == "gpt2"
 
 
-def test_images_without_their_library_are_refused_first(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("option", "missing", "needed"),
+    [
+        ("--image", ["PIL"], "images needs: pip install pillow"),
+        (
+            "--audio",
+            ["soundfile", "torchcodec", "librosa"],
+            "recordings needs: pip install soundfile soxr",
+        ),
+    ],
+)
+def test_data_without_their_library_are_refused(
+    option: str,
+    missing: list[str],
+    needed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)  # as if it were not installed
-    out = tmp_path / "out"
-    line = refused("rotate", CHECKPOINTS / "vit", "-o", out, "--image", tmp_path)
-    assert line.splitlines() == ["error: reading images needs: pip install pillow"]
+    (tmp_path / "of_the_user").touch()
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    line = refused("rotate", CHECKPOINTS / "vit", "-o", tmp_path / "out", option, tmp_path)
+    assert line.splitlines() == [f"error: reading {needed}"]

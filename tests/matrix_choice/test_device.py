@@ -19,10 +19,10 @@ from sentence_encoder import sentence_encoder
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from enjoyln_cli.checkpoint.reader import open_subject
+from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.embedding import embedder
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import simulated
-from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.conversion.fold import prepare
 from enjoyln_cli.conversion.inspect import Opening
 from enjoyln_cli.matrix_choice import learned_matrices

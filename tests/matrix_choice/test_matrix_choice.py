@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from sentence_encoder import sentence_encoder
 from transformers import BertModel, GPT2LMHeadModel, GPT2Model
 
+from enjoyln_cli.comparison.data_files import read_user_data
 from enjoyln_cli.comparison.simulated_rounding import Scheme, simulated
-from enjoyln_cli.comparison.user_data import read_user_data
 from enjoyln_cli.conversion.fold import PreparedFold, prepare
 from enjoyln_cli.conversion.inspect import Opening
 from enjoyln_cli.matrix_choice.learned_matrices import learn_matrices

@@ -30,8 +30,9 @@ from transformers.utils.import_utils import (
     VISION_IMPORT_ERROR,
 )
 
+from enjoyln_cli.comparison.data_files import UserData, read_user_data, token_lists
 from enjoyln_cli.comparison.text_scores import NOT_PREDICTED
-from enjoyln_cli.comparison.user_data import UserData, cannot_read, read_user_data, token_lists
+from enjoyln_cli.comparison.user_data import cannot_read
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.quantisation.examples import split, traced_batch
 

@@ -19,7 +19,7 @@ from training import differences, square_loss
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
 from enjoyln_cli import fold_in_memory, from_pretrained, optimize
-from enjoyln_cli.comparison.user_data import UserData
+from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.conversion.fold import prepare
 from enjoyln_cli.conversion.inspect import Opening, analyze
 from enjoyln_cli.kernels import gpu

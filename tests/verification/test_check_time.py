@@ -19,9 +19,10 @@ from stored_files import changed
 
 from enjoyln_cli import fold, verify
 from enjoyln_cli.clock import Clock
+from enjoyln_cli.comparison.data_files import read_user_data
 from enjoyln_cli.comparison.metrics import COARSE
 from enjoyln_cli.comparison.pace import Pace
-from enjoyln_cli.comparison.user_data import read_user_data, runnable
+from enjoyln_cli.comparison.user_data import runnable
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 
 SOON = 1e-9

@@ -47,10 +47,10 @@ import enjoyln_cli
 from enjoyln_cli.checkpoint.reader import open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.comparison import batches as inputs
+from enjoyln_cli.comparison.data_files import read_user_data
 from enjoyln_cli.comparison.metrics import Distance, distances, ratios, relative
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.text_scores import divergence, perplexity
-from enjoyln_cli.comparison.user_data import read_user_data
 from enjoyln_cli.errors import AlreadyFolded, BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.models.arithmetic import Float64
 from enjoyln_cli.models.load import silent
