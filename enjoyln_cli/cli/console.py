@@ -227,24 +227,16 @@ def write_export(result: Exported) -> None:
         say("not verified (--no-verify)")
 
 
-MEASURED = {
-    "error": "error of the outputs",
-    "kl": "KL divergence",
-    "top1": "top-1 agreement",
-    "perplexity": "perplexity",
-}
-"""What is measured on a quantised model: fields of ``quantisation.measure.Differences``."""
-
-
 def write_quantised(result: Quantised) -> None:
     """Print the candidates, what was chosen, and how far the result is from the original."""
-    heads = {"kl": "KL divergence", "top1": "top-1 agreement", "error": "error"}
-    if result.plain.kl is None:
-        heads = {"error": "error"}
-    table = _table("candidate", *heads.values(), "size")
+    heads = list(result.plain.measures)
+    if len(result.outputs) > 1:
+        heads = [head for head in heads if head.endswith(": error")]
+    table = _table("candidate", *heads, "size")
     for candidate in result.candidates:
         style = "green" if candidate.name == result.chosen else ""
-        measured = [number(getattr(candidate.differences, name)) for name in heads]
+        measures = candidate.differences.measures
+        measured = [number(measures[head]) if head in measures else "" for head in heads]
         table.add_row(candidate.name, *measured, size(candidate.size), style=style)
     _show(table)
     as_original = "; no other form is clearly better" if result.chosen == "original" else ""
@@ -277,11 +269,12 @@ def write_quantised_check(check: QuantisedCheck) -> None:
 
 def _add_differences(table: Table, columns: Sequence[Differences], exact: float | None) -> None:
     """Add a row for each measure; ``exact`` is the perplexity of the original in float32."""
-    for name, label in MEASURED.items():
-        values = [getattr(differences, name) for differences in columns]
-        if None not in values:
-            perplexity = number(exact) if name == "perplexity" else ""
-            table.add_row(label, *map(number, values), perplexity)
+    for name in columns[0].measures:
+        values = (differences.measures.get(name) for differences in columns)
+        table.add_row(name, *("" if value is None else number(value) for value in values))
+    scores = [differences.perplexity for differences in columns]
+    if exact is not None and None not in scores:
+        table.add_row("perplexity", *map(number, scores), number(exact))
 
 
 def write_verification(verification: Verification) -> None:

@@ -1,9 +1,9 @@
-"""Scores of language models: perplexity on a text, and divergence of two models' predictions."""
+"""Scores of language models: their perplexity on a text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -12,31 +12,6 @@ from torch import nn
 from enjoyln_cli.comparison.batches import Batch, mask_tokens
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.errors import UnsupportedModel
-
-Named = Mapping[str, torch.Tensor]
-"""The outputs of one batch, by name."""
-
-
-def divergence(got: Iterable[Named], own: Iterable[Named]) -> tuple[float | None, float | None]:
-    """Mean KL divergence of the folded model's logits from the original's, and top-1 agreement.
-
-    Over the last dimension of the output ``logits``. The divergence is in nats, the agreement a
-    fraction. ``(None, None)`` if there is no such output.
-    """
-    total = agreed = 0.0
-    count = 0
-    for a, b in zip(got, own, strict=True):
-        if "logits" not in b or b["logits"].shape[-1] < 2 or a["logits"].shape != b["logits"].shape:
-            return None, None
-        width = b["logits"].shape[-1]
-        rows = max(1, (1 << 22) // width)
-        folded, original = a["logits"].reshape(-1, width), b["logits"].reshape(-1, width)
-        for x, y in zip(folded.split(rows), original.split(rows), strict=True):
-            p, q = y.double().log_softmax(-1), x.double().log_softmax(-1)
-            total += float((p.exp() * (p - q)).nan_to_num().sum())
-            agreed += float((x.argmax(-1) == y.argmax(-1)).sum())
-            count += len(x)
-    return (total / count, agreed / count) if count else (None, None)
 
 
 def head_kind(model: nn.Module) -> Literal["causal", "masked"] | None:

@@ -25,6 +25,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from enjoyln_cli.clock import Countdown, Progress
+from enjoyln_cli.comparison.output_meaning import Kind, Meaning
 from enjoyln_cli.comparison.run import cache_flag, inputs_for, tensors
 from enjoyln_cli.comparison.simulated_rounding import simulated
 from enjoyln_cli.errors import OutputError
@@ -35,7 +36,7 @@ from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.orthogonal_matrices import GivenMatrix, matrix, rotate
 from enjoyln_cli.plan.plan import Basis, Plan
 from enjoyln_cli.quantisation.candidates import ORIGINAL
-from enjoyln_cli.quantisation.measure import LOGITS, Outputs, with_embedding
+from enjoyln_cli.quantisation.measure import Outputs, with_embedding
 from enjoyln_cli.rotation.given_matrices import nearest_orthogonal
 
 RATE = 0.03
@@ -177,7 +178,7 @@ def _step(
             output = functional_call(model, leaves, (), {**batch, **cache_flag(model)})
         outputs = with_embedding(dict(tensors(output)), batch, tried.choosing.embed)
         exact = {name: each.to(tried.device) for name, each in tried.choosing.outputs[row].items()}
-        loss = _loss(outputs, exact) / len(rows)
+        loss = _loss(outputs, exact, tried.choosing.meanings) / len(rows)
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
     read = [name for name, leaf in leaves.items() if leaf.grad is not None]
@@ -187,15 +188,21 @@ def _step(
     return torch.stack(losses).sum()
 
 
-def _loss(outputs: Outputs, exact: Outputs) -> torch.Tensor:
-    if LOGITS in exact and exact[LOGITS].shape[-1] > 1:
-        p, q = (each[LOGITS].log_softmax(-1) for each in (exact, outputs))
+def _loss(outputs: Outputs, exact: Outputs, meanings: Mapping[str, Meaning]) -> torch.Tensor:
+    """The sum over the outputs of a KL divergence, or of a relative squared error."""
+    losses = [_loss_of(meanings[name], outputs[name], value) for name, value in exact.items()]
+    return torch.stack(losses).sum()
+
+
+def _loss_of(meaning: Meaning, got: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    if meaning.kind is Kind.ONE_OF:
+        p, q = (each.movedim(meaning.dim, -1).log_softmax(-1) for each in (exact, got))
         return F.kl_div(q.flatten(0, -2), p.flatten(0, -2), reduction="batchmean", log_target=True)
-    errors = [
-        (outputs[name] - value).square().sum() / value.square().sum()
-        for name, value in exact.items()
-    ]
-    return torch.stack(errors).sum()
+    if meaning.kind is Kind.EACH:
+        wanted = exact.sigmoid()
+        apart, least = (F.binary_cross_entropy_with_logits(x, wanted) for x in (got, exact))
+        return apart - least
+    return (got - exact).square().sum() / exact.square().sum()
 
 
 def _turned_parameters(model: nn.Module, plan: Plan) -> Iterator[TurnedParameter]:

@@ -16,7 +16,7 @@ import torch
 from enjoyln_cli.calls.input_forms import accepted_by
 from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison import user_data
-from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.batches import Batch, positions
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.run import inputs_for, run
 from enjoyln_cli.comparison.text_scores import head_kind, with_predicted_tokens
@@ -138,6 +138,8 @@ def _with_decoder_inputs(model: Any, row: Batch) -> Batch:
             **inputs_for(model, row),
             do_sample=False,
             num_beams=1,
-            max_new_tokens=MOST_GENERATED,
+            max_new_tokens=min(
+                MOST_GENERATED, positions(model.config.get_text_config(decoder=True))
+            ),
         )
     return {**row, "decoder_input_ids": ids.cpu()}

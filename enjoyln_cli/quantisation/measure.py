@@ -3,8 +3,8 @@ layers cost most."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite, isinf, sqrt
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,23 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.embedding import EMBEDDING, embedder
 from enjoyln_cli.comparison.metrics import distances_of, largest, pool_distances, relative
+from enjoyln_cli.comparison.output_meaning import (
+    DECISIONS,
+    KL,
+    LOGITS,
+    TOP1,
+    Kind,
+    Meaning,
+    Sums,
+    embedding_measures,
+    meanings,
+    means,
+    results,
+    sums,
+)
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.comparison.simulated_rounding import Scheme, linear_layers, simulated
-from enjoyln_cli.comparison.text_scores import divergence, perplexity_of, text_loss
+from enjoyln_cli.comparison.text_scores import perplexity_of, text_loss
 from enjoyln_cli.events import Event
 from enjoyln_cli.models.outputs import match_names
 from enjoyln_cli.quantisation.examples import Example, split
@@ -30,7 +44,8 @@ Outputs = dict[str, torch.Tensor]
 Compute = Callable[[Batch], Outputs]
 """Runs a model on one batch; returns its outputs by name."""
 Embed = Callable[[Outputs, Batch], Outputs]
-LOGITS = "logits"
+ERROR = "error"
+"""The relative error among the measures of an output."""
 TRIED_ON = 2
 """Inputs that each layer is rounded on: the order of layers is clear with few."""
 CHANCE = 0.2
@@ -43,15 +58,28 @@ class Differences:
     """Over all inputs. What a model does not have is ``None``."""
 
     error: float
-    """``||a - b|| / ||b||`` of the logits, or of the worst output of a model without logits."""
+    """``||a - b|| / ||b||`` of the worst output."""
     kl: float | None
-    """Mean KL divergence of the logits from the original's, in nats."""
+    """Mean KL divergence from the original's logits, in nats: of the worst output, if all of them
+    are logits."""
     top1: float | None
-    """The fraction of positions in which the largest logit is the original's."""
+    """The fraction of positions with the original's answer, of the worst output that has any."""
     perplexity: float | None
     """Of the quantised model on a text."""
     costs: tuple[float, ...] = ()
     """For each input: the mean KL divergence of its logits, or its error without logits."""
+    outputs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """For each output that is compared, its measures (see ``comparison.output_meaning``)."""
+
+    @property
+    def measures(self) -> dict[str, float]:
+        """All measures of all outputs, by what they are called in a table."""
+        many = len(self.outputs) > 1
+        return {
+            f"{name}: {measure}" if many else measure: value
+            for name, measured in self.outputs.items()
+            for measure, value in measured.items()
+        }
 
     @property
     def cost(self) -> float:
@@ -62,54 +90,74 @@ class Differences:
 
 
 def compared_outputs(outputs: Outputs, used: Sequence[str]) -> tuple[str, ...]:
-    """The outputs to compare: logits, a sentence embedding, or what the class is ``used`` for.
+    """The outputs to compare: a sentence embedding, or the results that the class is ``used`` for.
 
     ``used`` are names or patterns; empty for all outputs.
     """
-    for name in (LOGITS, EMBEDDING):
-        if name in outputs:
-            return (name,)
-    return tuple(sorted(match_names(used, outputs)) if used else outputs)
+    if EMBEDDING in outputs:
+        return (EMBEDDING,)
+    return results(sorted(match_names(used, outputs)) if used else list(outputs))
 
 
 @dataclass(frozen=True)
 class ExactOutputs:
     """What the original in float32 computes for some inputs."""
 
-    names: tuple[str, ...]
-    """The outputs to compare."""
+    meanings: Mapping[str, Meaning]
+    """The outputs to compare, and what they mean."""
     examples: list[Example]
     outputs: list[Outputs]
     """One for each example."""
     embed: Embed | None = None
     """Adds the sentence embedding of a sentence-transformers pipeline to the outputs."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The outputs to compare."""
+        return tuple(self.meanings)
+
 
 def differences(compute: Compute, exact: ExactOutputs) -> Differences:
     """Run ``compute`` on the examples and compare its outputs with the exact ones."""
-    names, distances, costs, loss, tokens = exact.names, [], [], 0.0, 0
-    kl = top1 = positions = 0.0
+    distances, costs, loss, tokens = [], [], 0.0, 0
+    found: dict[str, list[Sums]] = {name: [] for name in exact.names}
+    embeddings: dict[str, list[torch.Tensor]] = {}
     for example, expected in zip(exact.examples, exact.outputs, strict=True):
         got = with_embedding(compute(example.batch), example.batch, exact.embed)
-        distances.append(
-            distances_of({n: got[n] for n in names if n in got}, {n: expected[n] for n in names})
-        )
-        apart, agreed = divergence([got], [expected])
+        got = {name: got[name] for name in exact.names if name in got}
+        distances.append(distances_of(got, {name: expected[name] for name in exact.names}))
         error = largest(relative(distances[-1]))
+        for name, meaning in exact.meanings.items():
+            if name in got:
+                found[name].append(sums(meaning, got[name], expected[name]))
+                if meaning.kind is Kind.EMBEDDING and got[name].shape == expected[name].shape:
+                    embeddings.setdefault(name, []).append(got[name])
+        apart = _worst_divergence([means(each[-1:]) for each in found.values()])
         costs.append(error if apart is None or not isfinite(error) else apart)
-        if apart is not None and agreed is not None:
-            size = expected[LOGITS][..., 0].numel()
-            kl, top1, positions = kl + size * apart, top1 + size * agreed, positions + size
         if example.predicted is not None:
             more, count = text_loss(got[LOGITS], example.predicted)
             loss, tokens = loss + more, tokens + count
+    errors = relative(pool_distances(distances))
+    measured = {name: means(each) for name, each in found.items()}
+    for name, rows in embeddings.items():
+        if len(rows) == len(exact.outputs):
+            measured[name] |= embedding_measures(rows, [each[name] for each in exact.outputs])
+    answers = [each[of] for each in measured.values() for of in (TOP1, DECISIONS) if of in each]
     return Differences(
-        error=largest(relative(pool_distances(distances))),
-        kl=kl / positions if positions else None,
-        top1=top1 / positions if positions else None,
+        error=largest(errors),
+        kl=_worst_divergence(measured.values()),
+        top1=min(answers, default=None),
         perplexity=perplexity_of(loss, tokens) if tokens else None,
         costs=tuple(costs),
+        outputs={name: {**each, ERROR: errors[name]} for name, each in measured.items()},
     )
+
+
+def _worst_divergence(measured: Iterable[Mapping[str, float]]) -> float | None:
+    """The largest KL divergence of an output; ``None`` if an output has none."""
+    found = [each.get(KL) for each in measured]
+    known = [each for each in found if each is not None]
+    return max(known) if known and len(known) == len(found) else None
 
 
 def clearly_cheaper(others: Sequence[Differences], original: Differences) -> list[bool]:
@@ -179,12 +227,15 @@ def exact_outputs(
     on_progress: Progress = no_progress,
 ) -> ExactOutputs:
     """Run the original on each example; the outputs ``names`` are stored in files in ``folder``."""
-    countdown, outputs = Countdown(len(examples), on_progress), []
+    countdown, found = Countdown(len(examples), on_progress), []
     for example in examples:
         (exact,) = run(model, [example.batch], folder)
-        outputs.append(with_embedding(exact, example.batch, embed))
+        found.append(with_embedding(exact, example.batch, embed))
         countdown.count()
-    return ExactOutputs(names, examples, choose_outputs(outputs, names), embed)
+    outputs = choose_outputs(found, names)
+    return ExactOutputs(
+        meanings(model.config, outputs[0], examples[0].batch), examples, outputs, embed
+    )
 
 
 def with_embedding(outputs: Outputs, batch: Batch, embed: Embed | None) -> Outputs:

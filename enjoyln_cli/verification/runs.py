@@ -37,10 +37,11 @@ from enjoyln_cli.comparison.metrics import (
     relative,
     worst,
 )
+from enjoyln_cli.comparison.output_meaning import divergence
 from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.comparison.run import Outputs
 from enjoyln_cli.comparison.sampling import Examples, Runner, choose, length
-from enjoyln_cli.comparison.text_scores import divergence, perplexity
+from enjoyln_cli.comparison.text_scores import perplexity
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.garbage import collections_of_new_objects
 from enjoyln_cli.models.load import class_of
@@ -264,7 +265,8 @@ def _measurement(pair: CheckpointPair, results: Results, examples: Examples) -> 
     runtime, stock = (ratios(measured[name], rounding, pair.dtype) for name in ("runtime", "stock"))
     at_runtime, in_stock = worst(runtime), worst(stock)
     before, after = _scored(pair.dtype)
-    kl, agreement = divergence(results.outputs[after][:count], results.outputs[before][:count])
+    compared = (results.outputs[name][:count] for name in (after, before))
+    kl, agreement = divergence(pair.original.config, examples.batches[:count], *compared)
     rows = sum(map(length, examples.batches[:count]))
     scores: dict[str, float] | None = None
     if results.scores:

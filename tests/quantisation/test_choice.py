@@ -13,6 +13,7 @@ from live_models import CHECKPOINTS
 from transformers import AutoModelForCausalLM
 
 from enjoyln_cli.checkpoint.reader import open_subject
+from enjoyln_cli.comparison.output_meaning import Kind, Meaning
 from enjoyln_cli.comparison.text_scores import perplexity, with_predicted_tokens
 from enjoyln_cli.quantisation.candidates import FloatModel, candidates, rotation_plan
 from enjoyln_cli.quantisation.examples import Example
@@ -141,7 +142,7 @@ def test_the_differences_of_a_model_whose_logits_move(gpt2: torch.nn.Module) -> 
             return {"logits": gpt2(**batch).logits}
 
     outputs = [exact(example.batch) for example in examples]
-    expected = ExactOutputs(("logits",), examples, outputs)
+    expected = ExactOutputs({"logits": Meaning(Kind.ONE_OF)}, examples, outputs)
     same = differences(exact, expected)
     assert (same.error, same.top1) == (0.0, 1.0) and same.kl == pytest.approx(0.0, abs=1e-12)
     own, count = perplexity(gpt2, [example.batch for example in examples], None, 0)
@@ -207,6 +208,6 @@ def test_the_layer_that_rounding_hurts_most_is_named_first(gpt2: torch.nn.Module
     with torch.no_grad():
         outputs = [{"logits": model(**example.batch).logits} for example in examples]
     scheme = replace(SCHEMES["w4a16"], weight_bits=3)
-    exact = ExactOutputs(("logits",), examples, outputs)
+    exact = ExactOutputs({"logits": Meaning(Kind.ONE_OF)}, examples, outputs)
     worst = costly_layers(model, scheme, exact, lambda done, total: None)
     assert len(worst) == 12 and worst[0] == costly

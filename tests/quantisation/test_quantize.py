@@ -175,18 +175,32 @@ def test_openvino_runs_what_nncf_quantised(scheme: str, tmp_path: Path) -> None:
     assert weights < 0.6 * (folder / "model.safetensors").stat().st_size
 
 
-@pytest.mark.parametrize("has_logits", [False, True])
-def test_only_models_with_logits_have_columns_for_them(
-    has_logits: bool, capsys: pytest.CaptureFixture[str]
+LOGITS = {"logits": {"KL divergence": 0.01, "top-1 agreement": 0.9, "error": 0.02}}
+STATES = {"last_hidden_state": {"error": 0.02}}
+BOXES = {**LOGITS, "pred_boxes": {"mean overlap of boxes": 0.7, "error": 0.27}}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "shown", "hidden"),
+    [
+        (LOGITS, ["KL divergence", "top-1 agreement", "error"], ["logits:"]),
+        (STATES, ["error"], ["KL divergence", "top-1 agreement"]),
+        (BOXES, ["logits: KL divergence", "pred_boxes: mean overlap of boxes", "0.27"], []),
+    ],
+)
+def test_the_tables_have_the_measures_of_each_output(
+    outputs: dict[str, dict[str, float]],
+    shown: list[str],
+    hidden: list[str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    kl, top1 = (0.01, 0.9) if has_logits else (None, None)
-    measured = Differences(0.02, kl, top1, None)
+    measured = Differences(0.02, None, None, None, (), outputs)
     result = Quantised(
         out="out",
         source="model",
         revision=None,
         model_class="BertModel",
-        outputs=("logits" if has_logits else "last_hidden_state",),
+        outputs=tuple(outputs),
         format="onnx",
         scheme="w8a8",
         chosen="original",
@@ -205,10 +219,10 @@ def test_only_models_with_logits_have_columns_for_them(
         seconds=1.0,
     )
     write_quantised(result)
-    shown = capsys.readouterr().out
-    assert shown.count("0.02") >= 3 and "10.0 kB" in shown
-    for column in ("KL divergence", "top-1 agreement"):
-        assert (column in shown) == has_logits
+    printed = capsys.readouterr().out
+    assert printed.count("0.02") >= 3 and "10.0 kB" in printed
+    assert all(text in printed for text in shown)
+    assert not any(text in printed for text in hidden)
 
 
 def test_what_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:

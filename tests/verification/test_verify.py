@@ -50,7 +50,7 @@ from enjoyln_cli.comparison import batches as inputs
 from enjoyln_cli.comparison.data_files import read_user_data
 from enjoyln_cli.comparison.metrics import Distance, distances, ratios, relative
 from enjoyln_cli.comparison.run import run
-from enjoyln_cli.comparison.text_scores import divergence, perplexity
+from enjoyln_cli.comparison.text_scores import perplexity
 from enjoyln_cli.errors import AlreadyFolded, BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.models.arithmetic import Float64
 from enjoyln_cli.models.load import silent
@@ -303,14 +303,6 @@ def test_ratio_has_a_floor() -> None:
     assert found.value < 0.02
     (found,) = ratios(one_error(math.nan), one_error(1.0), torch.float32).values()
     assert found.least == math.inf
-
-
-def test_divergence() -> None:
-    p, q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.5, 0.25]])
-    kl, top1 = divergence([{"logits": q.log()}], [{"logits": p.log()}])
-    assert kl == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(0.5)) and top1 == 0.0
-    assert divergence([{"logits": p.log()}], [{"logits": p.log()}]) == (0.0, 1.0)
-    assert divergence([{"hidden": p}], [{"hidden": p}]) == (None, None)
 
 
 def test_float32_means_float64_in_an_exact_run() -> None:
