@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -29,7 +30,10 @@ from enjoyln_cli.quantisation.schemes import TORCHAO, QuantisationScheme
 from enjoyln_cli.runtime.adapters import quantisation_of
 
 GROUPS = (128, 64, 32)
-"""How many inputs of a 4-bit weight share a scale: the first of these that divides all widths."""
+"""How many inputs of a 4-bit weight share a scale: the first of these that divides the width."""
+
+Groups = dict[int | None, list[str]]
+"""The paths of layers by how many of their inputs share a scale; ``None``: all of them."""
 
 LIBRARIES = ("llmcompressor", "compressed_tensors")
 """They write progress to loguru."""
@@ -60,19 +64,19 @@ def write(
     layers = _layers_to_round(model, form, keep)
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     skipped = [name for name in linear if name not in layers]
-    group = _group(layers.values()) if scheme.weight_bits == 4 else None
+    groups = _groups(layers, GROUPS if scheme.weight_bits == 4 else ())
     with TemporaryDirectory(dir=folder.parent) as scratch, _quiet():
         source, model_class = float_folder or Path(scratch), type(model)
         model.save_pretrained(source)
         if form == TORCHAO:
             from transformers import TorchAoConfig
 
-            config = TorchAoConfig(_torchao_config(scheme, group), skipped)
+            config = TorchAoConfig(_torchao_config(scheme, groups), skipped)
             made = model_class.from_pretrained(source, dtype=dtype, quantization_config=config)
             made.save_pretrained(folder)
         else:
             made = model_class.from_pretrained(source, dtype=dtype)
-            _oneshot(made, scheme, group, skipped, folder)
+            _oneshot(made, scheme, groups, skipped, folder)
     rounded = [name for name, module in made.named_modules() if _is_rounded(module)]
     total = sum(parameter.numel() for parameter in model.parameters())
     count = sum(model.get_parameter(f"{name}.weight").numel() for name in rounded)
@@ -94,14 +98,32 @@ def _layers_to_round(model: Any, form: str, keep: Sequence[str]) -> Mapping[str,
     )
 
 
-def _group(layers: Iterable[nn.Linear]) -> int | None:
-    """How many inputs share a scale; ``None`` if each output has one scale."""
-    widths = {layer.in_features for layer in layers}
-    return next((size for size in GROUPS if not any(width % size for width in widths)), None)
+def _groups(layers: Mapping[str, nn.Linear], sizes: Sequence[int]) -> Groups:
+    """The layers by the first of these ``sizes`` that divides their width."""
+    found: Groups = {}
+    for name, layer in layers.items():
+        group = next((size for size in sizes if layer.in_features % size == 0), None)
+        found.setdefault(group, []).append(name)
+    return found
 
 
-def _torchao_config(scheme: QuantisationScheme, group: int | None) -> Any:
-    """The scheme as torchao writes it; without a ``group``, each output has one scale."""
+def _torchao_config(scheme: QuantisationScheme, groups: Groups) -> Any:
+    """The scheme as torchao writes it, for all linear layers or, if groups differ, for each."""
+    from torchao.quantization import FqnToConfig
+
+    if len(groups) == 1:
+        return _config_of_layers(scheme, *groups)
+    return FqnToConfig(
+        OrderedDict(
+            (f"{name}.weight", _config_of_layers(scheme, group))
+            for group, names in groups.items()
+            for name in names
+        )
+    )
+
+
+def _config_of_layers(scheme: QuantisationScheme, group: int | None) -> Any:
+    """The scheme for layers with the same ``group``; ``None`` if each output has one scale."""
     from torchao.quantization import (
         Int8DynamicActivationInt8WeightConfig,
         Int8DynamicActivationIntxWeightConfig,
@@ -123,7 +145,7 @@ def _torchao_config(scheme: QuantisationScheme, group: int | None) -> Any:
 
 
 def _oneshot(
-    model: Any, scheme: QuantisationScheme, group: int | None, skipped: list[str], folder: Path
+    model: Any, scheme: QuantisationScheme, groups: Groups, skipped: list[str], folder: Path
 ) -> None:
     """Quantise ``model`` in place by llm-compressor, and save it."""
     from compressed_tensors.quantization import preset_name_to_scheme
@@ -132,10 +154,13 @@ def _oneshot(
     from loguru import logger
 
     name = f"W{scheme.weight_bits}A{scheme.input_bits or 16}"
-    preset: Any = preset_name_to_scheme(name, ["Linear"])
-    scales = {"group_size": group, "strategy": "group" if group else "channel"}
-    preset.weights = preset.weights.model_copy(update=scales)
-    modifier = QuantizationModifier(config_groups={"group_0": preset}, ignore=skipped)
+    config_groups: dict[str, Any] = {}
+    for at, (group, layers) in enumerate(groups.items()):
+        preset: Any = preset_name_to_scheme(name, ["Linear"] if len(groups) == 1 else layers)
+        scales = {"group_size": group, "strategy": "group" if group else "channel"}
+        preset.weights = preset.weights.model_copy(update=scales)
+        config_groups[f"group_{at}"] = preset
+    modifier = QuantizationModifier(config_groups=config_groups, ignore=skipped)
     for library in LIBRARIES:
         logger.disable(library)
     try:

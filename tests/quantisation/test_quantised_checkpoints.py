@@ -90,6 +90,29 @@ def test_the_rest_has_the_dtype_of_the_original_and_layers_are_kept(
         assert torch.equal(stored.float(), model.model.decoder.get_parameter(name))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", LIBRARIES)
+def test_a_width_without_groups_decides_for_its_layer_alone(form: str, tmp_path: Path) -> None:
+    pytest.importorskip(LIBRARIES[form])
+    model = small_opt(width=192, hidden=72)
+    layers = {"q_proj": "self_attn.q_proj", "fc1": "fc1", "fc2": "fc2"}
+    with torch.no_grad():
+        for layer in model.model.decoder.layers:
+            for path in layers.values():
+                layer.get_submodule(path).weight[:, 3] += 9.0  # in the first group of each output
+    count = written(model, form, "w4a16", tmp_path / "work")
+    assert count.total - count.in_float == 2 * (4 * 192 * 192 + 2 * 192 * 72)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "work" / "out")
+    for name, path in layers.items():
+        exact = model.model.decoder.layers[1].get_submodule(path)
+        stored = loaded.model.decoder.layers[1].get_submodule(path)
+        rows = torch.eye(exact.in_features)  # the weight, as the layer computes with it
+        with torch.no_grad():
+            first, found = (layer(rows) - exact.bias for layer in (exact, stored))
+        error = float((found - first)[64:].norm() / first[64:].norm())
+        assert error > 0.9 if name == "fc2" else 0.01 < error < 0.2  # 72 is no multiple of 32
+
+
 def with_outliers(folder: Path) -> Path:
     """The small OPT with three large features in each norm: the same function, rounded worse."""
     shutil.copytree(CHECKPOINTS / "opt", folder)
