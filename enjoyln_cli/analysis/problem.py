@@ -9,20 +9,22 @@ layout allows it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import nn
 
 from enjoyln_cli.analysis.config_size import resize_search
 from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
+from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.graph.nodes import is_whole
 from enjoyln_cli.models.classes import base_path
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.models.outputs import match_names, require_named
 from enjoyln_cli.plan.axis import feature_axis
-from enjoyln_cli.plan.plan import NOT_ASKED, Options
+from enjoyln_cli.plan.plan import ASKED_TO_KEEP, NOT_ASKED, Options
 from enjoyln_cli.proof.flow import Flow
 from enjoyln_cli.proof.identity_ops import BakedNorms, Scales, find_baked_norms, find_scales
 from enjoyln_cli.proof.layer_norms import layer_norms, norm_calls
@@ -31,6 +33,7 @@ from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.proof.widening import Widenings, find_widenings
 from enjoyln_cli.rotation.affine_merge import StoredWeight
 from enjoyln_cli.rotation.used_outputs import by_products
+from enjoyln_cli.text import did_you_mean, listed_briefly
 from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import TracedModel
 
@@ -74,7 +77,11 @@ class Statement:
 
 
 def state_problem(family: TracedClasses, options: Options) -> Statement:
-    """State the problem. Raises ``EnjoyLNError`` if one of ``family.outputs`` does not exist."""
+    """State the problem.
+
+    Raises ``EnjoyLNError`` if one of ``family.outputs`` or of ``options.keep_norms`` does not
+    exist.
+    """
     reference, traces = family.reference, family.traces
     groups = _groups(reference.model, traces)
     fixed = {groups.get(n, n): reason for trace in traces for n, reason in trace.locked.items()}
@@ -98,6 +105,9 @@ def state_problem(family: TracedClasses, options: Options) -> Statement:
     norms, refused = norm_calls(flow, forms, other_forms)
     if not options.fold:
         norms, refused = {}, dict.fromkeys(norms, NOT_ASKED) | refused
+    for path in _norms_to_keep(options.keep_norms, [*norms, *refused]):
+        refused[path] = ASKED_TO_KEEP
+        norms.pop(path, None)
     widenings = Widenings()
     if options.widen_mlp:
         calls = {trace.model_class: trace.call for trace in reversed(traces)}
@@ -121,6 +131,18 @@ def state_problem(family: TracedClasses, options: Options) -> Statement:
         single=single,
         stored_weight=_stored_weight(reference, groups, {*fixed, *scaled}),
     )
+
+
+def _norms_to_keep(patterns: Iterable[str], norms: Collection[str]) -> set[str]:
+    """Those ``norms`` that a pattern matches. Raises ``EnjoyLNError`` for one that matches none."""
+    kept: set[str] = set()
+    for pattern in patterns:
+        matches = {norm for norm in norms if fnmatchcase(norm, pattern)}
+        if not matches:
+            known = did_you_mean(pattern, norms) or f"it has {listed_briefly([*norms]) or 'none'}"
+            raise EnjoyLNError(f"no LayerNorm of the model is called {pattern}; {known}")
+        kept |= matches
+    return kept
 
 
 def _required(

@@ -22,6 +22,7 @@ from enjoyln_cli.calls.calls import input_embeddings
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.plan.axis import Axis, feature_axis
 from enjoyln_cli.plan.plan import (
+    ASKED_TO_KEEP,
     NOT_ASKED,
     BakedNorm,
     Basis,
@@ -189,7 +190,8 @@ def verdict_on(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -
     ``refused`` has the reasons of norms that cannot be swapped at all.
     """
     if norm in refused:
-        return Verdict(norm, "kept", reason=refused[norm], culprit=norm)
+        culprit = "" if refused[norm] == ASKED_TO_KEEP else norm
+        return Verdict(norm, "kept", reason=refused[norm], culprit=culprit)
     if norm not in cut.folded:
         obstacle = explain.obstacle(problem, cut, norm)
         return Verdict(

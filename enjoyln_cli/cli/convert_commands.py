@@ -88,7 +88,7 @@ model_options = all_of(
     click.option(
         "--recipe",
         type=FILE,
-        help="Make only the edits of this recipe; refused if one is not proven.",
+        help="Refuse if the proof gives other edits than this recipe has.",
     ),
     click.option(
         "-o", "--out", type=FOLDER, help="New directory for the result; needed unless --dry-run."

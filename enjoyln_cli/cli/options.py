@@ -35,7 +35,17 @@ COMPUTE_DTYPES = click.Choice(["float64", "float32", "float16", "bfloat16"])
 
 OPENING_FIELDS = ("revision", "trust_remote_code", "model_class", "outputs", "recipe")
 """How a model is opened: fields of ``conversion.inspect.Opening``, except ``access``."""
-PLAN_FIELDS = ("widen_mlp", "widen_to", "merge", "untie", "rotate", "values", "seed", "matrix")
+PLAN_FIELDS = (
+    "widen_mlp",
+    "widen_to",
+    "merge",
+    "untie",
+    "rotate",
+    "values",
+    "seed",
+    "matrix",
+    "keep_norms",
+)
 """What a plan may change besides centring: the fields of ``plan.Options``."""
 
 
@@ -186,6 +196,12 @@ rotation_options = all_of(
 
 
 plan_options = all_of(
+    click.option(
+        "--keep-norms",
+        callback=parse_names,
+        metavar="NAMES",
+        help="LayerNorms to leave as they are, such as *.ln_f.",
+    ),
     rotation_options,
     click.option(
         "--rotate",

@@ -1,8 +1,8 @@
 """From a model to a verified checkpoint: the order of the steps, and what stops it.
 
-Open the model, refuse a checkpoint that is folded already, analyse, follow the user's recipe, write
-the weights, verify, and write the card. Only then the output appears. The proof always decides: a
-recipe can only choose among proven edits.
+Open the model, refuse a checkpoint that is folded already, analyse, compare with the user's recipe,
+write the weights, verify, and write the card. Only then the output appears. The proof decides: a
+recipe that is not of its plan is refused.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ def prepare(
     """Open and analyse ``model``, and decide which proven edits will be made.
 
     If ``write`` could not create ``out``, ``out`` is refused before any work. A recipe of the user
-    is followed or refused. Without one the plan has every proven edit. The outputs and options are
-    by default the recipe's. Raises ``EnjoyLNError``.
+    is refused unless it has the edits of the plan. The outputs and options are by default the
+    recipe's. Raises ``EnjoyLNError``.
     """
     from enjoyln_cli.analysis.analyze import analyze_config
-    from enjoyln_cli.recipe.follow import follow
+    from enjoyln_cli.recipe.compare import require_same
     from enjoyln_cli.recipe.read import load_recipe
 
     event = on_event or default_listener
@@ -120,7 +120,9 @@ def prepare(
         options=options,
         example_calls=opening.example_calls,
     )
-    plan = follow(recipe, analysis.plan, config=config) if recipe else analysis.plan
+    plan = analysis.plan
+    if recipe is not None:
+        require_same(recipe, plan, config=config)
     if options.matrix:
         plan = give_matrices(plan, Path(options.matrix))
         options = replace(options, matrix=MATRIX_FILE)
@@ -135,9 +137,10 @@ def prepare(
         raise NothingToFold(why_nothing_changes(plan, str(model)))
     if not plan.folded and not plan.turned:
         event("stage", "looking for options that would convert some")
+        is_chosen = opening.model_class or options.keep_norms  # whose names are of one class
         alone = {
             name: analyze_config(config, model_class=name, checkpoint=checkpoint, options=options)
-            for name in (plan.classes if len(plan.classes) > 1 and not opening.model_class else ())
+            for name in (plan.classes if len(plan.classes) > 1 and not is_chosen else ())
         }
         ways = _ways_to_convert(analysis, options, alone)
         raise NothingToFold(why_nothing_changes(plan, str(model), ways))

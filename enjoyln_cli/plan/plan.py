@@ -35,6 +35,8 @@ class Options:
     """Store tied parameters separately, each with its own copy of the values."""
     fold: bool = True
     """Convert LayerNorms to RMSNorm."""
+    keep_norms: tuple[str, ...] = ()
+    """Paths of norms that stay LayerNorm, or patterns of paths such as ``*.ln_f``."""
     rotate: bool = False
     """Turn each basis (see ``Basis``) by an orthogonal matrix."""
     values: bool = True
@@ -47,16 +49,20 @@ class Options:
     """Path of a file with other matrices for ``rotate`` (see ``rotation.given_matrices``)."""
 
     def __post_init__(self) -> None:
-        """Raise ``EnjoyLNError`` for a value that is not allowed."""
+        """Take one name for ``keep_norms``. Raise ``EnjoyLNError`` for a wrong value."""
         if self.merge not in (None, "bias", "affine"):
             raise EnjoyLNError(f"merge is {self.merge!r}, but must be None, 'bias' or 'affine'")
         if self.widen_to < 1:
             raise EnjoyLNError(f"widen_to is {self.widen_to}, but must be at least 1")
+        names = self.keep_norms
+        object.__setattr__(self, "keep_norms", (names,) if isinstance(names, str) else tuple(names))
 
 
 PLAIN = Options()
 NOT_ASKED = "no norm was to become RMSNorm"
 """The reason of every norm that stays because ``Options.fold`` is off."""
+ASKED_TO_KEEP = "--keep-norms names it"
+"""The reason of every norm that ``Options.keep_norms`` matches."""
 
 
 @dataclass(frozen=True)

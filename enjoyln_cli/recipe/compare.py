@@ -1,54 +1,62 @@
-"""Where the edits of a recipe differ from those of a proven plan, name by name.
+"""Does a recipe have the edits of the plan that the proof gives?
 
-The plan is turned into a recipe first. Two lines are the same if they have the same text, without
-what only explains them.
+A recipe adds no edit and removes none: the plan is written as a recipe too, and both are compared
+name by name. Two lines are the same if they have the same text, without what only explains them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan import schema
+from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.plan.schema import ABSENT
-from enjoyln_cli.recipe.from_plan import layers_in
-from enjoyln_cli.recipe.model import (
-    SECTIONS,
-    EditLines,
-    prefix_errors,
-)
+from enjoyln_cli.recipe.from_plan import layers_in, lines_of
+from enjoyln_cli.recipe.model import SECTIONS, EditLines, Recipe, prefix_errors, require_for
 from enjoyln_cli.recipe.templates import KEEP, expand
 from enjoyln_cli.recipe.yaml_text import dump_inline
 
-NOTHING = "nothing"
+_NOTHING = "nothing"
 """The text of a name without a line."""
-
 _LISTS = ("classes", "outputs", "entry_inputs", "unproven", "calls")
 _REASONS = ("reason", "culprit")
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Two lines for one name, as text; ``nothing`` if there is no line."""
+def require_same(recipe: Recipe, plan: Plan, *, config: Any = None) -> None:
+    """Raise ``RecipeError`` that names the first difference, unless ``recipe`` is of ``plan``.
 
-    section: str
-    """A field of ``EditLines``."""
-    name: str
-    """The name of the line; empty for a field that is a list of names."""
-    recipe: str
-    proof: str
+    ``config`` (a mapping or a transformers config) has to satisfy the recipe's conditions.
+    """
+    with prefix_errors(recipe.where):
+        require_for(recipe, plan.model_type, plan.model_class, config)
+        if found := differences(recipe, plan):
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise RecipeError(
+                f"{found[0]}{more}; a recipe is compared with the proof: fold without --recipe, "
+                "and choose the norms that stay with --keep-norms"
+            )
 
-    def __str__(self) -> str:
-        place = f"{self.section}: {self.name}" if self.name else self.section
-        return f"{place}: the recipe has {self.recipe}, the proof {self.proof}"
 
-
-def expanded(recipe: EditLines, proof: EditLines) -> EditLines:
-    """A recipe with one line for each name of a proven plan's lines.
+def differences(recipe: EditLines, plan: Plan) -> list[str]:
+    """Each name for which a recipe has another line than a proven plan, with both lines.
 
     Raises ``RecipeError`` for a line that matches no name, and for two lines that name the same.
     """
+    proof = lines_of(plan)
+    unequal = schema.differences(_texts(_line_for_each(recipe, proof)), _texts(proof))
+    return [
+        "{}: the recipe has {}, the proof {}".format(
+            ": ".join(path), *(_NOTHING if text is ABSENT else text for text in texts)
+        )
+        for path, *texts in unequal
+    ]
+
+
+def _line_for_each(recipe: EditLines, proof: EditLines) -> EditLines:
+    """A recipe with one line for each name of a proven plan's lines."""
     layers = layers_in(proof)
     sections: dict[str, Any] = {}
     for section in SECTIONS:
@@ -57,39 +65,26 @@ def expanded(recipe: EditLines, proof: EditLines) -> EditLines:
     return replace(recipe, **sections)
 
 
-def compare(recipe: EditLines, proof: EditLines) -> list[Difference]:
-    """All differences of edits without placeholders."""
-    unequal = schema.differences(_texts(recipe), _texts(proof))
-    return [
-        Difference(section, "".join(name), *(NOTHING if text is ABSENT else text for text in texts))
-        for (section, *name), *texts in unequal
-    ]
-
-
 def _texts(lines: EditLines) -> dict[str, Any]:
     """The text of each line by section and name, and that of each list."""
     texts: dict[str, Any] = {
         section: {name: _text(line) for name, line in getattr(lines, section).items()}
         for section in (*SECTIONS, "config")
     }
-    return texts | {field: list_names(getattr(lines, field)) for field in _LISTS}
-
-
-def keeps(line: Any) -> bool:
-    """Whether a line leaves its name as it is: ``keep``, or ``{keep: reason, culprit: where}``."""
-    if isinstance(line, Mapping):
-        return KEEP in line and line.keys() <= {KEEP, "culprit"}
-    return bool(line == KEEP)
+    for section in SECTIONS:
+        if section != "norms":  # where each name has a line; elsewhere "keep" is as good as none
+            texts[section] = {name: text for name, text in texts[section].items() if text != KEEP}
+    return texts | {field: _listed(getattr(lines, field)) for field in _LISTS}
 
 
 def _text(line: Any) -> str:
-    if keeps(line):
-        return KEEP
     if isinstance(line, Mapping):
+        if KEEP in line:
+            return KEEP
         line = {key: item for key, item in line.items() if key not in _REASONS}
     return dump_inline(line)
 
 
-def list_names(names: Iterable[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     """Names in alphabetical order, or ``nothing``."""
-    return ", ".join(sorted(names)) or NOTHING
+    return ", ".join(sorted(names)) or _NOTHING

@@ -1,14 +1,14 @@
 """The data of a recipe: the edits of a plan, written so that they fit every model of a family.
 
 The fields are the keys of the file. Each section maps a name to the plain data of its edit (see
-``recipe.from_plan``), or to ``keep``. A recipe that is followed is compared with the plan, so what
-stands in a line has to be what the plan has there.
+``recipe.from_plan``), or to ``keep``. What stands in a line has to be what the proven plan has
+there, with which a recipe is compared (``recipe.compare``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -18,7 +18,6 @@ from enjoyln_cli.plan.covered_calls import PLAIN_TYPES
 from enjoyln_cli.plan.plan import PLAIN, Options
 from enjoyln_cli.plan.schema import NOT_STORED, checked, quote
 from enjoyln_cli.recipe.templates import require_name
-from enjoyln_cli.text import did_you_mean
 
 VERSION = 1
 """Version of the recipe format."""
@@ -152,9 +151,3 @@ def require_for(recipe: Recipe, model_type: str, model_class: str, config: Any =
             f"made for models with {', '.join(misses)}, but this model's config differs; "
             "pass a recipe that was written for this kind of model"
         )
-
-
-def suggest(name: str, names: Iterable[str]) -> str:
-    """Advice about an unknown name: a similar names one, or what to do otherwise."""
-    remedy = "remove it, or use the recipe with the model it was made for"
-    return did_you_mean(name, names, 1) or remedy

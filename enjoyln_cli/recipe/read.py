@@ -1,8 +1,8 @@
-"""Read recipes from YAML text: the edits made to a checkpoint, or those to make.
+"""Read recipes from YAML text: the edits made to a checkpoint, or those to be proven again.
 
 ``docs/formats.md`` explains the format. The keys are those of ``recipe.model.Recipe``, and in a
-line those of the plan's dataclasses. ``keep`` in any section leaves a name as it is. A name with
-``{i}`` stands for every layer; a line with a layer number overrides it.
+line those of the plan's dataclasses. ``keep`` in any section says that a name stays as it is. A
+name with ``{i}`` stands for every layer; a line with a layer number overrides it.
 """
 
 from __future__ import annotations

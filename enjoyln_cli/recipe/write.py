@@ -14,7 +14,7 @@ _HEAD = """\
 # The LayerNorms of {model_type} that become RMSNorm, and the edits that keep the function the same.
 # {{i}} stands for every layer; a line with the number of a layer overrides it.
 # fold: in the weights alone; fold_with: with the named mean subtractions; keep: stays LayerNorm.
-# To leave a norm as it is, write keep for it and pass this file with --recipe.
+# fold --recipe refuses other edits than these; fold --keep-norms NAMES leaves norms as they are.
 """
 
 

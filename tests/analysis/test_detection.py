@@ -22,6 +22,7 @@ from enjoyln_cli import analyze, fold
 from enjoyln_cli.analysis.analyze import analyze_calls, analyze_config
 from enjoyln_cli.calls.calls import Call, ways_to_call
 from enjoyln_cli.checkpoint.marker import read_marker
+from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.runtime.install import install
@@ -227,3 +228,28 @@ def test_the_input_of_a_block_is_centred_for_the_block_alone() -> None:
     kept = analyze(stemmed(reads=True), x).plan
     assert kept.ops == () and kept.folded == ()
     assert {v.reason for v in kept.kept} == {"gelu does not keep a zero mean"}
+
+
+def test_norms_to_keep_need_no_edits_of_their_own() -> None:
+    """The projections of the queries are centred for the norms of the queries only."""
+    model = live("PhiForCausalLM", CONFIG_MAPPING["phi"](**PHI, qk_layernorm=True))
+    options = Options(keep_norms=("*.q_layernorm",))
+    by_name: dict[str, Any] = {"keep_norms": "*.q_layernorm"}
+    assert Options(**by_name) == options
+    whole, plan = (analyze(model, options=chosen).plan for chosen in (Options(), options))
+    kept = {verdict.norm: verdict.reason for verdict in plan.kept}
+    assert kept and all(norm.endswith(".q_layernorm") for norm in kept)
+    assert {*kept.values()} == {"--keep-norms names it"}
+    assert {v.norm for v in whole.folded} == {v.norm for v in plan.folded} | {*kept}
+    dropped = {w.parameter for w in whole.writers} - {w.parameter for w in plan.writers}
+    assert dropped and all(".q_proj." in name for name in dropped)
+    folded = converted(model, plan)
+    for given in calls(model):
+        assert error(folded, model, given) <= 1e-12
+
+
+@pytest.mark.parametrize("pattern", ["h.q_norm", "*.Q_layernorm", ""])
+def test_an_unknown_norm_to_keep_is_refused(pattern: str) -> None:
+    config = CONFIG_MAPPING["phi"](**PHI, qk_layernorm=True)
+    with pytest.raises(EnjoyLNError, match="no LayerNorm of the model is called"):
+        analyze(config, options=Options(keep_norms=(pattern,)))

@@ -215,15 +215,41 @@ def test_nothing_to_fold_gives_reasons_and_the_next_step(tmp_path: Path, llama: 
 
 
 @pytest.mark.slow
-def test_a_recipe_that_keeps_every_norm_is_refused(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    good("report", GPT2, "--write-recipe", recipe)
-    text = recipe.read_text().replace("{fold_with: [transformer.wte]}", "keep")
-    start, end = text.index("centre:\n"), text.index("entry_inputs")
-    recipe.write_text(text[:start] + text[end:])
-    line = refused("fold", GPT2, "-o", tmp_path / "out", "--recipe", recipe)
-    assert "7 x the recipe keeps it" in line
-    assert not (tmp_path / "out").exists()
+def test_norms_that_are_named_stay_layernorm(tmp_path: Path) -> None:
+    out, recipe = tmp_path / "out", tmp_path / "out" / "enjoyln_recipe.yaml"
+    text = good("fold", GPT2, "-o", out, "--keep-norms", "transformer.ln_f,*.ln_2")
+    assert "converted 3 of 7 LayerNorms" in text and "verified: same outputs" in text
+    assert "4 stay LayerNorm: --keep-norms names it" in text
+    assert (
+        "enjoyln fold ./gpt2 -o out --keep-norms 'transformer.ln_f,*.ln_2'"
+        in (out / "README.md").read_text()
+    )
+    good("fold", GPT2, "-o", tmp_path / "again", "--recipe", recipe, "--no-verify")
+    again = tmp_path / "again" / "model.safetensors"
+    assert again.read_bytes() == (out / "model.safetensors").read_bytes()
+    recipe.write_text(recipe.read_text().replace("--keep-norms names it", "no reason"))
+    good("fold", GPT2, "--dry-run", "--recipe", recipe)
+    less = ("--recipe", recipe, "--keep-norms", "transformer.ln_f")
+    line = refused("fold", GPT2, "--dry-run", *less)
+    assert "h.0.ln_2: the recipe has keep, the proof {fold_with: [transformer.wte]} (and " in line
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("transformer.ln_g", "called transformer.ln_g; did you mean transformer.ln_f or "),
+        ("*.LN_1", "called *.LN_1; "),
+        ("transformer.h.0", "called transformer.h.0; did you mean transformer.h."),
+    ],
+)
+def test_a_norm_to_keep_that_is_not_there(names: str, said: str) -> None:
+    line = refused("fold", GPT2, "--dry-run", "--keep-norms", f"transformer.ln_f,{names}")
+    assert f"no LayerNorm of the model is {said}" in line
+
+
+def test_no_norm_is_left_to_convert() -> None:
+    line = refused("fold", GPT2, "--dry-run", "--keep-norms", "*")
+    assert "7 x --keep-norms names it" in line
 
 
 def test_a_recipe_of_another_family_is_refused(tmp_path: Path) -> None:

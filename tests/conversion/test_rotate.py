@@ -36,7 +36,7 @@ from enjoyln_cli.plan import edits, orthogonal_matrices
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.orthogonal_matrices import Rotation
 from enjoyln_cli.plan.plan import Options, Plan
-from enjoyln_cli.recipe.follow import follow
+from enjoyln_cli.recipe.compare import require_same
 from enjoyln_cli.recipe.read import parse_recipe
 from enjoyln_cli.rewrite import edit_pieces, tensor_parts
 from enjoyln_cli.rotation.given_matrices import give_matrices
@@ -90,20 +90,17 @@ def test_rotating_into_16_bits_says_what_to_quantise_from(tmp_path: Path) -> Non
     assert "to see whether rotating helps on your data: `enjoyln rotate`" in said
 
 
-def test_a_recipe_chooses_what_turns(out: Path) -> None:
+def test_a_recipe_with_another_rotation_is_refused(out: Path) -> None:
     plan = plan_of("gpt2", replace(ROTATED, seed=3))
     config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / "gpt2")
     text = (out / "enjoyln_recipe.yaml").read_text()
-    last = text.index("untie:")
-    first = text.rindex("  transformer.h.{i}.attn.c_attn.weight:", 0, last)
-    less = parse_recipe(text[:first] + text[last:], where="less.yaml")
-    assert [basis.kind for basis in follow(less, plan, config=config).turned] == ["stream"]
+    require_same(parse_recipe(text, where="same.yaml"), plan, config=config)
     wrong = parse_recipe(text.replace("kind: stream", "kind: sideways"), where="wrong.yaml")
     with pytest.raises(
         RecipeError,
         match=r"rotate: transformer.wte.weight: the recipe has {kind: sideways, .* {kind: stream",
     ):
-        follow(wrong, plan, config=config)
+        require_same(wrong, plan, config=config)
 
 
 def test_a_file_is_the_same_in_small_pieces(

@@ -27,7 +27,7 @@ from enjoyln_cli.plan.plan import (
     Widening,
     Writer,
 )
-from enjoyln_cli.recipe.follow import follow
+from enjoyln_cli.recipe.compare import require_same
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.read import load_recipe, parse_recipe
 from enjoyln_cli.recipe.write import dump_recipe
@@ -185,7 +185,7 @@ def test_the_plan_gives_the_recipe() -> None:
 def test_the_recipe_says_the_whole_plan() -> None:
     found, recipe = plan(), load_recipe(FILE)
     assert recipe.options == OPTIONS and recipe.versions == VERSIONS
-    assert follow(recipe, found, config=CONFIG) == found
+    require_same(recipe, found, config=CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -209,9 +209,9 @@ def test_the_recipe_says_the_whole_plan() -> None:
          "h.0.attn.out.bias: the recipe has {dim: 0}, the proof {dim: 0, scale: h.0.gamma}"),
         (", fixes_ones: true", "", "rotate: embed.tokens.weight: .* the proof .*fixes_ones: true"),
         ("outputs: [logits]", "outputs: [mems]",
-         "outputs: the recipe has mems, the proof logits; write what the proof has, or pass --out"),
+         "outputs: the recipe has mems, the proof logits; a recipe is compared with the proof"),
         ("  h.{i}.mlp.down.weight: {first", "  h.{i}.mlp.up.weight: {first",
-         "widen: h.0.mlp.up.weight is not part of the proof; remove it, or write widen_mlp: true"),
+         "widen: h.0.mlp.up.weight: the recipe has {first.*, the proof nothing"),
     ],
 )  # fmt: skip
 def test_a_change_of_any_line_is_refused(old: str, new: str, message: str) -> None:
@@ -219,42 +219,4 @@ def test_a_change_of_any_line_is_refused(old: str, new: str, message: str) -> No
     assert text.count(old) == 1
     changed = parse_recipe(text.replace(old, new), where="mine.yaml")
     with pytest.raises(RecipeError, match=f"mine.yaml: .*{message}"):
-        follow(changed, plan(), config=CONFIG)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("widen:\n", "widen:\n  h.0.mlp.down.weight: keep\n",
-         "n_inner also sets the hidden units of h.0.mlp.down.weight; list that under widen too"),
-        ("  h.{i}.attn.out.bias: {dim: 0, scale: 'h.{i}.gamma'}\n", "",
-         "merges h.0.gamma, but not into h.0.attn.out.bias; list that under centre too"),
-        ("merge:\n", "merge:\n  h.1.q_norm: keep\n",
-         "turns embed.tokens.weight, which needs h.1.q_norm merged; list that under merge"),
-    ],
-)  # fmt: skip
-def test_an_edit_that_another_one_needs_is_named(old: str, new: str, message: str) -> None:
-    text = FILE.read_text(encoding="utf-8")
-    assert text.count(old) == 1
-    changed = parse_recipe(text.replace(old, new), where="mine.yaml")
-    with pytest.raises(RecipeError, match=f"mine.yaml: .*{message}"):
-        follow(changed, plan(), config=CONFIG)
-
-
-def test_a_norm_that_an_mlp_subtracts_for_needs_it() -> None:
-    recipe = load_recipe(FILE)
-    widen = {"other.down.weight": recipe.widen["other.down.weight"]}
-    with pytest.raises(RecipeError, match="folds final, which needs the MLP of h.2.mlp.down.weig"):
-        follow(replace(recipe, widen=widen), plan(), config=CONFIG)
-
-
-def test_a_norm_may_be_left_unmerged_and_only_a_folded_one_is_merged() -> None:
-    """Where nothing is rotated."""
-    recipe, proven = replace(load_recipe(FILE), rotate={}), replace(plan(), bases=())
-    left = replace(recipe, merge={**recipe.merge, "final": "keep"})
-    found = follow(left, proven, config=CONFIG)
-    assert "final" not in {merge.norm for merge in found.merged}
-    assert (found.unmerged[-1].norm, found.unmerged[-1].reason) == ("final", "the recipe keeps it")
-    unfolded = replace(recipe, norms={**recipe.norms, "final": "keep"})
-    with pytest.raises(RecipeError, match="merges final, which it does not fold; also write keep"):
-        follow(unfolded, proven, config=CONFIG)
+        require_same(changed, plan(), config=CONFIG)

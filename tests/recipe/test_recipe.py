@@ -1,4 +1,4 @@
-"""Recipes: one text for every size of a family, followed exactly or refused with the reason."""
+"""Recipes: one text for every size of a family, equal to the proof or refused by the line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import PLAIN, Centring, Options, Plan, Verdict, Writer
-from enjoyln_cli.recipe.compare import compare, expanded
-from enjoyln_cli.recipe.follow import follow
-from enjoyln_cli.recipe.from_plan import lines_of, recipe_of
-from enjoyln_cli.recipe.model import EditLines, Recipe
+from enjoyln_cli.recipe.compare import differences, require_same
+from enjoyln_cli.recipe.from_plan import layers_in, lines_of, recipe_of
+from enjoyln_cli.recipe.model import Recipe
 from enjoyln_cli.recipe.read import load_recipe, parse_recipe
 from enjoyln_cli.recipe.templates import expand
 from enjoyln_cli.recipe.write import dump_recipe
@@ -154,12 +153,12 @@ def test_text_and_recipe_and_plan_agree(name: str) -> None:
     read = through_text(recipe)
     assert read == recipe
     assert dump_recipe(read) == dump_recipe(recipe)
-    assert follow(read, plan, config=config) == plan
+    require_same(read, plan, config=config)
 
 
-def line_for_each(recipe: Recipe, plan: Plan) -> EditLines:
-    """The edits of a recipe, with a line for each name of ``plan``."""
-    return expanded(through_text(recipe), lines_of(plan))
+def line_for_each(recipe: Recipe, plan: Plan, section: str) -> dict[str, Any]:
+    """A section of a recipe, with a line for each name of ``plan``."""
+    return expand(getattr(through_text(recipe), section), layers_in(lines_of(plan)))
 
 
 def test_one_text_for_every_size() -> None:
@@ -167,7 +166,7 @@ def test_one_text_for_every_size() -> None:
     large = recipe_of(gpt2_plan(12, 48), config=gpt2_config(12, 48))
     assert family(small) == family(large)
     plan = gpt2_plan(12, 48)
-    assert follow(small, plan, config=gpt2_config(12, 48)) == plan
+    require_same(small, plan, config=gpt2_config(12, 48))
 
 
 def test_one_text_for_every_number_of_heads() -> None:
@@ -197,7 +196,7 @@ def test_names_inside_a_reason_follow_the_layer() -> None:
     assert "culprit: 'h.{i}.w, read by h.{i+1}.q'" in text
     entries = [line for line in text.splitlines() if not line.startswith("#")]
     assert sum("keep: " in line for line in entries) == 3
-    assert line_for_each(recipe_of(plan), plan).norms == lines_of(plan).norms
+    assert line_for_each(recipe_of(plan), plan, "norms") == lines_of(plan).norms
 
 
 def test_a_layer_that_differs_goes_before_the_rest() -> None:
@@ -212,12 +211,11 @@ def test_a_layer_that_differs_goes_before_the_rest() -> None:
     text = dump_recipe(recipe_of(odd))
     assert "transformer.h.2.ln_1:" in text
     assert "transformer.h.3.mlp.c_proj.weight: keep" in text
-    back = line_for_each(recipe_of(odd), plan)
-    centred = {name for name, line in back.centre.items() if line != "keep"}
-    assert centred == {w.parameter for w in writers}
-    kept = [name for name, line in back.norms.items() if "keep" in line]
-    assert kept == ["transformer.h.2.ln_1"]
-    assert [verdict.norm for verdict in follow(recipe_of(odd), odd).kept] == kept
+    back = line_for_each(recipe_of(odd), plan, "centre")
+    assert {name for name, line in back.items() if line != "keep"} == {w.parameter for w in writers}
+    norms_back = line_for_each(recipe_of(odd), plan, "norms")
+    assert [n for n, line in norms_back.items() if "keep" in line] == ["transformer.h.2.ln_1"]
+    require_same(recipe_of(odd), odd)
 
 
 def test_numbers_that_do_not_count_layers_stay() -> None:
@@ -228,51 +226,10 @@ def test_numbers_that_do_not_count_layers_stay() -> None:
     assert "h.{i}.mlp.2.bias: {dim: 0}" in text
 
 
-def differences(recipe: Recipe, plan: Plan) -> list[str]:
-    proof = lines_of(plan)
-    return [str(difference) for difference in compare(expanded(recipe, proof), proof)]
-
-
-# Choosing.
-
-
-def test_keeping_one_norm() -> None:
-    plan, config = gpt2_plan(), gpt2_config(3)
-    line = "  transformer.ln_f:"
-    mine = edited(recipe_of(plan, config=config), (line, "  transformer.h.1.ln_2: keep\n" + line))
-    found = follow(mine, plan, config=config)
-    assert [v.norm for v in found.kept] == ["transformer.h.1.ln_2"]
-    assert found.writers == plan.writers
-    assert found.ops == plan.ops
-    again = recipe_of(found, config=config)
-    assert follow(through_text(again), plan, config=config) == found
-    assert dump_recipe(recipe_of(follow(again, plan, config=config), config=config)) == dump_recipe(
-        again
-    )
-    assert differences(mine, plan) == [
-        "norms: transformer.h.1.ln_2: the recipe has keep, the proof {fold_with: "
-        "[transformer.wte]}",
-    ]
-
-
-def test_a_norm_that_is_not_listed_is_kept_and_its_edits_may_go() -> None:
-    plan, config = heads_plan(), heads_config()
-    mine = edited(
-        recipe_of(plan, config=config),
-        ("  model.layers.{i}.q_norm: fold\n", ""),
-        ("model.layers.{i}.q_proj.weight: {", "model.layers.0.q_proj.weight: {"),
-    )
-    found = follow(mine, plan, config=config)
-    assert {v.norm for v in found.folded} == {"model.layers.0.k_norm", "model.layers.1.k_norm"}
-    assert {v.reason for v in found.kept} == {"the recipe does not fold it"}
-    assert "model.layers.1.q_proj.weight" not in {w.parameter for w in found.writers}
-    assert "model.layers.0.q_proj.weight" in {w.parameter for w in found.writers}
-
-
 def test_a_recipe_works_whatever_the_names_on_disk() -> None:
     config = gpt2_config(3)
     base, head = gpt2_plan(stored="base"), gpt2_plan()
-    assert follow(through_text(recipe_of(base, config=config)), head, config=config) == head
+    require_same(through_text(recipe_of(base, config=config)), head, config=config)
     assert dump_recipe(recipe_of(base)) == dump_recipe(recipe_of(head))
 
 
@@ -284,31 +241,37 @@ def _gpt2(*changes: tuple[str, str]) -> tuple[Recipe, Plan, dict[str, Any]]:
 LN_F = "transformer.ln_f: {fold_with: [transformer.wte]}"
 WPE = "  transformer.wpe.weight: {dim: 1}\n"
 
-REFUSED = {
+OTHER_EDITS = {
     "an op left out of the line": (
         _gpt2((LN_F, "transformer.ln_f: fold")),
-        "norms: transformer.ln_f: the recipe has fold, the proof {fold_with: [transformer.wte]}",
+        "norms: transformer.ln_f: the recipe has fold, the proof {fold_with: [transformer.wte]}; a "
+        "recipe is compared with the proof: fold without --recipe, and choose the norms that stay "
+        "with --keep-norms",
+    ),
+    "a norm that stays": (
+        _gpt2((LN_F, "transformer.ln_f: keep")),
+        "norms: transformer.ln_f: the recipe has keep, the proof {fold_with: [transformer.wte]}; ",
     ),
     "an op that is not proven": (
         _gpt2(("  transformer.wte:", "  transformer.drop:")),
-        "centring_ops: transformer.drop is not part of the proof; ",
+        "centring_ops: transformer.drop: the recipe has {place: output, dim: -1}, the proof "
+        "nothing (and 1 more)",
     ),
     "a writer that a norm needs": (
         _gpt2((WPE, "")),
-        "folds transformer.h.0.ln_1, which needs transformer.wpe.weight centred",
+        "centre: transformer.wpe.weight: the recipe has nothing, the proof {dim: 1}",
+    ),
+    "a writer that is not edited": (
+        _gpt2((WPE, "  transformer.wpe.weight: keep\n")),
+        "centre: transformer.wpe.weight: the recipe has nothing, the proof {dim: 1}",
     ),
     "a writer of a layer too many": (
         _gpt2((WPE, WPE + "  transformer.h.3.mlp.c_proj.bias: {dim: 0}\n")),
-        "centre: transformer.h.3.mlp.c_proj.bias is not part of the proof",
-    ),
-    "an unknown fate": (
-        _gpt2((LN_F, "transformer.ln_f: drop")),
-        "norms: transformer.ln_f: the recipe has drop, the proof {fold_with: [transformer.wte]}; "
-        "write what the proof has, or write keep for it",
+        "centre: transformer.h.3.mlp.c_proj.bias: the recipe has {dim: 0}, the proof nothing",
     ),
     "a norm that is not there": (
         _gpt2((LN_F, "transformer.ln_g: fold")),
-        "norms: transformer.ln_g is not part of the proof; did you mean transformer.ln_f",
+        "norms: transformer.ln_g: the recipe has fold, the proof nothing (and 1 more)",
     ),
     "layers that are not there": (
         _gpt2((LN_F, LN_F + "\n  encoder.layer.{i}.ln: keep")),
@@ -329,7 +292,7 @@ REFUSED = {
     ),
     "an input not centred on entry": (
         _gpt2(("entry_inputs: [inputs_embeds]\n", "")),
-        "entry_inputs: the recipe has nothing, the proof inputs_embeds; write what the proof has",
+        "entry_inputs: the recipe has nothing, the proof inputs_embeds; ",
     ),
     "one norm under two templates": (
         _gpt2((LN_F, LN_F + "\n  transformer.h.{j}.ln_1: keep")),
@@ -338,30 +301,27 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_proven_is_refused_by_name(name: str) -> None:
-    (recipe, plan, config), message = REFUSED[name]
+@pytest.mark.parametrize("name", OTHER_EDITS)
+def test_other_edits_than_the_proof_are_refused(name: str) -> None:
+    (recipe, plan, config), message = OTHER_EDITS[name]
     with pytest.raises(RecipeError) as caught:
-        follow(recipe, plan, config=config)
+        require_same(recipe, plan, config=config)
     assert message in str(caught.value)
     assert str(caught.value).startswith("mine.yaml: ")
     assert "\n" not in str(caught.value)
 
 
-def test_a_kept_norm_cannot_be_folded_by_asking() -> None:
+def test_a_line_that_keeps_a_norm_the_proof_keeps_is_the_same() -> None:
     text = dump_recipe(recipe_of(bert_plan()))
-    start = text.index("  encoder.layer.{i}.output.LayerNorm:")
-    text = (
-        text[:start]
-        + "  encoder.layer.{i}.output.LayerNorm: fold\n"
-        + text[text.index("centre:") :]
-    )
-    mine = parse_recipe(text, where="mine.yaml")
+    first = text.index("  encoder.layer.{i}.output.LayerNorm: {keep:")
+    line = text[first : text.index("\n", first)]
+    bare = text.replace(line, "  encoder.layer.{i}.output.LayerNorm: keep")
+    require_same(parse_recipe(bare, where="mine.yaml"), bert_plan())
+    asked = text.replace(line, "  encoder.layer.{i}.output.LayerNorm: fold")
     with pytest.raises(
-        RecipeError,
-        match="encoder.layer.0.output.LayerNorm is not part of the proof: its input .*write keep",
+        RecipeError, match="0.output.LayerNorm: the recipe has fold, the proof keep"
     ):
-        follow(mine, bert_plan())
+        require_same(parse_recipe(asked, where="mine.yaml"), bert_plan())
 
 
 # Differences.
@@ -409,7 +369,7 @@ def test_a_transformers_config_serves_as_well() -> None:
 
     plan = gpt2_plan()
     assert recipe_of(plan, config=Config()) == recipe_of(plan, config=gpt2_config(3))
-    assert follow(recipe_of(plan, config=Config()), plan, config=Config()) == plan
+    require_same(recipe_of(plan, config=Config()), plan, config=Config())
 
 
 # Hostile text.
@@ -420,6 +380,7 @@ def test_a_transformers_config_serves_as_well() -> None:
     [
         (PLAIN, ""),
         (Options(untie=True), "options: {untie: true}"),
+        (Options(keep_norms=("*.ln_f", "h.0.ln")), "options: {keep_norms: ['*.ln_f', h.0.ln]}"),
         (
             Options(widen_mlp=True, widen_to=64, merge="affine"),
             "options: {widen_mlp: true, widen_to: 64, merge: affine}",
