@@ -25,8 +25,6 @@ class Clock:
     limit: float
     """Seconds that the whole run may take, ``inf`` without a limit."""
     on_progress: Progress = no_progress
-    after: float = 0.0
-    """Seconds reserved for the work after the last case."""
 
     def __post_init__(self) -> None:
         self.begin = self.now()
@@ -38,12 +36,12 @@ class Clock:
     @property
     def left(self) -> float:
         """Seconds left for cases."""
-        return self.limit - self.spent - self.after
+        return self.limit - self.spent
 
     def tell(self, needed: float | None = None) -> None:
         """Report progress; ``needed`` is how many seconds the remaining cases take, if known."""
         spent = self.spent
-        total = self.limit if needed is None else spent + needed + self.after
+        total = self.limit if needed is None else spent + needed
         self.on_progress(spent, total if math.isfinite(total) else 0.0)
 
 

@@ -57,6 +57,12 @@ from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
     help="Run in this dtype (default: that of OUT).",
 )
 @max_ratio_option
+@click.option(
+    "--accept",
+    callback=parse_names,
+    metavar="NAMES",
+    help="Files that you have changed on purpose, such as generation_config.json.",
+)
 @checking_options(None)
 @click.option(
     "--device-map",

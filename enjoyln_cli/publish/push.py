@@ -25,14 +25,10 @@ from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess, require_tok
 from enjoyln_cli.checkpoint.config import raw_config
 from enjoyln_cli.checkpoint.file_roles import CONFIG, is_housekeeping
 from enjoyln_cli.checkpoint.marker import read_marker
-from enjoyln_cli.checkpoint.result_files import (
-    CARD_FILE,
-    VERIFY_FILE,
-    verified_files,
-)
+from enjoyln_cli.checkpoint.result_files import CARD_FILE, VERIFY_FILE
 from enjoyln_cli.checkpoint.source import Source, open_source
+from enjoyln_cli.checkpoint.written_files import written_files
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, PushRefused
-from enjoyln_cli.fs.digests import digest_of_file
 from enjoyln_cli.fs.whole_file import read_object, write_whole
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.plan import Plan
@@ -149,28 +145,11 @@ def _parse_card(path: Path) -> tuple[dict[str, Any], str]:
 
 def publishing_objection(result: Source) -> str:
     """Why ``result`` should not be published; empty if it was verified and has not changed."""
-    path = result.path / VERIFY_FILE
-    if not path.is_file():
-        return f"it was never verified (there is no {VERIFY_FILE})"
-    report = read_object(path)
-    try:
-        passed, summary, digests = report["passed"], report["summary"], dict(report["sha256"])
-    except (ValueError, KeyError, TypeError):
-        return f"its {VERIFY_FILE} cannot be read"
-    if passed is not True:
-        return f"its verification failed: {summary}"
-    here = verified_files(result)
-    changed = [n for n in here if n in digests and digest_of_file(result.root / n) != digests[n]]
-    differences = {
-        "has changed since": changed,
-        "was deleted after": {*digests} - {*here},
-        "was added after": {*here} - {*digests},
-    }
-    return "; ".join(
-        f"{name} {change} its verification"
-        for change, names in differences.items()
-        for name in sorted(names)
-    )
+    report = read_object(result.path / VERIFY_FILE)
+    if "passed" in report and report["passed"] is not True:
+        return f"its verification failed: {report.get('summary')}"
+    changed = written_files(result).objection
+    return changed if changed or "passed" in report else "it was never verified"
 
 
 def prepare(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
@@ -37,6 +37,7 @@ from enjoyln_cli.checkpoint.result_files import (
     RECIPE_FILE,
 )
 from enjoyln_cli.checkpoint.source import Source, require_unchanged
+from enjoyln_cli.checkpoint.written_files import record_files
 from enjoyln_cli.errors import VerificationFailed
 from enjoyln_cli.fs.digests import digest_of_data, digest_of_file
 from enjoyln_cli.fs.staging import staged_output
@@ -106,8 +107,8 @@ def fold_checkpoint(
     ``progress`` receives the number of bytes written since its last call. With ``resume``, files
     of an interrupted run are taken over only if that run had the same source, plan and options
     (``journal.py``). ``check`` gets the finished directory before it is renamed to ``out``; if the
-    ``passed`` of its result is false, ``VerificationFailed`` is raised with its ``summary``.
-    ``finish`` then adds the reports (``REPORTS``).
+    ``passed`` of its result is false, ``VerificationFailed`` is raised with its ``summary``. Then
+    the digests of all files are recorded, and ``finish`` adds the card.
 
     Raises ``AlreadyFolded``, ``NothingToFold``, ``BadCheckpoint`` (a tensor of the plan is missing,
     has another shape, or holds NaN or Inf; or a file changes while it is read) and ``OutputError``.
@@ -150,6 +151,8 @@ def fold_checkpoint(
         check_seconds = perf_counter() - checking
         if verification is not None and not verification.passed:
             raise VerificationFailed(str(verification.summary))
+        written = replace(source, model=str(staged), path=inner, revision=None)
+        record_files(written, verification.to_json() if verification else {})
         if finish:
             finish(staged)
         size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())

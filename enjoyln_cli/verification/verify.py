@@ -18,15 +18,14 @@ The conversion passes if
   fails. With few inputs that is far, and the verdict rests on the other checks;
 * every stored tensor is the original's, edited as the plan says and rounded once;
 * ``config.json`` says the same as the original's, every weight that the class needs is stored, and
-  the outputs are finite.
+  the outputs are finite;
+* no file of the result has changed since it was written, except where the user accepts that.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import platform
 import tempfile
 import time
 from collections import Counter
@@ -42,15 +41,14 @@ from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.headers import DTYPES
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.reader import Checkpoint, Subject, open_subject
-from enjoyln_cli.checkpoint.result_files import MATRIX_FILE, VERIFY_FILE, verified_files
-from enjoyln_cli.checkpoint.source import Source
+from enjoyln_cli.checkpoint.result_files import MATRIX_FILE
+from enjoyln_cli.checkpoint.written_files import record_verdict, written_files
 from enjoyln_cli.clock import Clock, Progress, no_progress
 from enjoyln_cli.comparison.data_files import read_user_data, seconds_of
 from enjoyln_cli.comparison.embedding import embedder
 from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
-from enjoyln_cli.events import Event, default_listener, write_or_warn
-from enjoyln_cli.fs.digests import digest_of_file
+from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Plan
@@ -65,11 +63,8 @@ from enjoyln_cli.verification.config_differences import differing_settings
 from enjoyln_cli.verification.nonfinite import failure
 from enjoyln_cli.verification.runs import Measurement, measure, worst_first
 from enjoyln_cli.verification.stored_tensors import check_tensors
-from enjoyln_cli.version import versions
 
 IDENTITY_BOUND = 1e-12
-DIGESTED = 5e8
-"""Bytes of a result whose digest takes a second, about."""
 RATIO, ROTATED_RATIO = 1.25, 2.0
 """The default of ``max_ratio``: for a fold, which changes few weights, and for a rotation."""
 
@@ -139,6 +134,7 @@ def verify(
     samples: int | str | Path | None = None,
     seconds: float | None = None,
     max_ratio: float | None = None,
+    accept: Sequence[str] = (),
     revision: str | None = None,
     token: str | None = None,
     cache_dir: str | Path | None = None,
@@ -155,7 +151,10 @@ def verify(
 
     * ``against``: the original, perhaps opened already; by default the one that the marker of
       ``out`` names.
-    * ``plan``: the plan that ``out`` was made by; by default the stored one.
+    * ``plan``: the plan by which the files in ``out`` have just been written. By default the stored
+      one is taken, and the files are compared with their digests.
+    * ``accept``: names of files in ``out``, or patterns, that may have changed since they were
+      written. The weights and ``config.json`` still have to pass all other checks.
     * ``text``: a UTF-8 file of running text. ``images``: image files. ``audio``: a directory of
       recordings. ``tokens``: a file with a JSON list of token ids on each line. Seeded inputs are
       added if a stable ratio needs more.
@@ -172,9 +171,9 @@ def verify(
       in ``max_memory``; ``cpu`` keeps all weights in memory, ``disk`` none.
     * ``on_event`` receives stages and warnings. ``on_progress`` receives the seconds that have
       passed and the expected total (0 if not known yet).
-    * ``write``: write the result and the SHA-256 digests of all files but reports (``REPORTS``) to
-      ``enjoyln_verify.json`` in ``out``. Nothing is written if ``out`` is a Hub id. If the
-      directory is not writable, there is a warning.
+    * ``write``: write the result to ``enjoyln_verify.json`` in ``out``, beside the digests of its
+      files. Nothing is written if ``out`` is a Hub id, or if ``plan`` is passed. If the directory
+      is not writable, there is a warning.
 
     Only the outputs that the marker of ``out`` names are compared, by default all.
 
@@ -188,13 +187,11 @@ def verify(
     access = HubAccess(token=token, cache_dir=cache_dir)
     folded = open_subject(str(out), access=access, trust_remote_code=trust_remote_code)
     cached = folded.source.cached
-    if write and not cached:
-        size = sum(stored.nbytes for stored in folded.checkpoint.tensors.values())
-        pace.clock.after = size / DIGESTED
     marker = read_marker(folded.checkpoint.raw_config, folded.source.model)
     original = original_of(folded, marker, against, revision, access)
     stored = compute_dtype(folded.checkpoint, None)
     compute = compute_dtype(folded.checkpoint, dtype)
+    files = written_files(folded.source, accept) if plan is None else None
     plan = plan or plan_of_result(folded.checkpoint, marker)
     if max_ratio is None:
         max_ratio = ROTATED_RATIO if plan.turned else RATIO
@@ -230,6 +227,8 @@ def verify(
     failures += _judge(measured, max_ratio, compute, stored, bool(plan.folded))
     if reason := failure(nonfinite, original.checkpoint, marker.nonfinite):
         failures.append(reason)
+    if files and files.failure:
+        failures.append(files.failure)
     result = Verification(
         passed=not failures,
         failures=tuple(failures),
@@ -242,8 +241,8 @@ def verify(
         outputs=marker.outputs,
         **vars(measured),
     )
-    if write and not cached:
-        _write(result, folded.source, event)
+    if write and files and not cached:
+        record_verdict(folded.source, result.to_json(), files, event)
     return result
 
 
@@ -321,16 +320,6 @@ def compute_dtype(checkpoint: Checkpoint, dtype: str | torch.dtype | None) -> to
         if DTYPES[stored.dtype].is_floating_point:
             sizes[DTYPES[stored.dtype]] += stored.nbytes
     return sizes.most_common(1)[0][0] if sizes else torch.float32
-
-
-def _write(result: Verification, of: Source, event: Event) -> None:
-    """Write the result, versions and the digests of the files to ``enjoyln_verify.json``."""
-    report = {
-        **result.to_json(),
-        "versions": versions("torch", "transformers") | {"python": platform.python_version()},
-        "sha256": {name: digest_of_file(of.root / name) for name in verified_files(of)},
-    }
-    write_or_warn(of.path / VERIFY_FILE, json.dumps(report, indent=2) + "\n", event)
 
 
 def _judge(

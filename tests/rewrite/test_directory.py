@@ -21,11 +21,12 @@ from fold_cases import (
     store,
     written,
 )
-from stored_files import opened
+from stored_files import contents, opened
 from torch import nn
 
 from enjoyln_cli.checkpoint.config import raw_config
 from enjoyln_cli.checkpoint.marker import marker, proof_of, read_marker
+from enjoyln_cli.checkpoint.result_files import REPORTS
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import (
     AlreadyFolded,
@@ -58,6 +59,7 @@ def test_a_folded_directory(source: Path, out: Path) -> None:
         "custom/code.py",
         "enjoyln_plan.json",
         "enjoyln_recipe.yaml",
+        "enjoyln_verify.json",
         "model-00001-of-00003.safetensors",
         "model-00002-of-00003.safetensors",
         "model-00003-of-00003.safetensors",
@@ -107,12 +109,13 @@ def test_the_check_sees_the_finished_directory(source: Path, out: Path) -> None:
     def check(folded: Path) -> SimpleNamespace:
         assert not out.exists()
         read_marker(raw_config(open_source(str(folded))))
-        (folded / "enjoyln_verify.json").write_text("{}")
-        return SimpleNamespace(passed=True, summary="fine")
+        assert not (folded / "enjoyln_verify.json").exists()
+        return SimpleNamespace(passed=True, summary="fine", to_json=lambda: {"passed": True})
 
     result = fold(source, out, check=check)
     assert result.verification.summary == "fine"
-    assert (out / "enjoyln_verify.json").exists()
+    record = json.loads((out / "enjoyln_verify.json").read_text())
+    assert record["passed"] and set(record["sha256"]) == {*contents(out)} - {*REPORTS}
 
 
 # Refusals: one line, and nothing left behind

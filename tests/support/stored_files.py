@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from enjoyln_cli.checkpoint.marker import proof_of
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
+from enjoyln_cli.checkpoint.result_files import VERIFY_FILE
 from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.checkpoint.written_files import record_files
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import read_plan
@@ -49,23 +51,30 @@ def tensors(*names: str) -> dict[str, torch.Tensor]:
     return {name: torch.randn(3, 5, generator=made) + 0.7 for name in names}
 
 
+def rewritten(out: Path) -> Path:
+    """A result that was written as it is now, so far as its record says; or an original."""
+    if (out / VERIFY_FILE).is_file():
+        record_files(open_source(str(out)), {})
+    return out
+
+
 def changed(out: Path, into: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """A copy of a folded checkpoint with some of its tensors edited."""
+    """A copy of a folded checkpoint in which some tensors were written wrong."""
     shutil.copytree(out, into)
     tensors = load_file(into / "model.safetensors")
     edit(tensors)
     save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
-    return into
+    return rewritten(into)
 
 
 def with_marker(out: Path, into: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """A copy of a result with an edited marker, whose digest is right."""
+    """A copy of a result that was written with another marker, whose digest is right."""
     shutil.copytree(out, into)
     config = json.loads((into / "config.json").read_text())
     change(config["enjoyln"])
     config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
     (into / "config.json").write_text(json.dumps(config))
-    return into
+    return rewritten(into)
 
 
 def shallow(name: str, folder: Path) -> Path:

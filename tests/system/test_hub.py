@@ -16,6 +16,7 @@ from commands import good, refused, running
 from hub_server import TOKEN, Hub, connected, nobody, sha256
 from live_models import CHECKPOINTS
 from rounding import TIMES, relative
+from stored_files import rewritten
 from terminal import asked_on_a_terminal
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -302,13 +303,14 @@ def test_an_interrupted_push_goes_on(hub: Hub, out: Path) -> None:
 
 def test_only_a_verified_result_is_pushed(hub: Hub, folded: Path, tmp_path: Path) -> None:
     cases = {}
-    for name in ("never", "failed", "broken", "changed", "more", "less"):
+    for name in ("never", "failed", "broken", "edited", "changed", "more", "less"):
         cases[name] = shutil.copytree(folded, tmp_path / name)
     verified = json.loads((folded / "enjoyln_verify.json").read_text())
-    (cases["never"] / "enjoyln_verify.json").unlink()
+    rewritten(cases["never"])
     failed = {**verified, "passed": False, "summary": "not verified: it drifts"}
     (cases["failed"] / "enjoyln_verify.json").write_text(json.dumps(failed))
     (cases["broken"] / "enjoyln_verify.json").write_text("{")
+    (cases["edited"] / "enjoyln_verify.json").write_text(json.dumps({**verified, "seed": 1}))
     config = cases["changed"] / "config.json"
     config.write_text(config.read_text() + "\n")
     (cases["more"] / "pytorch_model.bin").write_bytes(b"other weights")
@@ -316,10 +318,11 @@ def test_only_a_verified_result_is_pushed(hub: Hub, folded: Path, tmp_path: Path
     for name, words in {
         "never": "never verified",
         "failed": "its verification failed: not verified: it drifts",
-        "broken": "enjoyln_verify.json cannot be read",
-        "changed": "config.json has changed since its verification",
-        "more": "pytorch_model.bin was added after its verification",
-        "less": "tokenizer.json was deleted after its verification",
+        "broken": "enjoyln_verify.json was edited",
+        "edited": "enjoyln_verify.json was edited",
+        "changed": "config.json has changed since it was written",
+        "more": "pytorch_model.bin was added",
+        "less": "tokenizer.json was deleted",
     }.items():
         error = no_push(cases[name], f"me/{name}", "--yes")
         assert words in error and "enjoyln verify" in error
@@ -339,8 +342,8 @@ def test_a_forced_push_says_so_in_its_card(hub: Hub, out: Path) -> None:
     there = hub.repositories["me/forced"].files()
     card = there["README.md"].decode()
     assert (
-        "**Pushed with `--force`**: model.safetensors has changed since its verification; "
-        "notes.txt was added after its verification." in card
+        "**Pushed with `--force`**: model.safetensors has changed since it was written, "
+        "notes.txt was added." in card
     )
     assert "Of the files as they were when they were last verified: Same outputs" in card
     assert "notes.txt" in there and not {".cache/secret", ".DS_Store"} & {*there}

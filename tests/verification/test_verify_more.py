@@ -14,7 +14,7 @@ import torch
 import transformers
 from commands import enjoyln
 from live_models import CHECKPOINTS
-from stored_files import changed
+from stored_files import changed, rewritten
 from verify_cases import POSITIONS, D, folded, gpt2, right_plan
 
 import enjoyln_cli
@@ -42,7 +42,7 @@ def with_config(found: Path, into: Path, **entries: Any) -> Path:
     config = json.loads((into / "config.json").read_text()) | entries
     config = {key: value for key, value in config.items() if value is not None}
     (into / "config.json").write_text(json.dumps(config))
-    return into
+    return rewritten(into)
 
 
 # config.json.
@@ -83,8 +83,13 @@ def test_a_result_that_transformers_has_saved_again(out: Path, tmp_path: Path) -
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     model.save_pretrained(tmp_path / "out")
     shutil.copy(out / "enjoyln_plan.json", tmp_path / "out")
-    found = verify(tmp_path / "out", write=False)
+    assert verify(tmp_path / "out", write=False).failures == (
+        "enjoyln_verify.json is missing; restore it, or if the change is meant pass --accept "
+        "enjoyln_verify.json",
+    )
+    found = verify(tmp_path / "out", accept=["enjoyln_verify.json"])
     assert found.passed, found.summary
+    assert verify(tmp_path / "out").passed, "the files are recorded now"
 
 
 # Weights that are not there.

@@ -1,0 +1,219 @@
+"""Every change of a result's files is found, whatever file it is in; untouched results pass."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import enjoyln, good
+from safetensors.torch import load_file, save_file
+from stored_files import shallow
+
+from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.checkpoint.written_files import written_files
+from enjoyln_cli.fs.whole_file import read_object
+
+Corruption = Callable[[Path], object]
+EMBEDDING = "transformer.wte.weight"
+WRITER = "transformer.h.1.mlp.c_proj.weight"
+
+
+def bytes_of(name: str, change: Callable[[bytearray], object]) -> Corruption:
+    def corrupt(out: Path) -> None:
+        data = bytearray((out / name).read_bytes())
+        change(data)
+        (out / name).write_bytes(data)
+
+    return corrupt
+
+
+def json_of(name: str, change: Callable[[Any], object]) -> Corruption:
+    def corrupt(out: Path) -> None:
+        data = json.loads((out / name).read_text())
+        change(data)
+        (out / name).write_text(json.dumps(data, indent=2) + "\n")
+
+    return corrupt
+
+
+def tensors_of(change: Callable[[dict[str, torch.Tensor]], object]) -> Corruption:
+    def corrupt(out: Path) -> None:
+        tensors = load_file(out / "model.safetensors")
+        change(tensors)
+        save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+
+    return corrupt
+
+
+def deleted(name: str) -> Corruption:
+    return lambda out: (out / name).unlink()
+
+
+def written(name: str, text: str) -> Corruption:
+    return lambda out: (out / name).write_text(text)
+
+
+def flip(at: float) -> Callable[[bytearray], object]:
+    """Flips one bit at this fraction of a file."""
+
+    def change(data: bytearray) -> None:
+        data[int(at * len(data))] ^= 1
+
+    return change
+
+
+def swap_rows(tensor: torch.Tensor) -> None:
+    tensor[[5, 70]] = tensor[[70, 5]]
+
+
+def permute(vocabulary: dict[str, int]) -> None:
+    """Exchanges the ids of two words."""
+    one, other = list(vocabulary)[40:42]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+
+
+ANY: dict[str, Corruption] = {
+    "tokenizer permuted": json_of("tokenizer.json", lambda t: permute(t["model"]["vocab"])),
+    "tokenizer without a merge": json_of("tokenizer.json", lambda t: t["model"]["merges"].pop()),
+    "tokenizer normalises": json_of("tokenizer.json", lambda t: t.update(normalizer="Lowercase")),
+    "tokenizer deleted": deleted("tokenizer.json"),
+    "tokenizer truncated": bytes_of("tokenizer.json", lambda d: d.__delitem__(slice(9000, None))),
+    "tokenizer of another class": json_of(
+        "tokenizer_config.json", lambda t: t.update(tokenizer_class="BertTokenizer")
+    ),
+    "tokenizer config deleted": deleted("tokenizer_config.json"),
+    "another vocabulary beside it": written("vocab.json", "{}"),
+    "added tokens": written("added_tokens.json", '{"<x>": 3}'),
+    "chat template": written("chat_template.jinja", "{{ messages }}"),
+    "longest input": json_of("tokenizer_config.json", lambda t: t.update(model_max_length=8)),
+    "config: epsilon": json_of("config.json", lambda c: c.update(layer_norm_epsilon=1e-3)),
+    "config: activation": json_of("config.json", lambda c: c.update(activation_function="relu")),
+    "config: end of text": json_of("config.json", lambda c: c.update(eos_token_id=3)),
+    "config: a class": json_of("config.json", lambda c: c.update(architectures=["GPT2Model"])),
+    "config: labels": json_of("config.json", lambda c: c.update(id2label={"0": "spam"})),
+    "config: layout alone": bytes_of("config.json", lambda d: d.extend(b"\n")),
+    "config truncated": bytes_of("config.json", lambda d: d.__delitem__(slice(50, None))),
+    "config deleted": deleted("config.json"),
+    "generation config: sampling": json_of(
+        "generation_config.json", lambda g: g.update(do_sample=True, temperature=3.0)
+    ),
+    "generation config deleted": deleted("generation_config.json"),
+    "code added": written("modeling_own.py", "print('hello')"),
+    "file in a new folder": lambda out: shutil.copytree(out, out / "copy"),
+    "record: a digest": json_of(
+        "enjoyln_verify.json", lambda r: r["sha256"].update({"tokenizer.json": 64 * "0"})
+    ),
+    "record: an accepted file": json_of(
+        "enjoyln_verify.json", lambda r: r.update(accepted={"tokenizer.json": 64 * "0"})
+    ),
+    "record: a number": json_of("enjoyln_verify.json", lambda r: r.update(storage_error=0.0)),
+    "record: a verdict": json_of("enjoyln_verify.json", lambda r: r.update(passed=False)),
+    "record without digests": json_of("enjoyln_verify.json", lambda r: r.pop("sha256")),
+    "record truncated": bytes_of("enjoyln_verify.json", lambda d: d.__delitem__(slice(90, None))),
+    "record deleted": deleted("enjoyln_verify.json"),
+}  # fmt: skip
+
+CONVERTED: dict[str, Corruption] = {
+    "one bit of a weight": bytes_of("model.safetensors", flip(0.5)),
+    "one bit of the last weight": bytes_of("model.safetensors", flip(0.99999)),
+    "rows exchanged": tensors_of(lambda t: swap_rows(t[EMBEDDING])),
+    "tensor scaled": tensors_of(lambda t: t[WRITER].mul_(1.001)),
+    "tensor renamed": tensors_of(lambda t: t.update({f"{WRITER}s": t.pop(WRITER)})),
+    "tensors exchanged": tensors_of(
+        lambda t: t.update(
+            {name: t[name.replace("ln_1", "ln_2")].clone() for name in t if ".ln_1." in name}
+        )
+    ),
+    "tensor deleted": tensors_of(lambda t: t.pop("transformer.ln_f.bias")),
+    "tensor added": tensors_of(lambda t: t.update(x=torch.ones(2))),
+    "tensor of NaN": tensors_of(lambda t: t[EMBEDDING][3].fill_(torch.nan)),
+    "weights in 16 bits": tensors_of(lambda t: t.update({n: t[n].bfloat16() for n in t})),
+    "weights truncated": bytes_of("model.safetensors", lambda d: d.__delitem__(slice(-1, None))),
+    "weights longer": bytes_of("model.safetensors", lambda d: d.append(0)),
+    "weights deleted": deleted("model.safetensors"),
+    "pickled weights beside it": written("pytorch_model.bin", "weights"),
+    "recipe: garbage": written("enjoyln_recipe.yaml", "% garbage"),
+    "recipe: one letter": bytes_of("enjoyln_recipe.yaml", flip(0.4)),
+    "recipe deleted": deleted("enjoyln_recipe.yaml"),
+    "plan: another seed": json_of("enjoyln_plan.json", lambda p: p.update(seed=99)),
+    "plan: layout alone": bytes_of("enjoyln_plan.json", lambda d: d.extend(b" ")),
+    "plan truncated": bytes_of("enjoyln_plan.json", lambda d: d.__delitem__(slice(100, None))),
+    "plan deleted": deleted("enjoyln_plan.json"),
+    "marker: a norm": json_of("config.json", lambda c: c["enjoyln"].update(rmsnorm=["x"])),
+    "marker: the tool": json_of("config.json", lambda c: c["enjoyln"].update(tool="by hand")),
+    "marker deleted": json_of("config.json", lambda c: c.pop("enjoyln")),
+}  # fmt: skip
+CASES = [(kind, name) for kind in ("fold", "rotate") for name in (*ANY, *CONVERTED)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One result of each command, by the command's name."""
+    folder = tmp_path_factory.mktemp("results")
+    source = shallow("gpt2", folder / "source")
+    for command in ("fold", "rotate"):
+        good(command, source, "-o", folder / command, "--no-verify", "--quiet")
+    return {command: folder / command for command in ("fold", "rotate")}
+
+
+def corrupted(results: dict[str, Path], kind: str, name: str, folder: Path) -> Path:
+    out = Path(shutil.copytree(results[kind], folder / "out"))
+    (ANY | CONVERTED)[name](out)
+    return out
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_a_changed_file_is_found(
+    results: dict[str, Path], kind: str, name: str, tmp_path: Path
+) -> None:
+    out = corrupted(results, kind, name, tmp_path)
+    found = written_files(open_source(str(out)))
+    (named, *_) = found.changes
+    assert (out / named).exists() == (found.changes[named] not in ("is missing", "was deleted"))
+    assert named in found.failure and "--accept" in found.failure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_verify_refuses_a_changed_file(
+    results: dict[str, Path], kind: str, name: str, tmp_path: Path
+) -> None:
+    out = corrupted(results, kind, name, tmp_path)
+    record = out / "enjoyln_verify.json"
+    before = read_object(record).get("sha256")
+    result = enjoyln("verify", out, "--samples", 1, "--quiet")
+    assert result.exit_code == 1 and "Traceback" not in result.output
+    assert "error: " in result.stderr
+    assert read_object(record).get("sha256") == before, "verify never records a digest"
+
+
+@pytest.mark.parametrize("kind", ["fold", "rotate"])
+def test_an_untouched_result_passes(results: dict[str, Path], kind: str) -> None:
+    for _ in range(2):
+        good("verify", results[kind], "--samples", 1)
+    assert written_files(open_source(str(results[kind]))).failure == ""
+    assert "passed" in json.loads((results[kind] / "enjoyln_verify.json").read_text())
+
+
+def test_a_change_is_accepted_by_its_name(results: dict[str, Path], tmp_path: Path) -> None:
+    out = Path(shutil.copytree(results["fold"], tmp_path / "out"))
+    own, other = out / "generation_config.json", out / "tokenizer_config.json"
+    own.write_text('{"max_new_tokens": 40}')
+    other.unlink()
+    files = written_files(open_source(str(out)), ["generation*"])
+    assert files.changes == {"tokenizer_config.json": "was deleted"}
+    assert "tokenizer_config.json was deleted" in enjoyln("verify", out, "--samples", 1).stdout
+    good("verify", out, "--samples", 1, "--accept", f"{own.name},{other.name}")
+    good("verify", out, "--samples", 1)
+    own.write_text('{"max_new_tokens": 41}')
+    assert written_files(open_source(str(out))).changes == {
+        own.name: "has changed since it was written"
+    }
+    shutil.copy(results["fold"] / own.name, own)
+    shutil.copy(results["fold"] / other.name, other)
+    assert written_files(open_source(str(out))).changes == {}
