@@ -27,7 +27,6 @@ from enjoyln_cli.checkpoint.file_roles import CONFIG, is_housekeeping
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.checkpoint.result_files import CARD_FILE, VERIFY_FILE
 from enjoyln_cli.checkpoint.source import Source, open_source
-from enjoyln_cli.checkpoint.written_files import written_files
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, PushRefused
 from enjoyln_cli.fs.whole_file import read_object, write_whole
 from enjoyln_cli.plan import schema
@@ -42,6 +41,7 @@ from enjoyln_cli.publish.repository import (
     require_directory,
     require_repo_id,
 )
+from enjoyln_cli.rewrite.written_files import written_files
 
 MAX_METADATA_CHARS = 100_000
 """Longest metadata of a card that is parsed, in characters."""

@@ -37,7 +37,6 @@ from enjoyln_cli.checkpoint.result_files import (
     RECIPE_FILE,
 )
 from enjoyln_cli.checkpoint.source import Source, require_unchanged
-from enjoyln_cli.checkpoint.written_files import record_files
 from enjoyln_cli.errors import VerificationFailed
 from enjoyln_cli.fs.digests import digest_of_data, digest_of_file
 from enjoyln_cli.fs.staging import staged_output
@@ -48,6 +47,7 @@ from enjoyln_cli.rewrite.journal import Journal
 from enjoyln_cli.rewrite.preconditions import check_edits
 from enjoyln_cli.rewrite.shard_layout import plain_layout
 from enjoyln_cli.rewrite.writer import write_shards
+from enjoyln_cli.rewrite.written_files import record_files
 from enjoyln_cli.text import dtype_name
 from enjoyln_cli.version import __version__
 

@@ -42,7 +42,6 @@ from enjoyln_cli.checkpoint.headers import DTYPES
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.reader import Checkpoint, Subject, open_subject
 from enjoyln_cli.checkpoint.result_files import MATRIX_FILE
-from enjoyln_cli.checkpoint.written_files import record_verdict, written_files
 from enjoyln_cli.clock import Clock, Progress, no_progress
 from enjoyln_cli.comparison.data_files import read_user_data, seconds_of
 from enjoyln_cli.comparison.embedding import embedder
@@ -53,6 +52,7 @@ from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import read_plan
+from enjoyln_cli.rewrite.written_files import record_verdict, written_files
 from enjoyln_cli.rotation.given_matrices import give_matrices
 from enjoyln_cli.text import dtype_name
 from enjoyln_cli.verification.checkpoint_pair import (

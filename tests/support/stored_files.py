@@ -18,10 +18,10 @@ from enjoyln_cli.checkpoint.marker import proof_of
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.result_files import VERIFY_FILE
 from enjoyln_cli.checkpoint.source import open_source
-from enjoyln_cli.checkpoint.written_files import record_files
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import read_plan
+from enjoyln_cli.rewrite.written_files import record_files
 
 
 def opened(folder: Path) -> Checkpoint:

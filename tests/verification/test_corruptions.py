@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from stored_files import shallow
 
 from enjoyln_cli.checkpoint.source import open_source
-from enjoyln_cli.checkpoint.written_files import written_files
 from enjoyln_cli.fs.whole_file import read_object
+from enjoyln_cli.rewrite.written_files import written_files
 
 Corruption = Callable[[Path], object]
 EMBEDDING = "transformer.wte.weight"
