@@ -229,6 +229,7 @@ def write_export(result: Exported) -> None:
 
 def write_quantised(result: Quantised) -> None:
     """Print the candidates, what was chosen, and how far the result is from the original."""
+    say(result.summary)
     heads = list(result.plain.measures)
     if len(result.outputs) > 1:
         heads = [head for head in heads if head.endswith(": error")]

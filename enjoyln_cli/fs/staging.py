@@ -19,6 +19,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -120,12 +121,26 @@ def _explain(error: BaseException, out: Path, work: Path | None) -> BaseExceptio
         advice = f"{_kept_files(work)}; continue with --resume, or remove that directory"
     if isinstance(error, KeyboardInterrupt):
         return KeyboardInterrupt(advice) if work else error
-    if isinstance(error, OSError) and (work or error.errno in OS_ERROR_ADVICE):
-        why = OS_ERROR_ADVICE.get(error.errno or 0, f"{error.strerror or error}")
+    number = _os_error_number(error)
+    is_told = work or (number is None and str(error))
+    if number in OS_ERROR_ADVICE or (isinstance(error, OSError) and is_told):
+        named = error.strerror if isinstance(error, OSError) else None
+        why = OS_ERROR_ADVICE.get(number or 0, f"{named or error}")
         return OutputError(f"cannot write {out}: {why}" + f"; {advice}" * bool(work))
     if isinstance(error, EnjoyLNError) and work and "--resume" not in str(error):
         return type(error)(f"{error}; {advice}")
     return error
+
+
+def _os_error_number(error: BaseException) -> int | None:
+    """The ``errno`` of an error; libraries in Rust write it into their messages.
+
+    NumPy raises an ``OSError`` without a number where a file cannot take all bytes.
+    """
+    if isinstance(error, OSError):
+        return error.errno
+    written = re.search(r"\(os error (\d+)\)", str(error))
+    return int(written[1]) if written else None
 
 
 def _kept_files(work: Path) -> str:

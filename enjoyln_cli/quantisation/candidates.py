@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from enjoyln_cli.analysis.analyze import analyze_config
+from enjoyln_cli.analysis.stored_class import class_of as class_stored_in
 from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.events import Event
+from enjoyln_cli.models.classes import classes_for
 from enjoyln_cli.models.load import class_of, load
 from enjoyln_cli.plan.plan import Basis, Options, Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
@@ -92,6 +94,11 @@ def rotation_plan(subject: Subject, event: Event, products: bool = False) -> Pla
             reason = reason or str(error)
     event("warning", f"only the original is quantised: nothing could be turned: {reason}")
     return None
+
+
+def stored_class(subject: Subject) -> str:
+    """The name of the class that a checkpoint belongs to, of a model that cannot be analysed."""
+    return class_stored_in(classes_for(subject.config), subject.config, subject.checkpoint).name
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,8 @@ def write(
     as ``dtype``. Raises ``UnsupportedModel`` if the model has no layer that would be rounded.
     """
     layers = _layers_to_round(model, form, keep)
+    if form == TORCHAO:
+        _require_input_embeddings(model)
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     skipped = [name for name in linear if name not in layers]
     groups = _groups(layers, GROUPS if scheme.weight_bits == 4 else ())
@@ -105,6 +107,20 @@ def _groups(layers: Mapping[str, nn.Linear], sizes: Sequence[int]) -> Groups:
         group = next((size for size in sizes if layer.in_features % size == 0), None)
         found.setdefault(group, []).append(name)
     return found
+
+
+def _require_input_embeddings(model: Any) -> None:
+    """Raise ``UnsupportedModel`` for a class that does not name the layer of its input embeddings.
+
+    transformers asks for that layer with each weight that torchao rounds.
+    """
+    try:
+        model.get_input_embeddings()
+    except NotImplementedError as error:
+        raise UnsupportedModel(
+            f"transformers cannot hand {type(model).__name__} to torchao, since the class has no "
+            "get_input_embeddings; choose --format onnx or openvino"
+        ) from error
 
 
 def _torchao_config(scheme: QuantisationScheme, groups: Groups) -> Any:

@@ -37,6 +37,7 @@ from enjoyln_cli.quantisation.candidates import (
     TurnedForm,
     candidates,
     rotation_plan,
+    stored_class,
 )
 from enjoyln_cli.quantisation.examples import Example, traced_batch
 from enjoyln_cli.quantisation.measure import (
@@ -58,7 +59,6 @@ from enjoyln_cli.quantisation.schemes import (
     require_scheme,
 )
 from enjoyln_cli.rewrite.directory import copy_files
-from enjoyln_cli.runtime.loading import saved_class_of
 from enjoyln_cli.text import first_line, number
 from enjoyln_cli.verification.verify import compute_dtype
 from enjoyln_cli.version import __version__
@@ -68,6 +68,8 @@ NAMED = 3
 """How many of the layers that cost most are named."""
 ROUNDS = 15
 TIMED_SECONDS = 20.0
+EQUAL = 1.05
+"""Times that differ by less are taken for equal."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,24 @@ class Quantised:
     seconds: float
     version: str = __version__
 
+    @property
+    def summary(self) -> str:
+        """What the user gains, or loses, compared with float32: time and size."""
+        words = []
+        if self.milliseconds and self.float_milliseconds:
+            ratio = self.milliseconds / self.float_milliseconds
+            words.append(
+                f"slower than float32 (a call takes {number(ratio)} times as long)"
+                if is_slower(self.milliseconds, self.float_milliseconds)
+                else f"a call takes {number(ratio)} of float32's time"
+            )
+        larger = self.size >= self.float_size
+        part = number(self.size / self.float_size)
+        words.append(
+            f"no smaller than float32 ({part} of its size)" if larger else f"{part} of its size"
+        )
+        return f"{self.scheme} in {self.format}: {', '.join(words)}"
+
     def to_json(self) -> dict[str, Any]:
         """All fields as plain values."""
         return asdict(self)
@@ -170,7 +190,7 @@ def quantize(
     event("stage", f"finding what can turn in {subject.config.model_type}")
     products = form == ONNX and settings.is_static
     plan = rotation_plan(subject, event, products)
-    name = plan.model_class if plan else saved_class_of(subject).__name__
+    name = plan.model_class if plan else stored_class(subject)
     original = FloatModel(subject, name)
     with (
         staged_output(Path(out), source=source.root, force=force) as staged,
@@ -193,7 +213,8 @@ def quantize(
             apart = differences(work.load(candidate.name), choosing)
             compared.append(Compared(candidate.name, apart, size_of(folder), weights))
             countdown.count()
-        chosen = forms[best(compared, size_of(work.place(FLOAT)))]
+        float_size = size_of(work.place(FLOAT))
+        chosen = forms[best(compared, float_size)]
         event("stage", f"measuring on the other half: {chosen.name}{countdown.in_words}")
         limit = settings.max_error if max_error is None else max_error
         measured = measure(work, chosen, held_out, limit)
@@ -209,6 +230,8 @@ def quantize(
                 f"(limit {limit:g}), so nothing was written; {way}, or raise the limit with "
                 "--max-error"
             )
+        size = size_of(work.place(chosen.name))
+        require_gain(measured, size, float_size)
         result = Quantised(
             out=str(out),
             source=str(source.root.resolve()) if source.revision is None else source.model,
@@ -223,8 +246,8 @@ def quantize(
             plain=measured.plain,
             inputs=len(held_out.examples),
             perplexity=perplexity_in(held_out),
-            size=size_of(work.place(chosen.name)),
-            float_size=size_of(work.place(FLOAT)),
+            size=size,
+            float_size=float_size,
             milliseconds=measured.milliseconds,
             float_milliseconds=measured.float_milliseconds,
             threads=torch.get_num_threads(),
@@ -294,6 +317,13 @@ def load_result(folder: Path, form: str, model_class: Any) -> Compute:
         raise BadCheckpoint(f"{folder} cannot be loaded: {first_line(error)}") from error
 
 
+def is_slower(milliseconds: float | None, float_milliseconds: float | None) -> bool:
+    """Whether a call takes clearly longer than in float32; ``False`` if it was not timed."""
+    if milliseconds is None or float_milliseconds is None:
+        return False
+    return milliseconds > EQUAL * float_milliseconds
+
+
 @dataclass(frozen=True)
 class Measured:
     """The candidate that is written, on the second half of the data."""
@@ -305,6 +335,10 @@ class Measured:
     """Median time of a call on one input; ``None`` if it was not timed."""
     float_milliseconds: float | None = None
     """The same for the original in float32, in the same program; calls take turns."""
+
+    @property
+    def is_slower(self) -> bool:
+        return is_slower(self.milliseconds, self.float_milliseconds)
 
 
 def measure(work: Workshop, chosen: TurnedForm, held_out: ExactOutputs, limit: float) -> Measured:
@@ -325,6 +359,16 @@ def measure(work: Workshop, chosen: TurnedForm, held_out: ExactOutputs, limit: f
     rounds = time_rounds({n: task(n) for n in (FLOAT, chosen.name)}, ROUNDS, TIMED_SECONDS)
     times = {name: 1000 * median(seconds) for name, seconds in rounds.items()}
     return replace(result, milliseconds=times[chosen.name], float_milliseconds=times[FLOAT])
+
+
+def require_gain(measured: Measured, size: int, float_size: int) -> None:
+    """Raise ``VerificationFailed`` if the result is slower than float32, and no smaller."""
+    if measured.is_slower and size >= float_size:
+        raise VerificationFailed(
+            f"nothing is gained: a call takes {number(measured.milliseconds)} ms, where float32 "
+            f"takes {number(measured.float_milliseconds)} ms, and the result is no smaller, so "
+            "nothing was written; choose another --scheme or --format"
+        )
 
 
 def store(work: Workshop, result: Quantised, staged: Path) -> None:
@@ -360,13 +404,17 @@ def best(compared: Sequence[Compared], float_size: int) -> int:
     """Which candidate to write: the cheapest of those that are clearly cheaper than the original.
 
     The original is the first one. Others have to be smaller than the model in float32, of
-    ``float_size`` bytes: an untied head can take more than rounding saves.
+    ``float_size`` bytes: an untied head can take more than rounding saves. A form that is larger
+    than the original has to earn it: at ``n`` times the size it may have ``1 / n`` of the cost.
     """
+    first = compared[0]
     original, *others = (candidate.differences for candidate in compared)
     cheaper = [
         at
         for at, is_cheaper in enumerate(clearly_cheaper(others, original), 1)
-        if is_cheaper and compared[at].size < float_size
+        if is_cheaper
+        and compared[at].size < float_size
+        and compared[at].size * others[at - 1].cost <= first.size * original.cost
     ]
     return min(cheaper, key=lambda at: compared[at].differences.cost, default=0)
 

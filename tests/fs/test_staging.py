@@ -217,6 +217,35 @@ def test_a_full_disk(tmp_path: Path, source: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            RuntimeError("I/O error: no space (os error 28)"),
+            "the disk is full",
+        ),
+        (RuntimeError("I/O error: File too large (os error 27)"), "forbids files of this size"),
+        (OSError("problem writing element 4096 to file"), "problem writing element 4096"),
+    ],
+)
+def test_a_library_that_cannot_write_its_file(
+    error: Exception, told: str, tmp_path: Path, source: Path
+) -> None:
+    with (
+        pytest.raises(OutputError, match=f"cannot write .*out: .*{told}"),
+        staged_output(tmp_path / "out", source=source, force=False),
+    ):
+        raise error
+
+
+def test_other_errors_of_a_library_stay_as_they_are(tmp_path: Path, source: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match="no such operator"),
+        staged_output(tmp_path / "out", source=source, force=False),
+    ):
+        raise RuntimeError("no such operator (os error 2)")
+
+
+@pytest.mark.parametrize(
     ("name", "why"),
     [
         ("folder", "it is a directory"),

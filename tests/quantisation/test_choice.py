@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from math import inf, isfinite, nan
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from enjoyln_cli.checkpoint.reader import open_subject
 from enjoyln_cli.comparison.output_meaning import Kind, Meaning
 from enjoyln_cli.comparison.text_scores import perplexity, with_predicted_tokens
+from enjoyln_cli.errors import VerificationFailed
 from enjoyln_cli.quantisation.candidates import FloatModel, candidates, rotation_plan
 from enjoyln_cli.quantisation.examples import Example
 from enjoyln_cli.quantisation.measure import (
@@ -24,7 +26,7 @@ from enjoyln_cli.quantisation.measure import (
     costly_layers,
     differences,
 )
-from enjoyln_cli.quantisation.quantize import Compared, best
+from enjoyln_cli.quantisation.quantize import Compared, Measured, best, require_gain
 from enjoyln_cli.quantisation.schemes import SCHEMES
 
 FLOAT_SIZE = 1000
@@ -97,6 +99,33 @@ def test_another_form_has_to_be_smaller_than_the_model_in_float32() -> None:
     assert chosen_of(original, compared("rotated", *least, size=1000), values) == "values"
     assert chosen_of(original, compared("rotated", *least, size=1000)) == "original"
     assert chosen_of(original, compared("rotated", *least, size=999), values) == "rotated"
+
+
+@pytest.mark.parametrize(
+    ("size", "chosen"), [(400, "rotated"), (480, "rotated"), (520, "original")]
+)
+def test_a_larger_form_has_to_earn_its_size(size: int, chosen: str) -> None:
+    rotated = compared("rotated", *times(*[0.8] * 5), size=size)
+    assert chosen_of(compared("original", *PLAIN), rotated) == chosen
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "size", "is_refused"),
+    [
+        (2.0, 1000, True),
+        (2.0, 400, False),
+        (1.01, 1000, False),
+        (0.5, 1000, False),
+        (None, 1000, False),
+    ],
+)
+def test_a_slower_result_that_is_no_smaller_is_refused(
+    milliseconds: float | None, size: int, is_refused: bool
+) -> None:
+    same = measured(PLAIN)
+    timed = Measured(same, same, milliseconds, milliseconds and 1.0)
+    with pytest.raises(VerificationFailed, match="no smaller") if is_refused else nullcontext():
+        require_gain(timed, size, FLOAT_SIZE)
 
 
 @pytest.mark.parametrize(("inputs", "quantile"), [(4, 0.978), (8, 0.896), (16, 0.866)])

@@ -17,13 +17,21 @@ from live_models import CHECKPOINTS, ROOT, shaken
 from safetensors.torch import load_file, save_file
 from tiny_models import BERT
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    SegformerConfig,
+    SegformerForImageClassification,
+)
 
 from enjoyln_cli.analysis.analyze import analyze_config
+from enjoyln_cli.checkpoint.reader import open_subject
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.plan.plan import Options
-from enjoyln_cli.quantisation.candidates import candidates
+from enjoyln_cli.quantisation.candidates import candidates, stored_class
 from enjoyln_cli.quantisation.quantised_checkpoints import WeightCount, write
 from enjoyln_cli.quantisation.quantize import load_result
 from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
@@ -70,6 +78,19 @@ def test_transformers_loads_a_checkpoint_with_rounded_layers(
     assert len(integers) >= len(layers)
     assert tensors["model.decoder.embed_tokens.weight"].dtype == torch.float32
     assert AutoConfig.from_pretrained(tmp_path / "work" / "out").use_cache
+
+
+def test_a_class_without_input_embeddings_is_refused_for_torchao(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    sizes = {"hidden_sizes": [16, 32], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}
+    shape = {"depths": [1, 1], "sr_ratios": [2, 1], "patch_sizes": [7, 3], "strides": [4, 2]}
+    config = SegformerConfig(num_encoder_blocks=2, decoder_hidden_size=32, **sizes, **shape)
+    with pytest.raises(UnsupportedModel, match="SegformerForImageClassification .* --format onnx"):
+        written(SegformerForImageClassification(config), "torchao", "w8a8", tmp_path / "work")
+
+
+def test_the_class_of_a_model_that_cannot_be_analysed() -> None:
+    assert stored_class(open_subject(GPT2)) == "GPT2LMHeadModel"
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,12 +196,39 @@ def test_the_tables_have_the_measures_of_each_output(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     measured = Differences(0.02, None, None, None, (), outputs)
-    result = Quantised(
+    write_quantised(a_result(measured))
+    printed = capsys.readouterr().out
+    assert printed.count("0.02") >= 3 and "10.0 kB" in printed
+    assert all(text in printed for text in shown)
+    assert not any(text in printed for text in hidden)
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "size", "said"),
+    [
+        (5.0, 10_000, "w8a8 in onnx: a call takes 0.5 of float32's time, 0.25 of its size"),
+        (12.0, 10_000, "w8a8 in onnx: slower than float32 (a call takes 1.2 times as long), 0.25"),
+        (5.0, 60_000, "w8a8 in onnx: a call takes 0.5 of float32's time, no smaller than float32"),
+        (None, 10_000, "w8a8 in onnx: 0.25 of its size"),
+    ],
+)
+def test_the_first_line_says_what_is_slower_or_larger(
+    milliseconds: float | None, size: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = a_result(Differences(0.02, None, None, None, (), LOGITS))
+    before = milliseconds and 10.0
+    timed = replace(result, milliseconds=milliseconds, float_milliseconds=before)
+    write_quantised(replace(timed, size=size))
+    assert capsys.readouterr().out.startswith(said)
+
+
+def a_result(measured: Differences) -> Quantised:
+    return Quantised(
         out="out",
         source="model",
         revision=None,
         model_class="BertModel",
-        outputs=tuple(outputs),
+        outputs=tuple(measured.outputs),
         format="onnx",
         scheme="w8a8",
         chosen="original",
@@ -218,11 +246,6 @@ def test_the_tables_have_the_measures_of_each_output(
         kept=(),
         seconds=1.0,
     )
-    write_quantised(result)
-    printed = capsys.readouterr().out
-    assert printed.count("0.02") >= 3 and "10.0 kB" in printed
-    assert all(text in printed for text in shown)
-    assert not any(text in printed for text in hidden)
 
 
 def test_what_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
