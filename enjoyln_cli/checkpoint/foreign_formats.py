@@ -6,93 +6,39 @@ Decided by names of files alone.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 _MADE_FROM = "pass the Hugging Face checkpoint that it was made from"
-
-
-@dataclass(frozen=True)
-class Format:
-    """A format that is not read, and how to get from it to one that is."""
-
-    name: str
-    files: tuple[str, ...]
-    """Patterns of files that only this format has. In patterns ``*`` also matches ``/``."""
-    advice: str
-
-
-FORMATS = (
-    Format(
-        "a PEFT adapter",
-        ("adapter_config.json",),
-        "merge it into its base model first, or edit it for a converted base model with `enjoyln "
-        "fold --like`",
-    ),
-    Format("a diffusers pipeline", ("model_index.json",), "pass the folder of one of its models"),
-    Format(
-        "a GGUF model",
-        ("*.gguf", "*.ggml"),
-        f"{_MADE_FROM}, then convert the result to GGUF",
-    ),
-    Format(
-        "a NeMo model",
-        ("*.nemo", "model_config.yaml", "model_weights.ckpt"),
-        "export it to Hugging Face's format with NeMo's checkpoint converters first",
-    ),
-    Format(
-        "a DeepSpeed training state",
-        ("zero_to_fp32.py",),
-        "run its zero_to_fp32.py, and save the model with save_pretrained first",
-    ),
-    Format(
-        "a Megatron-LM checkpoint",
-        ("latest_checkpointed_iteration.txt", "mp_rank_0*"),
-        "export it to Hugging Face's format with Megatron's converter first",
-    ),
-    Format(
-        "an OpenCLIP model",
-        ("open_clip_config.json", "open_clip_*"),
-        "load it with open_clip, and pass the module to enjoyln_cli.analyze in Python",
-    ),
-    Format(
-        "a fairseq model",
-        ("dict.txt", "dict.*.txt", "checkpoint_best.pt", "checkpoint_last.pt"),
-        "convert it with the script of its architecture in transformers "
-        "(convert_*_to_pytorch.py) first",
-    ),
-    Format(
-        "a model in Meta's original layout",
-        ("consolidated.*", "params.json"),
-        "convert it with the script of its architecture in transformers "
-        "(convert_*_weights_to_hf.py) first",
-    ),
-    Format(
-        "an MLX model",
-        ("weights.npz", "weights.*.npz", "weights.safetensors", "*.npz"),
-        f"{_MADE_FROM}, then convert the result to MLX",
-    ),
-    Format(
-        "a CTranslate2 model",
-        ("model.bin", "shared_vocabulary.*"),
-        f"{_MADE_FROM}, then convert the result with ct2-transformers-converter",
-    ),
-    Format(
-        "a TensorFlow model",
-        ("*.h5", "*.ckpt", "*.ckpt.*", "*.ckpt-*", "*.tflite", "saved_model*", "*.keras"),
-        "save it as safetensors with transformers 4 (from_pretrained with from_tf=True) first",
-    ),
-    Format(
-        "a Flax model",
-        ("*.msgpack",),
-        "save it as safetensors with transformers 4 (from_pretrained with from_flax=True) first",
-    ),
-    Format("an ONNX model", ("*.onnx", "*.onnx_data*"), _MADE_FROM),
-    Format("an OpenVINO model", ("openvino/*", "openvino_model*"), _MADE_FROM),
-    Format("a Core ML model", ("coreml/*", "*.mlmodel", "*.mlpackage*"), _MADE_FROM),
-    Format("a rust-bert model", ("*.ot",), _MADE_FROM),
-)
-"""In the order in which they are looked for."""
+_CONVERT = "save it in Hugging Face's format first, with"
+_FORMATS = (
+    ("a PEFT adapter", "adapter_config.json", "merge it into its base model first, or edit it for "
+     "a converted base model with `enjoyln fold --like`"),
+    ("a diffusers pipeline", "model_index.json", "pass the folder of one of its models"),
+    ("a GGUF model", "*.gguf *.ggml", _MADE_FROM),
+    ("a NeMo model", "*.nemo model_config.yaml model_weights.ckpt", f"{_CONVERT} NeMo's converter"),
+    ("a DeepSpeed training state", "zero_to_fp32.py",
+     f"{_CONVERT} its zero_to_fp32.py and save_pretrained"),
+    ("a Megatron-LM checkpoint", "latest_checkpointed_iteration.txt mp_rank_0*",
+     f"{_CONVERT} Megatron's converter"),
+    ("an OpenCLIP model", "open_clip_config.json open_clip_*",
+     "load it with open_clip, and pass the module to enjoyln_cli.analyze in Python"),
+    ("a fairseq model", "dict.txt dict.*.txt checkpoint_best.pt checkpoint_last.pt",
+     f"{_CONVERT} the convert_*_to_pytorch.py of its architecture in transformers"),
+    ("a model in Meta's original layout", "consolidated.* params.json",
+     f"{_CONVERT} the convert_*_weights_to_hf.py of its architecture in transformers"),
+    ("an MLX model", "weights.npz weights.*.npz weights.safetensors *.npz", _MADE_FROM),
+    ("a CTranslate2 model", "model.bin shared_vocabulary.*", _MADE_FROM),
+    ("a TensorFlow model", "*.h5 *.ckpt *.ckpt.* *.ckpt-* *.tflite saved_model* *.keras",
+     f"{_CONVERT} from_pretrained(..., from_tf=True) of transformers 4"),
+    ("a Flax model", "*.msgpack",
+     f"{_CONVERT} from_pretrained(..., from_flax=True) of transformers 4"),
+    ("an ONNX model", "*.onnx *.onnx_data*", _MADE_FROM),
+    ("an OpenVINO model", "openvino/* openvino_model*", _MADE_FROM),
+    ("a Core ML model", "coreml/* *.mlmodel *.mlpackage*", _MADE_FROM),
+    ("a rust-bert model", "*.ot", _MADE_FROM),
+)  # fmt: skip
+"""Each format that is not read, in the order in which it is looked for: its name, patterns of files
+that only this format has (``*`` also matches ``/``), and what to do."""
 
 
 def foreign_format(names: Iterable[str]) -> str | None:
@@ -101,8 +47,8 @@ def foreign_format(names: Iterable[str]) -> str | None:
     ``None`` if no known format has such files.
     """
     names = sorted(names)
-    for candidate in FORMATS:
+    for format_name, patterns, advice in _FORMATS:
         for name in names:
-            if any(fnmatchcase(name, pattern) for pattern in candidate.files):
-                return f"holds {candidate.name} ({name}); {candidate.advice}"
+            if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
+                return f"holds {format_name} ({name}); {advice}"
     return None
