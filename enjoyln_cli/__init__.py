@@ -6,7 +6,6 @@
     export(out, file)  write it as an ONNX file
     push(out, "me/x")  upload it to the Hub
     quantize(model, out, data)   quantise it, rotated if that is better on the data
-    bench(out)         time it beside the original
     load_recipe(file)  read what was done, or what to do
 
     from_pretrained(out)   the converted checkpoint, running RMSNorm
@@ -16,7 +15,6 @@
     EnjoyLNConfig()        the same as a ``quantization_config`` of transformers
 
     Options(untie=True)    what a fold may do besides centring
-    BenchOptions()         what ``bench`` is to measure
     read_user_data(text="book.txt")   the data that ``quantize`` takes
     fold_in_memory(model, plan)   a fold of a live model
 
@@ -47,8 +45,6 @@ from enjoyln_cli.errors import (
 from enjoyln_cli.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from enjoyln_cli.benchmark.bench import bench
-    from enjoyln_cli.benchmark.cases import BenchOptions
     from enjoyln_cli.comparison.data_files import read_user_data
     from enjoyln_cli.conversion.fold import convert as fold
     from enjoyln_cli.conversion.inspect import analyze
@@ -68,7 +64,6 @@ if TYPE_CHECKING:
 __all__ = [
     "AlreadyFolded",
     "BadCheckpoint",
-    "BenchOptions",
     "EnjoyLNConfig",
     "EnjoyLNError",
     "ModelNotFound",
@@ -83,7 +78,6 @@ __all__ = [
     "UnsupportedModel",
     "VerificationFailed",
     "analyze",
-    "bench",
     "centre_parameters",
     "export",
     "fold",
@@ -100,11 +94,9 @@ __all__ = [
 ]
 
 _LAZY = {
-    "BenchOptions": ("enjoyln_cli.benchmark.cases", "BenchOptions"),
     "EnjoyLNConfig": ("enjoyln_cli.runtime.quantizer", "EnjoyLNConfig"),
     "Options": ("enjoyln_cli.plan.plan", "Options"),
     "analyze": ("enjoyln_cli.conversion.inspect", "analyze"),
-    "bench": ("enjoyln_cli.benchmark.bench", "bench"),
     "centre_parameters": ("enjoyln_cli.rewrite.in_memory", "centre_parameters"),
     "export": ("enjoyln_cli.onnx_export.export", "export"),
     "fold": ("enjoyln_cli.conversion.fold", "convert"),

@@ -4,7 +4,7 @@
     python scripts/bench.py fold DIR --options=--merge=affine
     python scripts/bench.py command "verify OUT" "report --model-type bloom" --beside ../other
     python scripts/bench.py norms                   RMSNorm beside torch's LayerNorm
-    python scripts/bench.py models --models gpt2,bert    `enjoyln bench` with random weights
+    python scripts/bench.py models --models gpt2,bert    folded models with random weights
 
 Each prints a table in Markdown, or with ``--json`` its rows. A ratio is the time of the first of
 those that are compared over the time of this one, so more is faster; it is the median of the ratios
@@ -16,6 +16,7 @@ minus that of an interpreter that has imported torch. Times of the CPU are those
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import math
 import os
@@ -36,11 +37,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_cases import MODELS, benchmarked, keep_pages
+from model_times import MODELS, time_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, OPTConfig
 
-import enjoyln_cli
 from enjoyln_cli import kernels
 from enjoyln_cli.runtime.install import install
 
@@ -269,20 +269,27 @@ def norms(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
 
 
 def models(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
-    """What ``enjoyln bench`` measures of models with random weights."""
+    """Folded models with random weights, beside their originals and models without norms."""
     torch.set_num_threads(args.threads)
-    pairs = tuple((rows, tokens) for rows, tokens in args.sizes)
-    asked = enjoyln_cli.BenchOptions(
-        pairs, tuple(args.modes), repeats=args.rounds, seconds=args.seconds
-    )
-    for name in args.models:
-        result = benchmarked(MODELS[name], work / name, asked, args.dtype, args.device)
+    for name, mode in product(args.models, args.modes):
+        result = time_model(
+            MODELS[name], work / name, args.sizes, args.dtype, args.device, args.seconds, mode,
+            args.rounds,
+        )  # fmt: skip
         shown = ("case", "speedup", "speedup_interval", "norm_cost", "verdict")
         for row in result["rows"]:
             ms = {"model": name, "original_ms": row["models"]["original"]["median_ms"]}
             yield [ms | {key: row[key] for key in shown}]
         for line in result["left_out"]:
             yield [{"model": name, "case": line, "verdict": "left out"}]
+
+
+def keep_pages() -> None:
+    """Tell the C library to keep freed memory; otherwise large results sometimes need new pages."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            library.mallopt(option, 1 << 25)
 
 
 def numbers(text: str) -> list[int]:
@@ -332,7 +339,7 @@ def arguments() -> argparse.ArgumentParser:
     of_models.add_argument("--modes", type=names, default=["eager"])
     of_models.add_argument("--dtype", default="bfloat16")
     of_models.add_argument("--device", default="cpu")
-    of_models.add_argument("--seconds", type=float, help="for each model")
+    of_models.add_argument("--seconds", type=float, default=math.inf, help="for each model")
     return parser
 
 

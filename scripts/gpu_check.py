@@ -4,8 +4,8 @@
     python scripts/gpu_check.py --page gpu.json  # its tables as Markdown
 
 Runs the tests that need a GPU; measures what computes a norm on it, as loading a model does; times
-six models, two of them compiled as well, and six of the papers' models. What does not fit into
-the time is named. ``--minutes 25`` leaves little out.
+six models, two of them compiled as well. What does not fit into the time is named.
+``--minutes 25`` leaves little out.
 
 Needs an NVIDIA GPU and ``pip install -e ".[dev]"`` in a clone of the repository. The file is
 written after each step, so that Ctrl-C leaves what was measured until then.
@@ -29,8 +29,7 @@ from typing import Any
 
 import torch
 import transformers
-from bench_cases import MODELS
-from paper_times import norm_cost, paper_cases, saved, seconds_of, table, time_models, times_page
+from model_times import MODELS, model_lines, time_models
 
 from enjoyln_cli import __version__
 from enjoyln_cli.kernels import gpu
@@ -44,8 +43,6 @@ SIZES = ((1, 128), (8, 512), (32, 512))
 """Rows and tokens of each model."""
 COMPILED, COMPILED_SIZES = ("gpt2", "vit"), ((8, 512),)
 """What is timed compiled, too; each size is compiled for itself."""
-PAPERS = ("Bert", "GPT2", "OPT", "ViT Small-16", "ViT Base-16", "ViT Large-16")
-"""Models of the papers that a CPU can make and fold in seconds; the others take minutes."""
 TESTS = ("tests/kernels/test_gpu.py", "tests/system/test_on_a_gpu.py")
 MINUTES = 9
 Step = tuple[float, Callable[[float], Any]]
@@ -93,26 +90,20 @@ def with_bandwidth(choice: Choice) -> dict[str, Any]:
 
 def time_eager(seconds: float) -> dict[str, Any]:
     """All models of ``bench.py``."""
-    chosen = [(name, model, SIZES) for name, model in MODELS.items() if name != "tiny"]
+    chosen = [(name, SIZES) for name in MODELS if name != "tiny"]
     return time_models(chosen, "cuda", "bfloat16", seconds)
 
 
 def time_compiled(seconds: float) -> dict[str, Any]:
-    chosen = [(name, MODELS[name], COMPILED_SIZES) for name in COMPILED]
-    return time_models(chosen, "cuda", "bfloat16", seconds, ("compile",))
-
-
-def time_papers(seconds: float) -> dict[str, Any]:
-    chosen = [case for case in paper_cases(True) if case[0] in PAPERS]
-    return time_models(chosen, "cuda", "float32", seconds)
+    chosen = [(name, COMPILED_SIZES) for name in COMPILED]
+    return time_models(chosen, "cuda", "bfloat16", seconds, "compile")
 
 
 STEPS: dict[str, Step] = {
-    "tests": (130, run_tests),
-    "norms": (50, measure_norms),
-    "models": (130, time_eager),
-    "compiled": (130, time_compiled),
-    "papers": (100, time_papers),
+    "tests": (150, run_tests),
+    "norms": (60, measure_norms),
+    "models": (165, time_eager),
+    "compiled": (165, time_compiled),
 }
 """What is run, with the seconds that each may take of ``MINUTES``."""
 
@@ -162,11 +153,9 @@ def page(found: Mapping[str, Any]) -> str:
     done = {name: found[name] for name in STEPS if name in found and name not in errors}
     if "norms" in done:
         lines += ["", "## Norms", "", *norm_lines(done["norms"])]
-    models = [done[name] for name in ("models", "compiled") if name in done]
-    if models:
-        lines += ["", "## Models", "", *model_lines(models)]
-    if "papers" in done:
-        lines += ["", "## The papers' times, and this machine's", "", times_page(done["papers"])]
+    for name, title in (("models", "Models"), ("compiled", "Compiled models")):
+        if name in done:
+            lines += ["", f"## {title}", "", *model_lines(done[name])]
     return "\n".join(lines) + "\n"
 
 
@@ -194,20 +183,6 @@ def norm_lines(choices: Iterable[Mapping[str, Any]]) -> list[str]:
             f"{one['rows']} | {one['candidate']} | {times or 'not timed'} |"
         )
     return lines
-
-
-def model_lines(runs: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A table of how many times as fast each folded model is; then what was left out, and why."""
-    body, left_out = [], []
-    for name, found in (pair for models in runs for pair in models.items()):
-        for row in found["rows"]:
-            spread = " to ".join(f"{end:.3f}" for end in row["speedup_interval"] or [])
-            times = f"{row['speedup']:.3f} ({spread or 'too few rounds'})"
-            cells = (seconds_of(row, "original"), times, saved(row), norm_cost(row))
-            body.append((name, row["case"], *cells))
-        left_out += [f"* left out: {name}: {line}" for line in found["left_out"]]
-    head = ("model", "case", "LayerNorm, s", "times as fast (95 %)", "saved", "norms cost")
-    return [table(head, body), "", *left_out]
 
 
 def main() -> int:

@@ -43,7 +43,6 @@ FOLDERS = (
     "conversion",
     "train",
     "onnx_export",
-    "benchmark",
     "quantisation",
     "matrix_choice",
     "cli",

@@ -27,8 +27,6 @@ from enjoyln_cli.report.verification_table import (
 from enjoyln_cli.text import counted, number, size
 
 if TYPE_CHECKING:
-    from enjoyln_cli.benchmark.speedups import Bench
-    from enjoyln_cli.benchmark.speedups import Row as SpeedRow
     from enjoyln_cli.onnx_export.export import Exported
     from enjoyln_cli.plan.plan import Plan
     from enjoyln_cli.proof.explain import Tree
@@ -175,7 +173,7 @@ def _next_step(result: Mapping[str, Any], plan: Plan) -> str:
         return f"enjoyln verify {out} (runs all {checked['full_rows']} {checked['inputs_are']})"
     if checked and plan.folded:
         load = f'enjoyln_cli.from_pretrained("{result["out"]}")'
-        return f"{load} computes RMSNorm; enjoyln bench {out} times it"
+        return f"{load} loads it in RMSNorm form, transformers with LayerNorm"
     return f"enjoyln verify {out}"
 
 
@@ -292,37 +290,6 @@ def write_verification(verification: Verification) -> None:
     if means:
         say(f"  largest relative input means: {', '.join(means[:WORST])}")
     say(verification.summary, "green" if verification.passed else "red")
-
-
-def write_bench(result: Bench) -> None:
-    """Print the speed of each model in every case, the verdicts, and the cases left out."""
-    from enjoyln_cli.benchmark.baselines import LABELS
-
-    table = _table("case", *LABELS.values())
-    for row in result.rows:
-        others = (f"{row.faster(name).median:.3f}x" for name in list(LABELS)[1:])
-        table.add_row(row.case, f"{row.median_ms('original'):.4g} ms", *others)
-    _show(table)
-    say("original: median time of a run; the others: times as fast as the original", "dim")
-    say("all are medians over the rounds, in brackets their 95 % intervals", "dim")
-    for row in result.rows:
-        say(_bench_line(row), "green" if row.verdict == "faster" else "")
-    say(f"{result.dtype} on {result.hardware}")
-    for line in result.left_out:
-        say(f"left out: {line}")
-
-
-def _bench_line(row: SpeedRow) -> str:
-    """One case in words, with the same medians as in the table."""
-    interval = row.speedup.interval
-    around = "" if interval is None else f" ({interval[0]:.3f} to {interval[1]:.3f})"
-    text = f"{row.case}: {row.verdict}, {row.speedup.median:.3f} times as fast{around}"
-    text += f": {row.reason}" if row.reason else ""
-    if row.cost_is_measurable:
-        text += f"; norms cost {row.norm_cost.median:.1%}"
-    elif not row.reason:
-        text += "; norm cost too small to measure"
-    return text + ("" if row.saved_share is None else f", of which {row.saved_share:.0%} is saved")
 
 
 def write_push(upload: Upload) -> None:

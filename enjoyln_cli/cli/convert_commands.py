@@ -275,10 +275,9 @@ def _choose(
     device: str | None,
 ) -> MatrixChoice:
     """Choose the matrices for --search or --learn, on at most ``samples`` inputs."""
-    from enjoyln_cli.benchmark.bench import device_named
     from enjoyln_cli.matrix_choice.learned_matrices import learn_matrices
     from enjoyln_cli.matrix_choice.seed_search import search_seeds
-    from enjoyln_cli.matrix_choice.trials import trials
+    from enjoyln_cli.matrix_choice.trials import device_named, trials
 
     run_on = device_named(device)
     with trials(ready, inputs, scheme, samples, watch.event, run_on, watch.seconds) as tried:

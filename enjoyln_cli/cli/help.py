@@ -36,16 +36,11 @@ GROUPS = {
         "yes",
     ),
     "Measuring": (
-        "batch_sizes",
-        "seq_lens",
-        "modes",
-        "repeats",
         "samples",
         "seconds",
         "inputs",
         "rotations",
         "max_error",
-        "run_dtype",
         "device",
     ),
     "Printing": ("as_json", "quiet", "paper", "why", "picture", "save", "mappings"),
@@ -77,11 +72,6 @@ EXAMPLES = {
         "enjoyln verify gpt2-rms --text book.txt",
         "enjoyln verify bert-rms --samples sentences.txt",
         "enjoyln verify gpt2-rms --against gpt2 --json",
-    ),
-    "bench": (
-        "enjoyln bench gpt2-rms",
-        "enjoyln bench gpt2-rms --seconds 600 --json",
-        "enjoyln bench gpt2-rms --batch-size 1,4 --seq-len 128,512 --mode eager,compile",
     ),
     "export": (
         "enjoyln export gpt2-rms -o gpt2.onnx",

@@ -14,7 +14,7 @@ from click.shell_completion import BashComplete, FishComplete, ZshComplete
 
 from enjoyln_cli.cli.convert_commands import export, fold, rotate
 from enjoyln_cli.cli.group import Commands
-from enjoyln_cli.cli.measure_commands import bench, quantize, verify
+from enjoyln_cli.cli.measure_commands import quantize, verify
 from enjoyln_cli.cli.options import json_option
 from enjoyln_cli.cli.push_command import push
 from enjoyln_cli.cli.report_command import report
@@ -38,7 +38,6 @@ for command in (
     rotate,
     quantize,
     verify,
-    bench,
     export,
     push,
 ):  # in the order in which they are used

@@ -1,14 +1,12 @@
-"""``enjoyln verify``, ``bench`` and ``quantize``: what is measured on the user's own inputs."""
+"""``enjoyln verify`` and ``quantize``: what is measured on the user's own inputs."""
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import click
 
-from enjoyln_cli.benchmark.choices import GRID_LENGTHS, GRID_ROWS, MODES, SECONDS
 from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, require_float
 from enjoyln_cli.cli import help
@@ -23,7 +21,6 @@ from enjoyln_cli.cli.early_checks import (
 from enjoyln_cli.cli.group import complain
 from enjoyln_cli.cli.options import (
     COMPUTE_DTYPES,
-    DTYPES,
     FOLDER,
     POSITIVE,
     Names,
@@ -35,9 +32,7 @@ from enjoyln_cli.cli.options import (
     json_option,
     max_ratio_option,
     opening_options,
-    parse_modes,
     parse_names,
-    parse_numbers,
     parse_size,
     quiet_option,
 )
@@ -125,104 +120,6 @@ def _verify_quantised(out: Path, own: UserData, on_progress: Progress, options: 
     )
     against = options["against"]
     return verify_quantised(out, own, against=against, opening=opening, on_progress=on_progress)
-
-
-@help.command()
-@click.argument("out", type=FOLDER)
-@click.option(
-    "--original",
-    "--against",
-    "against",
-    metavar="MODEL",
-    help="The original, if it has moved since OUT was made.",
-)
-@click.option(
-    "--batch-size",
-    "batch_sizes",
-    callback=parse_numbers,
-    metavar="NUMBERS",
-    help="Batch sizes, such as 1,8 (default: what the time allows).",
-)
-@click.option(
-    "--seq-len",
-    "seq_lens",
-    callback=parse_numbers,
-    metavar="NUMBERS",
-    help="Tokens in a row, such as 128,512 (default: what the time allows).",
-)
-@click.option(
-    "--mode",
-    "modes",
-    callback=parse_modes,
-    default="eager",
-    show_default=True,
-    metavar="MODES",
-    help=f"How the models run: {', '.join(MODES)}.",
-)
-@click.option(
-    "--repeats",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=15,
-    show_default=True,
-    help="Number of rounds, fewer if time is short; each model runs once per round.",
-)
-@click.option(
-    "--seconds",
-    type=POSITIVE,
-    metavar="S",
-    default=SECONDS,
-    help="Time for the whole run; what does not fit is left out (default: 120).",
-)
-@click.option(
-    "--dtype", "run_dtype", type=DTYPES, help="Run in this dtype (default: that of OUT's weights)."
-)
-@click.option(
-    "--device", metavar="DEVICE", help="cpu, cuda or mps (default: a GPU if there is one)."
-)
-@quiet_option
-@json_option
-@hub_options
-def bench(
-    out: Path,
-    quiet: bool,
-    as_json: bool,
-    run_dtype: str | None,
-    batch_sizes: tuple[int, ...],
-    seq_lens: tuple[int, ...],
-    modes: Names,
-    repeats: int,
-    seconds: float,
-    **options: Any,
-) -> None:
-    """Time OUT and its original on this machine: what norms cost, and how much of it is saved.
-
-    Takes at most two minutes: sizes are measured from the smallest on, until the time is up.
-    """
-    from enjoyln_cli.cli.progress import watch_job
-
-    require_model(options["against"])
-    require_folded(out)
-    with watch_job(quiet or as_json, f"opening {with_origin(out)}") as watch:
-        from enjoyln_cli.benchmark.bench import bench as measure
-        from enjoyln_cli.benchmark.cases import BenchOptions
-        from enjoyln_cli.cli.console import write_bench, write_json
-
-        listeners: Options = {"on_event": watch.event, "on_progress": watch.seconds}
-        pairs = pairs_to_time(batch_sizes, seq_lens)
-        timed = BenchOptions(modes=modes, repeats=repeats, seconds=seconds, **pairs)
-        result = measure(out, options=timed, dtype=run_dtype, **listeners, **options)
-    if as_json:
-        write_json(result.to_json())
-    elif not quiet:
-        write_bench(result)
-
-
-def pairs_to_time(batch_sizes: tuple[int, ...], seq_lens: tuple[int, ...]) -> Options:
-    """The field ``pairs`` of ``BenchOptions``; nothing if neither option is given."""
-    if not batch_sizes and not seq_lens:
-        return {}
-    return {"pairs": tuple(product(batch_sizes or GRID_ROWS[:1], seq_lens or GRID_LENGTHS[:1]))}
 
 
 @help.command()

@@ -13,9 +13,7 @@ from typing import Any
 
 import click
 
-from enjoyln_cli.benchmark.choices import MODES
 from enjoyln_cli.checkpoint.access import HubAccess
-from enjoyln_cli.text import did_you_mean
 
 Names = tuple[str, ...]
 Options = dict[str, Any]
@@ -227,32 +225,6 @@ plan_options = all_of(
     ),
 )
 """The options for what a plan may change besides centring."""
-
-
-def parse_numbers(
-    ctx: click.Context, parameter: click.Parameter, value: str | None
-) -> tuple[int, ...]:
-    """``1,8`` as positive whole numbers, each once; an empty tuple if the option is not given."""
-    if value is None:
-        return ()
-    try:
-        values = tuple(dict.fromkeys(int(number) for number in value.split(",")))
-    except ValueError:
-        values = ()
-    if not values or min(values) < 1:
-        text = f"{value!r} is not a list of positive whole numbers; write 1,8"
-        raise click.BadParameter(text, ctx, parameter)
-    return values
-
-
-def parse_modes(ctx: click.Context, parameter: click.Parameter, value: str) -> Names:
-    """``eager,compile`` as a tuple of modes, each once."""
-    names = parse_names(ctx, parameter, value)
-    for name in names:
-        if name not in MODES:
-            hint = did_you_mean(name, MODES, 1) or f"known are {', '.join(MODES)}."
-            raise click.BadParameter(f"{name!r} is not a mode; {hint}", ctx, parameter)
-    return names
 
 
 def parse_samples(

@@ -21,6 +21,7 @@ from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import Scheme, simulated
 from enjoyln_cli.conversion.fold import PreparedFold
+from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.quantisation.candidates import ORIGINAL, FloatModel
@@ -32,10 +33,12 @@ from enjoyln_cli.quantisation.measure import (
     exact_halves,
 )
 from enjoyln_cli.quantisation.schemes import SIMULATED
-from enjoyln_cli.text import counted, number
+from enjoyln_cli.text import counted, first_line, number
 
 INPUTS_IN_A_HALF = 32
 CPU = torch.device("cpu")
+DEVICES = ("cpu", "cuda", "mps")
+"""The types of device that models can run on."""
 
 
 @dataclass(frozen=True)
@@ -161,3 +164,18 @@ def trials(
 
 def _load(ready: PreparedFold, plan: Plan | None, device: torch.device) -> Any:
     return FloatModel(ready.subject, ready.plan.model_class).load(plan).to(device)
+
+
+def device_named(name: str | None) -> torch.device:
+    """The device of that name, by default a GPU if there is one; ``UnsupportedModel`` if not."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in DEVICES:
+        raise UnsupportedModel(f"--device {name} is not supported; use {', '.join(DEVICES)}")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first = first_line(error).split(". ")[0]
+        raise UnsupportedModel(f"--device {name} is not available: {first}") from error
+    return device

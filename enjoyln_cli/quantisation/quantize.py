@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -20,11 +21,11 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli.benchmark.timing import Task, time_rounds
 from enjoyln_cli.checkpoint.reader import other_files
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, require_float
 from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison.data_files import UserData, require_data
+from enjoyln_cli.comparison.timing import time_rounds
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
@@ -352,11 +353,8 @@ def measure(work: Workshop, chosen: TurnedForm, held_out: ExactOutputs, limit: f
     if not (FORMATS[work.form].is_timed and result.chosen.error <= limit):
         return result
     batch = held_out.examples[0].batch
-
-    def task(name: str) -> Task:
-        return Task(lambda _: computes[name](batch))
-
-    rounds = time_rounds({n: task(n) for n in (FLOAT, chosen.name)}, ROUNDS, TIMED_SECONDS)
+    calls = {name: partial(computes[name], batch) for name in (FLOAT, chosen.name)}
+    rounds = time_rounds(calls, ROUNDS, TIMED_SECONDS)
     times = {name: 1000 * median(seconds) for name, seconds in rounds.items()}
     return replace(result, milliseconds=times[chosen.name], float_milliseconds=times[FLOAT])
 

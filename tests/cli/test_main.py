@@ -158,7 +158,7 @@ def test_fold_says_what_it_did_and_what_comes_next(folded: Path) -> None:
     same = r"same outputs up to float32 rounding \(error \d\.\d\d x the original's own\)"
     assert re.search(rf"\nverified: {same}\n", out)
     load = f'enjoyln_cli.from_pretrained("{folded}")'
-    next_step = f"next: {load} computes RMSNorm; enjoyln bench {folded} times it"
+    next_step = f"next: {load} loads it in RMSNorm form, transformers with LayerNorm"
     assert out.splitlines()[-1] == next_step
     news = (folded.parent / "stderr").read_text().splitlines()
     assert news[0] == f"opening {GPT2}" and "verifying" in news

@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from enjoyln_cli import fold, from_pretrained
-from enjoyln_cli.benchmark.bench import bench
-from enjoyln_cli.benchmark.cases import BenchOptions
 from enjoyln_cli.kernels import formula, gpu
 
 WIDTHS = (1, 7, 32, 129, 768, 1000, 1024, 1025, 4096, 8200, 65536)
@@ -107,9 +105,3 @@ def test_a_model_that_is_loaded_on_a_gpu_uses_what_was_measured(tmp_path: Path) 
     with torch.no_grad():
         found, expected = model(ids).logits, stock(ids).logits
         assert as_exact(found, expected, stock.double()(ids).logits)
-
-
-def test_bench_runs_on_the_gpu(tmp_path: Path) -> None:
-    fold(CHECKPOINTS / "gpt2", tmp_path / "out", model_class="GPT2LMHeadModel")
-    asked = BenchOptions(((2, 12),), repeats=3)
-    assert bench(tmp_path / "out", device="cuda", options=asked).rows

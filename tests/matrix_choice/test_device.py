@@ -25,9 +25,10 @@ from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import simulated
 from enjoyln_cli.conversion.fold import prepare
 from enjoyln_cli.conversion.inspect import Opening
+from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.matrix_choice import learned_matrices
 from enjoyln_cli.matrix_choice.learned_matrices import learn_matrices
-from enjoyln_cli.matrix_choice.trials import Trials, trials
+from enjoyln_cli.matrix_choice.trials import Trials, device_named, trials
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.quantisation.candidates import FloatModel
 
@@ -95,3 +96,16 @@ def test_a_sentence_embedding_is_computed_where_the_outputs_are(tmp_path: Path) 
     hidden = torch.zeros(1, 5, pipeline.config.hidden_size, device="meta")
     outputs = add({"last_hidden_state": hidden}, {"input_ids": hidden[..., 0].long()})
     assert outputs["sentence_embedding"].device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("gpu", "--device gpu is not supported; use cpu, cuda, mps"),
+        ("cuda:x", "--device cuda:x is not available: Invalid device string"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(name: str, why: str) -> None:
+    with pytest.raises(UnsupportedModel, match=why):
+        device_named(name)
+    assert device_named("cpu") == torch.device("cpu")

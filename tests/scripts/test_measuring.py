@@ -1,18 +1,21 @@
-"""The scripts that measure: what is compared takes turns, and the papers' figures fit together."""
+"""The scripts that measure: what is compared takes turns, and what its times are made to say."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import bench
-import paper_times
+import inductor
+import model_times
 import pytest
 import real_models
+import torch
 from live_models import CHECKPOINTS, ROOT
-from paper_times import FIGURES, NORM_SHARES, paper_cases, time_models, times_page
+from model_times import median_interval, row_of, time_models
 from tiny_models import one_layer
 
 
@@ -43,41 +46,91 @@ def test_a_fold_beside_cp(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_the_papers_figures_fit_together() -> None:
-    """What is saved follows from the times, up to the rounding of both."""
-    for *_, before, after, saved in FIGURES:
-        if before is not None and after is not None:
-            assert 100 * (1 - after / before) == pytest.approx(saved, abs=1.6)
+def test_the_interval_of_a_median_needs_six_values() -> None:
+    """At 95 %: the known table of ranks for small samples."""
+    for count, rank in {6: 1, 8: 1, 9: 2, 11: 2, 12: 3, 15: 4, 20: 6, 25: 8}.items():
+        values = [float(number) for number in range(1, count + 1)]
+        found = median_interval([*reversed(values)])
+        assert found == (values[rank - 1], values[-rank]), count
+    for count in range(6):
+        assert median_interval([1.0] * count) is None
 
 
-def test_a_cpu_runs_some_of_the_cases_and_a_gpu_all() -> None:
-    on_cpu = {name: set(pairs) for name, _, pairs in paper_cases(on_gpu=False)}
-    on_gpu = {name: set(pairs) for name, _, pairs in paper_cases(on_gpu=True)}
-    assert on_cpu.keys() == {*NORM_SHARES, "ViT Tiny-16", "ViT Small-16", "ViT Base-16"}
-    assert all(pairs <= on_gpu[name] for name, pairs in on_cpu.items())
-    assert (128, 256) in on_gpu["Bert"] and (4, 16384) in on_gpu["OPT"]
+FASTER = (1.2, 1.21, 1.23, 1.24, 1.25, 1.26, 1.27, 1.28, 1.3)
+"""Original / folded in nine rounds: the 95 % interval of the median is 1.21 to 1.28."""
+COST = (0.22, 0.23, 0.24, 0.245, 0.25, 0.255, 0.26, 0.265, 0.27)
+NOISE = (0.9, 0.95, 1.0, 1.1, 1.25, 1.26, 1.27, 1.28, 1.3)
+SLOWER = (0.8, 0.81, 0.85, 0.88, 0.9, 0.91, 0.92, 0.95, 1.1)
+NO_COST = (-0.1, -0.02, 0.0, 0.05, 0.1, 0.12, 0.15, 0.2, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("faster", "cost", "verdict"),
+    [
+        (FASTER, COST, "faster"),
+        (NOISE, COST, "no gain here"),
+        (SLOWER, NO_COST, "slower"),
+        (FASTER, NO_COST, "no gain here"),
+        (FASTER, [0.76 * share for share in COST], "no gain here"),
+        ([1.25] * 6, [0.25] * 6, "faster"),
+        ([0.8] * 5, [0.25] * 5, "no gain here"),
+    ],
+    ids=["", "", "", "norms cost nothing", "more than norms cost", "", "too few rounds"],
+)
+def test_a_gain_is_claimed_where_all_intervals_allow_it(
+    faster: Sequence[float], cost: Sequence[float], verdict: str
+) -> None:
+    times = {
+        "original": [0.02] * len(faster),
+        "folded": [0.02 / ratio for ratio in faster],
+        "no_norm": [0.02 * (1 - share) for share in cost[: len(faster)]],
+    }
+    row = row_of("2 x 512 tokens", 2, 512, times)
+    assert row["verdict"] == verdict and row["rounds"] == len(faster)
+    if faster is FASTER:
+        assert row["speedup"] == pytest.approx(1.25)
+        assert row["speedup_interval"] == pytest.approx([1.21, 1.28])
+        assert row["models"]["folded"]["median_ms"] == pytest.approx(16)
 
 
 @pytest.mark.slow
-def test_what_is_measured_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_a_model_is_timed_for_each_size(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mode == "compile" and not inductor.WORKS:
+        pytest.skip("Inductor's own code does not compile here")
     settings = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 256}
-    cases = [("GPT2", ("gpt2", "GPT2Model", settings), [(1, 256)])]
-    written: list[str] = []
-    results = time_models(
-        cases, "cpu", "float32", 60, write=lambda r: written.append(json.dumps(r))
-    )
-    assert json.loads(written[-1]) == results
-    (row,) = results["GPT2"]["rows"]
-    lines = [line for line in times_page(results).splitlines() if line.startswith("| GPT2 | 1 x")]
-    assert len(lines) == 2
-    assert all(f"| {paper_times.seconds_of(row, 'original')} |" in line for line in lines)
+    patches = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+               "intermediate_size": 32, "image_size": 32}  # fmt: skip
+    kinds = {"gpt2": ("gpt2", "GPT2Model", settings), "vit": ("vit", "ViTModel", patches)}
+    monkeypatch.setattr(model_times, "MODELS", kinds)
+    sizes = [(1, 8), (2, 8)] if mode == "eager" else [(2, 8)]
+    results = time_models([(name, sizes) for name in kinds], "cpu", "float32", 300, mode)
+    cases = {"gpt2": "{} x 8 tokens", "vit": "{} images"}
+    for name, found in results.items():
+        assert [row["case"] for row in found["rows"]] == [
+            f"{cases[name].format(rows)}, {mode}" for rows, _ in sizes
+        ]
+        assert not found["left_out"]
+        for row in found["rows"]:
+            assert list(row["models"]) == ["original", "folded", "no_norm"]
 
 
-def test_a_model_that_fails_is_left_out() -> None:
-    cases = [("GPT2", ("gpt2", "GPT2Model", {"n_embd": 16, "n_layer": 0, "n_head": 2}), [(1, 8)])]
-    results = time_models(cases, "cpu", "float32", 60)
-    assert not results["GPT2"]["rows"] and results["GPT2"]["left_out"]
-    assert "* left out: GPT2: " in times_page(results)
+def test_a_model_without_norms_returns_what_they_read() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    without, x = model_times.without_norms(model), torch.randn(3, 4)
+    assert torch.equal(without(x), model[0](x)) and not torch.equal(model(x), model[0](x))
+    assert without[0].weight is model[0].weight
+
+
+@pytest.mark.slow
+def test_a_model_that_fails_or_gets_no_time_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = {"n_embd": 16, "n_layer": 0, "n_head": 2, "vocab_size": 50}
+    kinds = {"none": ("gpt2", "GPT2Model", without), "one": ("gpt2", "GPT2Model", without)}
+    kinds["one"] = ("gpt2", "GPT2Model", without | {"n_layer": 1})
+    monkeypatch.setattr(model_times, "MODELS", kinds)
+    results = time_models([(name, [(1, 8)]) for name in kinds], "cpu", "float32", 0)
+    assert not results["none"]["rows"] and len(results["none"]["left_out"]) == 1
+    assert results["one"]["left_out"] == ["1 x 8 tokens: no time was left"]
 
 
 @pytest.mark.slow

@@ -258,7 +258,7 @@ def test_the_page_for_library_users_names_what_there_is() -> None:
     assert set(enjoyln_cli.__all__) - {"EnjoyLNError"} <= named
 
 
-@pytest.mark.parametrize("name", ["analyze", "fold", "verify", "bench", "push"])
+@pytest.mark.parametrize("name", ["analyze", "fold", "verify", "push"])
 def test_the_page_for_library_users_names_arguments_that_exist(name: str) -> None:
     text = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
     section = re.search(rf"^## {name}$(.*?)^## ", text, re.DOTALL | re.MULTILINE)

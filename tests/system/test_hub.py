@@ -374,8 +374,6 @@ def test_a_result_on_the_hub_is_verified_and_its_cache_left_alone(
     hub.add("me/verified", private, private=True)
     cache = ["--cache-dir", tmp_path / "cache", "--token", TOKEN]
     assert json.loads(good("verify", "me/verified", *cache, "--json"))["passed"]
-    timed = refused("bench", "me/verified", *cache, "--seconds", "0.01")
-    assert "too short to load the models" in timed
     snapshot = next((tmp_path / "cache").glob("models--me--verified/snapshots/*"))
     for path in snapshot.iterdir():
         assert path.read_bytes() == private[path.name]

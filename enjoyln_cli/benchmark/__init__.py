@@ -1,1 +1,0 @@
-"""How fast a folded model is compared with its original, on this machine."""
