@@ -26,6 +26,7 @@ from enjoyln_cli.models.load import class_in
 from enjoyln_cli.plan.mean_units import copy_units, intact, room, set_units
 from enjoyln_cli.runtime.install import run_folded
 from enjoyln_cli.runtime.modules import stock_class
+from enjoyln_cli.runtime.structure import KeepStructure
 from enjoyln_cli.runtime.weight_check import (
     FLOATS,
     WatchList,
@@ -34,6 +35,7 @@ from enjoyln_cli.runtime.weight_check import (
     layers_of,
     locate_watched,
     require_unquantised,
+    require_values,
     tensor_at,
     with_adapters,
 )
@@ -112,7 +114,7 @@ def optimize(model: Holder) -> Holder:
 def watched_weights(model: nn.Module, marker: Marker) -> WatchList:
     """The weights of ``model`` that were centred; raises ``NotCentred`` if it lacks one."""
     watch = WatchList(marker.centred, units=marker.units, constant=marker.baked)
-    return locate_watched(model, watch)
+    return with_adapters(model, locate_watched(model, watch))
 
 
 def refold(model: Holder) -> Holder:
@@ -125,8 +127,9 @@ def refold(model: Holder) -> Holder:
     the hidden units that subtract a mean (``--widen-mlp``), their trained values move to unused
     hidden units, and the mean-subtracting values are restored.
 
-    Raises as ``optimize`` does. Raises ``NotCentred`` too if the structure has changed (adapters,
-    quantised layers), if weights are offloaded, or if no unused hidden units are left.
+    Raises as ``optimize`` does. Raises ``NotCentred`` too if the model was edited (a hook, a layer
+    that is quantised or replaced; a LoRA adapter is centred), if weights are offloaded, or if no
+    unused hidden units are left. Nothing is changed then.
     """
     for inner in models_in(model):
         _refold(inner)
@@ -134,15 +137,16 @@ def refold(model: Holder) -> Holder:
 
 
 def _refold(model: nn.Module) -> None:
-    marker = marker_of(model)
+    marker, reference = marker_of(model), unedited(model)
     watch = watched_weights(model, marker)
-    tensors = with_adapters(model, watch).tensors
-    require_unquantised(model, tensors)
-    for path in tensors:
+    require_unquantised(model, watch.tensors)
+    KeepStructure(model, reference).require_structure(model)
+    for path in watch.tensors:
         if tensor_at(model, path).is_meta:
             raise NotCentred(
                 f"{path}: is offloaded and cannot be centred; load the model without offloading"
             )
+        require_values(path, tensor_at(model, path))
     mlps = [(layers_of(model, units), units) for units in watch.units]
     trained = []
     for layers, units in mlps:
@@ -161,7 +165,8 @@ def _refold(model: nn.Module) -> None:
     centre_watched(model, watch)
     for layers, units in mlps:
         set_units(layers, units)
-    optimize(model)
+    check_centred(model, watch)
+    run_folded(model, marker, reference)
 
 
 def marker_of(model: nn.Module) -> Marker:

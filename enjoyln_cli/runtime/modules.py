@@ -138,12 +138,13 @@ def rms_spelled_out(base: type, form: LayerNormForm) -> type:
 
 
 def stock_class(cls: type) -> type:
-    """The class that a module had before norms were folded and weights split or parametrised.
+    """The class that a module had before norms were folded and weights parametrised.
 
-    FSDP and ``torch.nn.utils.parametrize`` make a class of their own for each module.
+    ``torch.nn.utils.parametrize`` makes a class of its own for each module.
     """
-    places = ("enjoyln_cli.", "torch.distributed.fsdp.", "torch.nn.utils.parametrize")
-    while "made_by" in vars(cls) or cls.__module__.startswith(places):
+    while "made_by" in vars(cls) or cls.__module__.startswith(
+        ("enjoyln_cli.", "torch.nn.utils.parametrize")
+    ):
         cls = cls.__bases__[-1]
     return cls
 

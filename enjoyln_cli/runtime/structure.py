@@ -1,18 +1,17 @@
 """Is a model still built as it was when its norms were folded?
 
-The proof is about the whole model, so every edit that could change its function is detected: other
-modules, hooks, ``forward`` on an instance, parameters that are new, and training mode. The first
-difference is reported by name. Two kinds of places may change freely, since no converted norm
-depends on their output: linear layers whose weights were not centred (so adapters and quantisation
-work there), and hooks after a norm with a weight. Hooks of ``plan.trusted_code`` are allowed too.
-Plain attributes of a module, and the code of classes, are not compared.
+The proof is about the whole model, so every edit that could change its function counts: other
+modules, hooks, ``forward`` on an instance, other parameters, and training mode. The first
+difference is reported by name. Allowed are hooks of ``plan.trusted_code``, and hooks after the
+model itself or after a norm with a weight, since no converted norm depends on these outputs. Plain
+attributes of a module, and the code of classes, are not compared.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -26,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, UnsupportedModel
 from enjoyln_cli.models.norm_modules import has_replaced_forward
 from enjoyln_cli.plan.trusted_code import foreign_hooks
-from enjoyln_cli.runtime.adapters import replaced_message
+from enjoyln_cli.runtime.adapters import added_weights, replaced_message
 from enjoyln_cli.runtime.modules import Folded, stock_class
 from enjoyln_cli.runtime.scope import Entry, in_python
 from enjoyln_cli.text import first_line
@@ -42,6 +41,7 @@ _OR = "or keep LayerNorm"
 _TRAINING = itemgetter("training")
 _VERSION = attrgetter("_version")
 _ADDRESS = Tensor.data_ptr
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _check_lock = threading.RLock()
 
 
@@ -52,7 +52,7 @@ class ModuleRecord:
     kind: type
     """Its class before norms were folded."""
     parameters: frozenset[str]
-    """Names of its own parameters that were not ``None``."""
+    """Names of its own parameters."""
     hooks: frozenset[int]
     """Keys of the hooks that were part of the proven model."""
     replaced: bool
@@ -60,40 +60,26 @@ class ModuleRecord:
 
 
 def _check_module(
-    path: str, module: nn.Module, record: ModuleRecord, root: bool, mode: bool
+    path: str, module: nn.Module, record: ModuleRecord, root: bool, mode: bool | None
 ) -> None:
-    """``mode``: whether the module has to be in training mode."""
-    if stock_class(type(module)) is not record.kind and not _was_exchanged(module, record):
+    """``mode``: whether the module has to be in training mode; ``None`` for any mode."""
+    if stock_class(type(module)) is not record.kind:
         raise NotCentred(replaced_message(path, module, record.kind))
     autocast = "_original_forward" in vars(module)  # by accelerate
     if has_replaced_forward(module) and not (record.replaced or autocast):
         raise NotCentred(f"{path}: its forward was replaced on the instance; restore it, {_OR}")
-    if mode is not module.training and not _same_in_training(module):
+    if mode not in (None, module.training) and not _same_in_training(module):
         name, call = ("training", "eval()") if module.training else ("eval", "train()")
         raise NotCentred(f"{path}: is in {name} mode; call {call} on the model, {_OR}")
-    new = next((name for name in _present(module) if name not in record.parameters), None)
-    if new is not None:
+    if changed := _present(module) ^ record.parameters:
         raise NotCentred(
-            f"{path}: has a {new} that it did not have when norms were converted; convert the "
+            f"{path}: gained or lost its {min(changed)} since norms were converted; convert the "
             f"model as it is now, {_OR}"
         )
     pre = [hook for key, hook in module._forward_pre_hooks.items() if key not in record.hooks]
     post = [hook for key, hook in module._forward_hooks.items() if key not in record.hooks]
     behind_norm = isinstance(module, nn.LayerNorm | Folded) and _present(module)
-    if root or behind_norm:  # no norm depends on what is done with this output
-        post = []
-    _check_hooks(path, (*pre, *post))
-
-
-def _was_exchanged(module: nn.Module, record: ModuleRecord) -> bool:
-    """Whether a model of transformers has put ``module`` in the place of another by itself.
-
-    BigBird does so with its attention, by the length of the input.
-    """
-    cls = stock_class(type(module))
-    home, before = cls.__module__, record.kind.__module__
-    same_file = home.startswith("transformers.models.") and home == before
-    return same_file and cls is not record.kind
+    _check_hooks(path, pre if root or behind_norm else (*pre, *post))
 
 
 def _same_in_training(module: nn.Module) -> bool:
@@ -110,25 +96,39 @@ def _check_hooks(path: str, hooks: Iterable[Any]) -> None:
         )
 
 
-def _present(module: nn.Module) -> list[str]:
-    return [name for name, tensor in module._parameters.items() if tensor is not None]
-
-
-def _tree(
-    model: nn.Module, loose: Collection[str], adapted: Collection[str] = ()
-) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, with its first path, except those at or below the paths ``loose``.
-
-    At the paths ``adapted``, the layer inside the adapter takes the place of the adapter.
-    """
-    below = tuple(f"{path}." for path in (*loose, *adapted))
-    for path, module in model.named_modules():
-        if path not in loose and not path.startswith(below):
-            yield path, module.base_layer if path in adapted else module  # type: ignore[misc]
+def _present(module: nn.Module) -> frozenset[str]:
+    """Names of the module's own parameters that are not ``None``."""
+    return frozenset(name for name, tensor in module._parameters.items() if tensor is not None)
 
 
 Fact = tuple[dict[str, Any], str, Any]
 """A dictionary, a key, and the object that was its value. Compared by identity."""
+
+
+class Tensors:
+    """Tensors at one time, to be compared with the present."""
+
+    def __init__(self, facts: Collection[Fact] = ()) -> None:
+        """Raises ``RuntimeError`` if one is of ``torch.func``, without an address."""
+        self.owners, self.names, self.values = _columns(facts)
+        self.counted = [tensor for tensor in self.values if not tensor.is_inference()]
+        """Those whose changes torch counts."""
+        self.versions = [*map(_VERSION, self.counted)]
+        self.addresses = [*map(_ADDRESS, self.counted)]
+        self.trained = [*map(_REQUIRES_GRAD, self.counted)]
+        """Whether they take gradients: PEFT freezes weights before it merges adapters into them."""
+
+    @in_python
+    def unchanged(self, same: Callable[[Any, Any], bool] = is_) -> bool:
+        """Whether the tensors are the same, in the same memory and without a change that torch has
+        counted. ``same(now, then)`` compares two of them.
+        """
+        return (
+            [*map(_VERSION, self.counted)] == self.versions
+            and [*map(_ADDRESS, self.counted)] == self.addresses
+            and [*map(_REQUIRES_GRAD, self.counted)] == self.trained
+            and all(map(same, map(dict.get, self.owners, self.names), self.values))
+        )
 
 
 class Snapshot:
@@ -140,25 +140,19 @@ class Snapshot:
 
     def __init__(
         self,
-        modules: Collection[nn.Module] = (),
+        modules: Collection[nn.Module],
         facts: Iterable[Fact] = (),
-        tensors: Iterable[Fact] = (),
+        tensors: Collection[Fact] = (),
     ) -> None:
-        """Raises ``RuntimeError`` if ``tensors`` has one of ``torch.func``, without an address."""
+        """Raises ``RuntimeError`` as ``Tensors`` does."""
+        self.tensors = Tensors(tensors)
         absent = (
             (module._parameters, name, None)
             for module in modules
             for name, tensor in module._parameters.items()
             if tensor is None
         )
-        facts = [*facts, *tensors, *absent]
-        self.owners, self.names, self.values = (
-            [*column] for column in (zip(*facts, strict=True) if facts else ((), (), ()))
-        )
-        self.tensors = [tensor for _, _, tensor in tensors if not tensor.is_inference()]
-        """Those whose changes torch counts."""
-        self.versions = [*map(_VERSION, self.tensors)]
-        self.addresses = [*map(_ADDRESS, self.tensors)]
+        self.owners, self.names, self.values = _columns([*facts, *absent])
         self.moded = [vars(module) for module in modules if not _same_in_training(module)]
         self.modes = [*map(_TRAINING, self.moded)]
         self.children = [
@@ -178,11 +172,9 @@ class Snapshot:
 
     @in_python
     def unchanged(self) -> bool:
-        """Whether the modules are built as then, and the tensors are the same, in the same memory
-        and without a change that torch has counted."""
+        """Whether the modules are built as then, and the tensors are unchanged."""
         return (
-            [*map(_VERSION, self.tensors)] == self.versions
-            and [*map(_ADDRESS, self.tensors)] == self.addresses
+            self.tensors.unchanged()
             and all(map(is_, map(dict.get, self.owners, self.names), self.values))
             and self.children == self.children_then
             and (self.handles == RemovableHandle.next_id or not any(self.unhooked))
@@ -191,33 +183,36 @@ class Snapshot:
         )
 
 
+def _columns(facts: Collection[Fact]) -> Iterable[list[Any]]:
+    """The dictionaries, the keys and the values of facts."""
+    return [[*column] for column in zip(*facts, strict=True)] if facts else ([], [], [])
+
+
 class KeepStructure:
     """The check at the start of a call: whether the model is still built as it was when proven.
 
-    Linear layers at the paths ``loose`` are not compared. ``reference`` is an unedited model of the
-    same class and config. If it is given, hooks and replaced ``forward`` methods of ``model`` count
-    as edits. If not, ``model`` itself was proven, with its hooks and replaced ``forward`` methods.
+    ``reference`` is an unedited model of the same class and config. If it is given, all that
+    ``model`` has and ``reference`` has not counts as an edit, except LoRA adapters around linear
+    layers. If not, ``model`` itself was proven, with its hooks and replaced ``forward`` methods.
     """
 
     trains = False
     """Whether training mode is proven, too; then all modules have to be in the same mode."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loose: Collection[str] = (),
-        reference: nn.Module | None = None,
-    ) -> None:
-        self.loose = frozenset(loose)
+    def __init__(self, model: nn.Module, reference: nn.Module | None = None) -> None:
         self.records: dict[str, ModuleRecord] = {}
-        original = dict(_tree(reference or model, self.loose))
-        for path, module in _tree(model, self.loose, self.adapted(model)):
-            if path in original:
-                proven = reference is None
+        proven = reference is None
+        adapters: tuple[str, ...] = ()
+        original = dict((reference or model).named_modules())
+        for path, module in model.named_modules():
+            if path in original and added_weights(module, type(original[path])) is not None:
+                adapters += (f"{path}.",)
+            adapter = f"{path}.".startswith(adapters)
+            if adapter or path in original:
                 hooks = {*module._forward_pre_hooks, *module._forward_hooks} if proven else ()
                 self.records[path] = ModuleRecord(
-                    stock_class(type(original[path])),
-                    frozenset(_present(module)),
+                    stock_class(type(module if adapter else original[path])),
+                    _present(module),
                     frozenset(hooks),
                     proven and has_replaced_forward(module),
                 )
@@ -254,37 +249,24 @@ class KeepStructure:
         """What else must stay the same as at the last check."""
         return ()
 
-    def adapted(self, model: nn.Module) -> Collection[str]:
-        """Paths at which an adapter stands around the layer that is meant."""
-        return ()
-
-    def modules(self, model: nn.Module) -> list[nn.Module]:
-        """The modules of ``model`` that are compared."""
-        return [module for _, module in _tree(model, self.loose)]
-
     def compare(self, model: nn.Module) -> None:
         """Raises ``NotCentred`` if the norms of ``model`` may not compute RMSNorm."""
-        self.require_structure(model)
+        self.require_structure(model, self.trains and model.training)
 
-    def require_structure(self, model: nn.Module) -> None:
-        """Raises ``NotCentred`` for the first difference."""
-        modules = dict(_tree(model, self.loose, self.adapted(model)))
-        mode = self.trains and model.training
-        exchanged: tuple[str, ...] = ()
+    def require_structure(self, model: nn.Module, mode: bool | None = None) -> None:
+        """Raises ``NotCentred`` for the first difference, also to the training ``mode``."""
+        modules = dict(model.named_modules())
         for path, module in modules.items():
             record = self.records.get(path)
-            if path.startswith(exchanged):
-                continue
-            if record is not None and _was_exchanged(module, record):
-                exchanged += (f"{path}.",)
             if record is None:
                 raise NotCentred(
                     f"{path}: is a {type(module).__name__} that was not there when norms were "
-                    f"converted; convert the model as it is now, {_OR}"
+                    "converted; for an adapter call enjoyln_cli.refold, otherwise convert the "
+                    f"model as it is now, {_OR}"
                 )
             _check_module(path or type(module).__name__, module, record, not path, mode)
         for path in self.records:
-            if path not in modules and not path.startswith(exchanged):
+            if path not in modules:
                 raise NotCentred(f"{path}: is gone; convert the model as it is now, {_OR}")
         before, after = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
         _check_hooks("every module", (*before.values(), *after.values()))
@@ -292,7 +274,7 @@ class KeepStructure:
     def _look(self, entry: Entry, model: nn.Module) -> bool:
         """Set ``entry.trouble``; false if the model cannot be checked in this call."""
         trained = entry.fold.trained
-        snapshot = Snapshot(self.modules(model), self.facts(model))
+        snapshot = Snapshot([*model.modules()], self.facts(model))
         set_trouble(entry, trouble_with(self.compare, model))
         self.trained, self.snapshot = trained, snapshot
         return True

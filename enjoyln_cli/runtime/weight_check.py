@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,14 +25,12 @@ from torch import nn
 from enjoyln_cli.checkpoint.marker import CentredTensor, Marker
 from enjoyln_cli.errors import EnjoyLNError, NotCentred
 from enjoyln_cli.models.classes import locate
-from enjoyln_cli.models.sharding import whole, write_whole_tensor
 from enjoyln_cli.plan.axis import Axis, centre, group_means, scale_along
 from enjoyln_cli.plan.mean_units import UNITS, Layers, Units, intact
 from enjoyln_cli.runtime.adapters import (
     added_weights,
     quantisation_of,
     quantised_message,
-    replaced_message,
 )
 
 Naming = Callable[[str], str | None]
@@ -85,20 +83,9 @@ def locate_watched(model: nn.Module, watch: WatchList) -> WatchList:
             lambda name: locate(model, name, names),
         )
     except EnjoyLNError as error:
-        raise NotCentred(_missing_message(model, names) or str(error)) from None
-
-
-def _missing_message(model: nn.Module, names: tuple[str, ...]) -> str:
-    """The message for the first layer that exists but lacks its tensor; empty if there is none."""
-    for name in names:
-        path, _, tensor = name.rpartition(".")
-        with suppress(EnjoyLNError):
-            place = locate(model, path, names)
-            module = model.get_submodule(place) if place else None
-            if module is not None and tensor not in {**module._buffers, **module._parameters}:
-                inner = (type(m) for m in module.modules() if tensor in m._parameters)
-                return replaced_message(place or "", module, next(inner, nn.Linear))
-    return ""
+        raise NotCentred(
+            f"{error}, or the layer was replaced; convert the model as it is now, or keep LayerNorm"
+        ) from None
 
 
 def rename(watch: WatchList, tensor: Naming, module: Naming) -> WatchList:
@@ -161,20 +148,19 @@ def check_centred(model: nn.Module, watch: WatchList) -> None:
                 f"{path}: its added mean subtraction is gone, since the layer was replaced or "
                 f"resized; {WHAT_NOW}"
             )
-    watch = with_adapters(model, watch)
     beside = {units.second: units for units in watch.units}
     require_unquantised(model, watch.tensors)
     for weight in watch.weights:
         scale_path = weight.scale or weight.parameter
         with _in_memory(model, weight.parameter), _in_memory(model, scale_path):
-            tensor = whole(tensor_at(model, weight.parameter))
-            scale = whole(tensor_at(model, weight.scale)) if weight.scale else None
-            for values in _without_units(tensor.detach(), beside.get(weight.parameter)):
-                _check_tensor(weight, values, None if scale is None else scale.detach())
+            tensor = tensor_at(model, weight.parameter).detach()
+            scale = tensor_at(model, weight.scale).detach() if weight.scale else None
+            for values in _without_units(tensor, beside.get(weight.parameter)):
+                _check_tensor(weight, values, scale)
     _check_biases(model, watch)
     for path in watch.constant:
         with _in_memory(model, path):
-            _check_constant(path, whole(tensor_at(model, path)).detach())
+            _check_constant(path, tensor_at(model, path).detach())
     for units in watch.units:
         with _in_memory(model, units.first), _in_memory(model, units.second):
             _check_units(units, layers_of(model, units))
@@ -201,8 +187,13 @@ def _check_biases(model: nn.Module, watch: WatchList) -> None:
             )
 
 
-def _require_values(path: str, tensor: torch.Tensor) -> None:
+def require_values(path: str, tensor: torch.Tensor) -> None:
     """Raises ``NotCentred`` for a tensor whose mean cannot be computed."""
+    if hasattr(tensor, "full_tensor"):
+        raise NotCentred(
+            f"{path}: is split over processes (DTensor), so its mean cannot be checked; load the "
+            "whole model in each process, or keep LayerNorm"
+        )
     if tensor.is_meta:
         raise NotCentred(f"{path}: its values are not in memory; load the model first")
     if tensor.dtype not in FLOATS:
@@ -213,7 +204,7 @@ def _require_values(path: str, tensor: torch.Tensor) -> None:
 
 
 def _check_constant(path: str, weight: torch.Tensor) -> None:
-    _require_values(path, weight)
+    require_values(path, weight)
     if bool((weight != weight.flatten()[0]).any()):
         raise NotCentred(
             f"{path}: is no longer one number for all features, as it has to be since its norm was "
@@ -237,8 +228,8 @@ def _without_units(tensor: torch.Tensor, units: Units | None) -> list[torch.Tens
 
 
 def _check_units(units: Units, layers: Layers) -> None:
-    _require_values(units.first, layers.first)
-    _require_values(units.second, layers.second)
+    require_values(units.first, layers.first)
+    require_values(units.second, layers.second)
     if layers.first.ndim != 2 or layers.second.ndim != 2:
         raise NotCentred(f"{units.second}: is no linear layer any more; {WHAT_NOW}")
     second, first = layers.second.shape[units.dim], layers.first.shape[1 - units.dim]
@@ -250,6 +241,7 @@ def _check_units(units: Units, layers: Layers) -> None:
         )
 
 
+@torch.no_grad()
 def centre_watched(model: nn.Module, watch: WatchList) -> None:
     """Centre the weights of ``watch`` in place: in float64, rounded once.
 
@@ -257,23 +249,19 @@ def centre_watched(model: nn.Module, watch: WatchList) -> None:
     longer ones is merged into its weights, and becomes ones.
     """
     merged: dict[str, torch.Tensor] = {}
-    for weight in with_adapters(model, watch).weights:
+    for weight in watch.weights:
         tensor = tensor_at(model, weight.parameter)
-        if tensor.is_meta or tensor.dtype not in FLOATS:
-            continue  # ``check_centred`` says why it cannot be
-        with torch.no_grad():
-            if weight.scale and not bool((whole(tensor_at(model, weight.scale)) == 1).all()):
-                merged[weight.scale] = tensor_at(model, weight.scale)
-                scale = whole(merged[weight.scale]).double()
-                wide = scale_along(whole(tensor).double(), scale, weight.axis.dim)
-                write_whole_tensor(tensor, centre(wide, weight.axis))
-            for _ in range(2):  # a mean far above the other values is rounded: once more
-                values = whole(tensor.detach())
-                if not unexplained_mean(weight.axis, values):
-                    break
-                write_whole_tensor(tensor, centre(values.double(), weight.axis))
+        if weight.scale and not bool((tensor_at(model, weight.scale) == 1).all()):
+            merged[weight.scale] = tensor_at(model, weight.scale)
+            scale = merged[weight.scale].double()
+            wide = scale_along(tensor.double(), scale, weight.axis.dim)
+            tensor.copy_(centre(wide, weight.axis))
+        for _ in range(2):  # a mean far above the other values is rounded: once more
+            if not unexplained_mean(weight.axis, tensor):
+                break
+            tensor.copy_(centre(tensor.double(), weight.axis))
     for scale in merged.values():
-        write_whole_tensor(scale, torch.ones_like(whole(scale)))
+        scale.fill_(1)
 
 
 def _in_memory(model: nn.Module, path: str) -> AbstractContextManager[Any]:
@@ -287,7 +275,7 @@ def _in_memory(model: nn.Module, path: str) -> AbstractContextManager[Any]:
 
 
 def _check_tensor(weight: CentredTensor, tensor: torch.Tensor, scale: torch.Tensor | None) -> None:
-    _require_values(weight.parameter, tensor)
+    require_values(weight.parameter, tensor)
     if weight.axis.dim >= tensor.ndim or weight.axis.stop > tensor.shape[weight.axis.dim]:
         raise NotCentred(
             f"{weight.parameter}: has shape {list(tensor.shape)}, which does not fit the proof "

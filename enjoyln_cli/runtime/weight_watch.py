@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import build
-from enjoyln_cli.models.sharding import in_shards, sharded_modules
-from enjoyln_cli.runtime.adapters import added_weights, require_additive_adapter
 from enjoyln_cli.runtime.entries import entries
 from enjoyln_cli.runtime.modules import stock_class
 from enjoyln_cli.runtime.neutral import neutral_parameters, skip_neutral
@@ -37,11 +34,9 @@ from enjoyln_cli.runtime.weight_check import (
     check_centred,
     locate_watched,
     rename,
-    tensor_under,
+    tensor_at,
     with_adapters,
 )
-
-LINEAR = ("Linear", "Conv1D")
 
 
 class KeepCentred(KeepStructure):
@@ -53,101 +48,59 @@ class KeepCentred(KeepStructure):
     """
 
     def __init__(
-        self,
-        watch: WatchList,
-        model: nn.Module,
-        reference: nn.Module | None = None,
+        self, watch: WatchList, model: nn.Module, reference: nn.Module | None = None
     ) -> None:
+        super().__init__(model, reference)
         self.watch = watch
-        self.linear = _centred_linears(reference or model, watch)
-        loose = _uncentred_linears(reference or model, watch)
-        super().__init__(model, loose, reference)
-        self.tensors = tensors_at(model, self._paths(model, neutral_parameters(model)))
-        """The tensors of the last check; copies of the model have their own ones here."""
+        with suppress(RuntimeError):
+            self.snapshot = self._snapshot(model)
 
     def _look(self, entry: Entry, model: nn.Module) -> bool:
-        if any(isinstance(tensor, FakeTensor) for _, _, tensor in self._present()):
+        if any(isinstance(tensor, FakeTensor) for _, _, tensor in self._tensors(model)):
             return self._look_in_export(entry, model)
         trained = entry.fold.trained
-        split = bool(sharded_modules(model))  # then they are checked once after each ``train()``
         try:
-            neutral = neutral_parameters(model)
-            tensors = tensors_at(model, self._paths(model, neutral))
-            snapshot = Snapshot(self.modules(model), tensors=() if split else tensors)
+            snapshot = self._snapshot(model)
         except RuntimeError:  # ``torch.func`` puts tensors without an address in their place
             return False
-        skip_neutral(model, neutral)
         trouble = trouble_with(self.compare, model)
-        if any(tensor.is_inference() for _, _, tensor in tensors):
+        if any(tensor.is_inference() for tensor in snapshot.tensors.values):
             trouble = trouble or (
                 "the weights were made in inference mode, in which torch does not count changes; "
                 "load or copy the model outside of torch.inference_mode()"
             )
         set_trouble(entry, trouble)
-        self.snapshot, self.tensors = snapshot, tensors
-        self.trained = entry.fold.checked = trained
+        self.snapshot, self.trained = snapshot, trained
+        entry.fold.checked = trained
         return True
 
     def compare(self, model: nn.Module) -> None:
         """Raises ``NotCentred`` if the model was edited or a weight is not centred."""
-        adapted = self.adapted(model)
-        for path, (kind, dim) in self.linear.items():
-            with suppress(AttributeError):  # a layer that was removed
-                if path not in adapted:
-                    require_additive_adapter(path, model.get_submodule(path), kind, dim)
-        self.require_structure(model)
-        with in_shards(model):
-            check_centred(model, self.watch)
-
-    def adapted(self, model: nn.Module) -> set[str]:
-        """Paths of the centred linear layers that a LoRA adapter stands around."""
-        paths = set()
-        for path, (kind, _) in self.linear.items():
-            with suppress(AttributeError):  # a layer that was removed
-                if added_weights(model.get_submodule(path), kind) is not None:
-                    paths.add(path)
-        return paths
-
-    def _paths(self, model: nn.Module, neutral: Iterable[str]) -> tuple[str, ...]:
-        """Paths of the tensors whose values are checked, with those that norms skip."""
-        watch = self.watch
-        with suppress(AttributeError):  # a layer that was removed
-            watch = with_adapters(model, watch)
-        return (*watch.tensors, *neutral)
+        super().compare(model)
+        check_centred(model, self.watch)
 
     def _look_in_export(self, entry: Entry, model: nn.Module) -> bool:
-        """Check the tensors in whose places an export has put fake ones, which have no values."""
-        pairs = zip(self._present(), self.tensors, strict=True)
-        if not all(_stands_for(fake, real) for (*_, fake), (*_, real) in pairs):
-            warnings.warn(
-                "computing LayerNorm: the weights cannot be checked in this export, since they are "
-                "not those of the last call; call the model before it is exported",
-                stacklevel=2,
+        """Whether the fake tensors of an export, which have no values, stand for checked ones."""
+        trouble = entry.trouble or trouble_with(super().compare, model)
+        snapshot = self.snapshot
+        if snapshot is None or not snapshot.tensors.unchanged(_stands_for):
+            trouble = trouble or (
+                "weights have changed, and an export has no values to check; call the model once "
+                "before it is exported"
             )
-            return False
-        with self._real_tensors():
-            if self.unchanged(entry):
-                return True
-            looked = self._look(entry, model)
-            self.snapshot = None  # torch takes back what ``skip_neutral`` sets in an export
-            return looked
+        if trouble:
+            warnings.warn(f"computing LayerNorm: {trouble}", stacklevel=2)
+        return not trouble
 
-    def _present(self) -> list[Fact]:
-        """``tensors`` with what stands in their places now."""
-        return [(group, name, group.get(name)) for group, name, _ in self.tensors]
+    def _snapshot(self, model: nn.Module) -> Snapshot:
+        """The model as it is; from now on its norms skip their neutral parameters."""
+        neutral = neutral_parameters(model)
+        snapshot = Snapshot([*model.modules()], tensors=self._tensors(model, neutral))
+        skip_neutral(model, neutral)
+        return snapshot
 
-    @contextmanager
-    def _real_tensors(self) -> Iterator[None]:
-        """Within the block, the tensors of the last check are back in their places."""
-        present = self._present()
-        try:
-            for group, name, tensor in self.tensors:
-                group[name] = tensor
-            with _disable_current_modes():
-                yield
-        finally:
-            for group, name, tensor in present:
-                group[name] = tensor
+    def _tensors(self, model: nn.Module, neutral: Iterable[str] = ()) -> list[Fact]:
+        return tensors_at(model, (*self.watch.tensors, *neutral))
 
 
 def _stands_for(fake: Any, real: torch.Tensor) -> bool:
@@ -174,37 +127,13 @@ def tensors_at(model: nn.Module, paths: Iterable[str]) -> list[Fact]:
     return facts
 
 
-def _centred_linears(model: nn.Module, watch: WatchList) -> dict[str, tuple[type, int]]:
-    """The centred linear layers by path: class, and the dimension of the weight that is centred."""
-    layers = {}
-    for weight in watch.weights:
-        path, _, name = weight.parameter.rpartition(".")
-        kind = type(model.get_submodule(path))
-        if kind.__name__ in LINEAR and name == "weight":
-            layers[path] = kind, weight.axis.dim
-    return layers
-
-
-def _uncentred_linears(model: nn.Module, watch: WatchList) -> list[str]:
-    """Paths of the linear layers that were not centred: their outputs may have any mean."""
-    paths = (*(name.rpartition(".")[0] for name in watch.tensors), *watch.ops)
-    watched = {id(model.get_submodule(path)) for path in paths}
-    return [
-        path
-        for path, module in model.named_modules()
-        if type(module).__name__ in LINEAR
-        and type(module).__module__ in (nn.Linear.__module__, "transformers.pytorch_utils")
-        and id(module) not in watched
-    ]
-
-
 def watch_weights(model: nn.Module, watch: WatchList, reference: nn.Module | None) -> None:
     """Make a model with installed norms check at its calls whether its weights are centred.
 
     ``watch`` has the names of the class that was folded; for ``reference`` see ``KeepStructure``.
     Raises ``NotCentred`` if the model lacks one.
     """
-    watch = locate_watched(model, watch)
+    watch = with_adapters(model, locate_watched(model, watch))
     paths = {id(module): path for path, module in model.named_modules()}
     for module, entry in entries(model):
         inner = reference.get_submodule(paths[id(module)]) if reference is not None else None
@@ -225,11 +154,11 @@ def _part_in(inner: nn.Module, model: nn.Module, watch: WatchList) -> WatchList:
 
     Tensors and modules are matched by identity, since ``inner`` may share them with other parts.
     """
-    tensors = {id(t): name.replace(".base_layer.", ".") for name, t in _named_tensors(inner)}
+    tensors = {id(t): name for name, t in _named_tensors(inner)}
     modules = {id(m): name for name, m in inner.named_modules(remove_duplicate=False)}
     return rename(
         watch,
-        lambda name: tensors.get(id(tensor_under(model, name))),
+        lambda name: tensors.get(id(tensor_at(model, name))),
         lambda path: modules.get(id(model.get_submodule(path))),
     )
 

@@ -69,11 +69,12 @@ def rms_norms_in_an_export(model: Any, name: str, expected: torch.Tensor) -> int
 def test_an_export_has_rms_norms_while_the_weights_are_centred(
     eight: Path, name: str, change: Callable[[Any, Any], None], called: bool
 ) -> None:
-    """Weights that changed are exported as LayerNorm, and as RMSNorm when centred again."""
+    """Weights that changed, or of a copy, are exported as LayerNorm until a call or ``refold``."""
     model, stock = pair(name, eight)
     if called:
-        run(model, name)
         model = copy.deepcopy(model)
+        assert rms_norms_in_an_export(model, name, run(stock, name)) == 0
+        run(model, name)
     folded = len(model.config.enjoyln["rmsnorm"])
     assert rms_norms_in_an_export(model, name, run(stock, name)) == folded
     for one in (model, stock):

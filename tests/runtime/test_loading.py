@@ -575,9 +575,35 @@ def test_a_layer_whose_weight_is_gone_is_refused_before_anything_changes(
 
     model = AutoModelForCausalLM.from_pretrained(outs["phi"])
     model.model.layers[0].mlp.fc2 = Linear(model.model.layers[0].mlp.fc2)
-    with pytest.raises(NotCentred, match=r"fc2: was a torch\.nn\S+ and is now a test_load"):
+    with pytest.raises(NotCentred, match=r"has no '\S+fc2.weight'.*the layer was replaced"):
         optimize(model)
     assert type(model.model.final_layernorm) is nn.LayerNorm
+
+
+@pytest.mark.slow
+def test_weights_that_are_split_over_processes(outs: dict[str, Path]) -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    model, given = from_pretrained(outs["phi"]), inputs("phi")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        fully_shard(model, mesh=mesh)
+        with pytest.warns(
+            UserWarning, match=r"computing LayerNorm: .*was a Phi\w+ and is now a FSDP"
+        ):
+            assert same(model, original("phi"), given)
+        with pytest.raises(UnsupportedModel, match="not for FSDPPhiForCausalLM"):
+            refold(model)
+        split = AutoModelForCausalLM.from_pretrained(outs["phi"])
+        weight = distribute_tensor(split.model.layers[0].mlp.fc2.weight.detach(), mesh)
+        split.model.layers[0].mlp.fc2.weight = nn.Parameter(weight)
+        with pytest.raises(NotCentred, match=r"fc2\.weight: is split over processes"):
+            optimize(split)
+    finally:
+        dist.destroy_process_group()
 
 
 # Inputs that were never centred, or never proven.

@@ -79,7 +79,6 @@ def test_a_folded_model_computes_what_it_did(model_type: str) -> None:
         ("DPRQuestionEncoder", "dpr"),  # its base model has a base model of its own
         ("ModernBertModel", "modernbert"),  # its first block has an ``nn.Identity`` for a norm
         ("DINOv3ViTModel", "dinov3_vit"),  # its base model is given hidden states
-        ("BigBirdModel", "big_bird"),  # exchanges its attention by the length of the input
     ],
 )
 def test_a_result_of_an_unusual_stock_class_loads_and_runs_rms_norm(
