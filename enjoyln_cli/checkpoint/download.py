@@ -35,7 +35,9 @@ def snapshot(
     """
     from huggingface_hub import errors, hf_hub_download, snapshot_download
 
-    fetch, problem = access_keywords(access), "is not in the cache"
+    why = why_unreachable()
+    fetch = {**access_keywords(access), "local_files_only": bool(why)}
+    problem = "is not in the cache"
     try:
         path = Path(hf_hub_download(model, CONFIG, revision=revision, **fetch)).parent
         if b'"auto_map"' in (path / CONFIG).read_bytes():
@@ -43,7 +45,7 @@ def snapshot(
         if not weights:
             return path
         problem = "is in the cache without its weights"
-        names = _names(model, path, access)
+        names = _names(model, path, access, is_reachable=not why)
         first = weights_among(names, model)
         shards: tuple[str, ...] = ()
         if first.endswith(".json"):
@@ -57,42 +59,65 @@ def snapshot(
         raise
     except errors.LocalEntryNotFoundError as error:
         if isinstance(answer := error.__cause__, errors.HfHubHTTPError):
-            raise _hub_error(answer, model, revision) from answer
-        raise _not_cached(model, problem, error) from error
+            raise _hub_error(answer, model, revision, access) from answer
+        cause = error.__cause__ or error
+        raise _not_cached(model, problem, why or _no_answer(cause), access) from error
     except Exception as error:  # by huggingface_hub, its HTTP library, or the cache's disk
-        raise _hub_error(error, model, revision) from error
+        raise _hub_error(error, model, revision, access) from error
 
 
-def _names(model: str, path: Path, access: HubAccess) -> list[str]:
+def why_unreachable() -> str:
+    """Why the Hub cannot be reached, found by one request; empty if it answers.
+
+    ``huggingface_hub`` itself would ask six times, which takes half a minute.
+    """
+    from huggingface_hub import constants, errors
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except errors.HTTPError as error:
+        return _no_answer(error)
+    return ""
+
+
+def _no_answer(error: BaseException) -> str:
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {first_line(error)})"
+
+
+def _names(model: str, path: Path, access: HubAccess, *, is_reachable: bool) -> list[str]:
     """The files of a commit; those in its cache directory ``path`` if the Hub cannot be reached."""
     from huggingface_hub import HfApi, errors
 
-    try:
+    if is_reachable:
         return HfApi(token=access.token).list_repo_files(model, revision=path.name)
-    except errors.HfHubHTTPError:
-        raise
-    except (errors.HTTPError, errors.OfflineModeIsEnabled) as error:
-        names = [entry.name for entry in path.iterdir()]
-        if not set(names) & set(WEIGHTS):
-            raise errors.LocalEntryNotFoundError("no weights") from error
-        return names
+    names = [entry.name for entry in path.iterdir()]
+    if not set(names) & set(WEIGHTS):
+        raise errors.LocalEntryNotFoundError("no weights")
+    return names
 
 
-def _not_cached(model: str, problem: str, error: Exception) -> ModelNotFound:
+def cached_models(access: HubAccess) -> list[str]:
+    """The Hub ids of the models in the cache."""
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE:
-        why = "HF_HUB_OFFLINE is set"
-    else:
-        cause = error.__cause__ or error
-        first = first_line(cause)
-        why = f"{constants.ENDPOINT} cannot be reached ({type(cause).__name__}: {first})"
-    return ModelNotFound(
-        f"{model} {problem}, and {why}; no directory has this name either: check it, or go online"
-    )
+    folder = Path(access.cache_dir or constants.HF_HUB_CACHE)
+    names = (path.name.split("--") for path in folder.glob("models--*"))
+    return ["/".join(parts) for _, *parts in names]
 
 
-def _hub_error(error: Exception, model: str, revision: str | None) -> EnjoyLNError:
+def _not_cached(model: str, problem: str, why: str, access: HubAccess) -> ModelNotFound:
+    hint = similar(model, cached_models(access)) or ": check it, or go online"
+    return ModelNotFound(f"{model} {problem}, and {why}; no directory has this name either{hint}")
+
+
+def _hub_error(
+    error: Exception, model: str, revision: str | None, access: HubAccess
+) -> EnjoyLNError:
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{model}"
@@ -111,7 +136,8 @@ def _hub_error(error: Exception, model: str, revision: str | None) -> EnjoyLNErr
         case errors.RepositoryNotFoundError():
             return ModelNotFound(
                 f"there is no directory {model} and no such model on the Hub; for a "
-                f"private model run `hf auth login` or pass --token{similar(model)}"
+                f"private model run `hf auth login` or pass --token"
+                f"{similar(model, cached_models(access))}"
             )
         case errors.HfHubHTTPError() if status in (401, 403):
             return ModelNotFound(

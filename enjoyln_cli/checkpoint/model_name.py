@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from enjoyln_cli.checkpoint.foreign_formats import foreign_format
@@ -32,12 +33,19 @@ def local_folder(model: str) -> Path | None:
     return None
 
 
-def similar(path: str) -> str:
-    """A hint to add to an error, if directories with similar names exist; otherwise empty."""
+def similar(path: str, others: Iterable[str] = ()) -> str:
+    """A hint to add to an error: directories with similar names, and similar names of ``others``.
+
+    It is empty if there are none.
+    """
     parent, name = os.path.split(path.rstrip("/"))
     try:
         names = [entry.name for entry in os.scandir(parent or ".") if entry.is_dir()]
     except (OSError, ValueError):
-        return ""
-    close = difflib.get_close_matches(name, names, n=2, cutoff=0.75)
-    return f"; did you mean {' or '.join(os.path.join(parent, c) for c in close)}?" if close else ""
+        names = []
+    near = [os.path.join(parent, close) for close in _near(name, names)] + _near(path, others)
+    return f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
+
+
+def _near(name: str, names: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name, list(names), n=2, cutoff=0.75)

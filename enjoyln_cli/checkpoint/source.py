@@ -77,7 +77,7 @@ def open_source(
         folder = transformer_folder(local)
         require_small_config(local / folder)
         return Source(model, local / folder, None, folder)
-    from enjoyln_cli.checkpoint.download import snapshot  # imports torch
+    from enjoyln_cli.checkpoint.download import snapshot  # imports huggingface_hub
 
     require_token(access)
     path = snapshot(model, revision, access, weights=weights)

@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from enjoyln_cli.checkpoint import config
+from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
+    look_up,
     read_data,
     require_choice,
+    require_convertible,
     require_folded,
     require_model,
     require_new_folder,
     require_one_source,
-    require_original,
     with_origin,
 )
 from enjoyln_cli.cli.group import show_transfers
@@ -221,13 +224,15 @@ def _convert(
         raise click.UsageError(f"{option} needs the check; drop --no-verify.")
     if options["seconds"] is None:
         del options["seconds"]
-    require_original(model)
+    require_model(model, require_convertible)
     own = read_data(data, options["samples"])
     if out:
         require_new_folder(out, model, force=options["force"], resume=options["resume"])
     from enjoyln_cli.cli.progress import watch_job
 
     with watch_job(not chatty, f"opening {with_origin(model)}") as watch:
+        where = options["opening"]
+        look_up(model, require_convertible, where["revision"], access=where["access"])
         from enjoyln_cli.conversion.fold import prepare, write
         from enjoyln_cli.conversion.results import fold_json
         from enjoyln_cli.report.model_report import ModelReport
@@ -330,6 +335,8 @@ def export(out: Path, file: Path, quiet: bool, as_json: bool, **options: Any) ->
     require_export(file, **{key: options[key] for key in ("force", "verify", "with_cache")})
     require_folded(out)
     with watch_job(quiet or as_json, f"opening {with_origin(out)}") as watch:
+        access = HubAccess(token=options["token"], cache_dir=options["cache_dir"])
+        look_up(out, config.require_folded, options["revision"], access=access)
         from enjoyln_cli import export as write_onnx
         from enjoyln_cli.cli.console import write_export, write_json  # takes seconds
 

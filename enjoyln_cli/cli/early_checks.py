@@ -5,36 +5,70 @@ The library checks them again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from enjoyln_cli.checkpoint import config
+from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.comparison.data_files import UserData, read_user_data, require_readable
-from enjoyln_cli.errors import OutputError, UnsupportedModel
+from enjoyln_cli.errors import ModelNotFound, OutputError, UnsupportedModel
 from enjoyln_cli.fs.staging import check_place, learning_state
 
-
-def require_model(name: str | Path | None) -> None:
-    """Refuse a name that is neither a directory with a config nor of the form of a Hub id."""
-    if name is not None and local_folder(str(name)) is not None:
-        config.raw_config(open_source(str(name)))
+Check = Callable[[Mapping[str, Any], str], None]
+"""Refuses a model by its config and its name."""
 
 
-def require_original(model: str) -> None:
-    """Refuse a directory without a config, of a quantised model, or that was converted already.
+def require_model(name: str | Path | None, check: Check | None = None) -> None:
+    """Refuse a directory without a config, and what is no Hub id either; ``check`` the config.
 
-    A Hub id is left to the library.
+    A Hub id is left to ``look_up``.
     """
-    if local_folder(model) is not None:
-        raw = config.raw_config(open_source(model))
-        config.require_unquantised(raw, model)
-        config.require_unfolded(raw, model)
+    if name is not None and local_folder(str(name)) is not None:
+        raw = config.raw_config(open_source(str(name)))
+        if check is not None:
+            check(raw, str(name))
+
+
+def require_convertible(raw: Mapping[str, Any], model: str) -> None:
+    """Refuse the config of a model that is quantised, or was converted already."""
+    config.require_unquantised(raw, model)
+    config.require_unfolded(raw, model)
+
+
+def look_up(
+    model: str | Path,
+    check: Check | None = None,
+    revision: str | None = None,
+    *,
+    access: HubAccess,
+) -> None:
+    """Fetch the config of a Hub id and ``check`` it; a directory has been checked already.
+
+    Call this after the first line is printed, which says that the Hub is asked.
+    """
+    name = str(model)
+    if local_folder(name) is None:
+        raw = config.raw_config(open_source(name, revision=revision, access=access))
+        if check is not None:
+            check(raw, name)
+
+
+def require_source_of(out: Path, access: HubAccess) -> None:
+    """Refuse a converted directory whose original is not where its config says."""
+    folder = local_folder(str(out))
+    entry = config.raw_config(open_source(str(out))).get("enjoyln") if folder else None
+    if not isinstance(entry, dict) or not isinstance(entry.get("source"), str):
+        return  # the library says what is wrong
+    try:
+        look_up(entry["source"], revision=entry.get("revision"), access=access)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{error}; name the original with --against") from error
 
 
 def with_origin(model: str | Path) -> str:

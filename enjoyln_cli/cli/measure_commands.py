@@ -7,15 +7,18 @@ from typing import Any
 
 import click
 
+from enjoyln_cli.checkpoint import config
 from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, require_float
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
+    look_up,
     read_data,
     require_folded,
     require_model,
     require_new_folder,
     require_one_source,
+    require_source_of,
     with_origin,
 )
 from enjoyln_cli.cli.group import complain
@@ -90,6 +93,10 @@ def verify(out: Path, data: Options, quiet: bool, as_json: bool, **options: Any)
         require_folded(out)
     own = read_data(data, options["samples"])
     with watch_job(quiet or as_json, f"verifying {with_origin(out)}") as watch:
+        access = HubAccess(token=options["token"], cache_dir=options["cache_dir"])
+        look_up(out, config.require_folded, access=access)
+        if options["against"] is None and not is_quantised:
+            require_source_of(out, access)
         if is_quantised:
             result: Any = _verify_quantised(out, own, watch.seconds, options)
         else:
@@ -196,11 +203,12 @@ def quantize(
 
     require_one_source(data, is_needed=True)
     require_float(model)
-    require_model(model)
+    require_model(model, config.require_unquantised)
     require_new_folder(out, model, force=options["force"])
     require_scheme(scheme, form)
     own = read_data(data)
     with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:
+        look_up(model, config.require_unquantised, opening["revision"], access=opening["access"])
         from enjoyln_cli.cli.console import say, write_json, write_quantised
         from enjoyln_cli.conversion.inspect import Opening
         from enjoyln_cli.quantisation.quantize import quantize as run  # takes seconds

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import click
 
 from enjoyln_cli.cli import help
-from enjoyln_cli.cli.early_checks import require_original, with_origin
+from enjoyln_cli.cli.early_checks import look_up, require_convertible, require_model, with_origin
 from enjoyln_cli.cli.group import complain
 from enjoyln_cli.cli.options import (
     NEW_FILE,
@@ -91,11 +91,13 @@ def report(
     names = models or types
     first = names[0]
     if len(models) == 1:
-        require_original(models[0])
-        first = with_origin(first)
+        require_model(first, require_convertible)
     from enjoyln_cli.cli.progress import watch_job
 
-    with watch_job(as_json or bool(mappings), f"analysing {first}") as watch:
+    named = with_origin(first) if len(models) == 1 else first
+    with watch_job(as_json or bool(mappings), f"analysing {named}") as watch:
+        if len(models) == 1:
+            look_up(first, require_convertible, opening["revision"], access=opening["access"])
         from enjoyln_cli.cli.console import say, write_json, write_reports, write_tree
         from enjoyln_cli.conversion.inspect import mappings_text  # takes seconds
         from enjoyln_cli.recipe.write import recipe_text

@@ -162,7 +162,6 @@ def test_offline(server: Hub, online: HubAccess, cache: Path) -> None:
     assert "other/model is not in the cache, and HF_HUB_OFFLINE is set" in unknown
 
 
-@pytest.mark.slow
 def test_nobody_answers(online: HubAccess, cache: Path, commit: str) -> None:
     open_source("good/model", access=online)
     with nobody() as closed, connected(closed, cache):
@@ -171,22 +170,24 @@ def test_nobody_answers(online: HubAccess, cache: Path, commit: str) -> None:
     assert f"not in the cache, and {closed} cannot be reached" in unknown
 
 
-@pytest.mark.slow
-def test_a_directory_is_suggested_where_the_hub_has_no_such_model(
+def test_what_is_there_is_suggested_for_a_wrong_name(
     online: HubAccess, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the Hub cannot be reached, there is no suggestion: the name may be right."""
+    """Directories and models in the cache, whether the Hub answers or not."""
     for name in ("missing/models", "other/vit"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    for name in ("missing/model", "missing/modles"):
+    open_source("good/model", access=online)
+    for name, near in (("missing/model", "missing/models"), ("god/model", "good/model")):
         message = refusal(ModelNotFound, name, access=online)
-        assert "no such model" in message and "; did you mean missing/models?" in message
+        assert "no such model" in message and f"; did you mean {near}" in message
     message = refusal(ModelNotFound, "other/bit", access=online)
     assert "no such model" in message and "did you mean" not in message
     with nobody() as closed, connected(closed, cache):
-        message = refusal(ModelNotFound, "missing/model", access=online)
-    assert "cannot be reached" in message and "did you mean" not in message
+        message = refusal(ModelNotFound, "god/model", access=online)
+        unlike = refusal(ModelNotFound, "other/bit", access=online)
+    assert "cannot be reached" in message and message.endswith("; did you mean good/model?")
+    assert "did you mean" not in unlike and "go online" in unlike
 
 
 def test_a_directory_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 from commands import GPT2
+from hub_server import nobody
 
 from enjoyln_cli.cli.main import main
 
@@ -21,7 +23,7 @@ class Stream:
 
     def write(self, text):
         text = text.decode() if isinstance(text, bytes) else text
-        if text.strip():
+        if text.strip() and (is_refused <= text.startswith("error: ")):
             slow = sorted({"torch", "transformers", "numpy", "onnx"} & {*sys.modules})
             os.write(1, json.dumps([slow, text]).encode() + b"\\n")
             os._exit(0)
@@ -32,7 +34,7 @@ class Stream:
     def isatty(self):
         return False
 
-for arguments in json.load(sys.stdin):
+for arguments, is_refused in json.load(sys.stdin):
     child = os.fork()
     if not child:
         sys.stdout = sys.stderr = Stream()
@@ -40,7 +42,10 @@ for arguments in json.load(sys.stdin):
         os._exit(1)
     os.waitpid(child, 0)
 """
-"""Runs each command up to the first text that it writes; prints which slow modules are there."""
+"""Runs each command up to the first text that it writes, or with ``is_refused`` to its error.
+
+Prints which slow modules are there.
+"""
 
 
 STARTS = {
@@ -136,6 +141,18 @@ HUB = [
     (["fold", "gpt2", "-o", "new"], "opening gpt2 from the Hub, since no directory has this name"),
     (["report", "gpt2"], "analysing gpt2 from the Hub, since"),
 ]
+NO_HUB = [
+    ["report", "me/model"],
+    ["fold", "me/model", "-o", "new"],
+    ["rotate", "me/model", "-o", "new"],
+    ["quantize", "me/model", "-o", "new", "--text", "folded/config.json"],
+    ["verify", "me/model"],
+    ["verify", "moved"],
+    ["verify", "lost"],
+    ["export", "me/model", "-o", "new.onnx"],
+]
+NAMES = {"moved": "me/model", "lost": "/no/such/model"}
+"""Results to the sources in their configs."""
 CASES = [
     *(([name, *words], text) for name, (words, text) in STARTS.items()),
     *OPTIONS,
@@ -158,21 +175,28 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "listed/config.json": "[]",
         "pipeline/modules.json": '[{"path": "0_Transformer"}]',
         "pipeline/0_Transformer/config.json": '{"enjoyln": null}',
+        **{
+            f"{name}/config.json": json.dumps({"enjoyln": {"source": source}})
+            for name, source in NAMES.items()
+        },
         "quantised/enjoyln_quantisation.json": "{}",
     }.items():
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text(content, encoding="latin-1")
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_WRITES],
-        input=json.dumps([words for words, _ in CASES]),
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=here,
-    )
+    with nobody() as closed:
+        done = subprocess.run(
+            [sys.executable, "-c", FIRST_WRITES],
+            input=json.dumps([*([w, False] for w, _ in CASES), *([w, True] for w in NO_HUB)]),
+            env={**os.environ, "HF_ENDPOINT": closed, "HF_HOME": str(here / "home")},
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=here,
+        )
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == len(CASES), done.stderr
-    return {"here": here} | {str(words): one for (words, _), one in zip(CASES, found, strict=True)}
+    run = [*(words for words, _ in CASES), *NO_HUB]
+    assert len(found) == len(run), done.stderr
+    return {"here": here} | {str(words): one for words, one in zip(run, found, strict=True)}
 
 
 def test_every_command_is_started() -> None:
@@ -189,6 +213,17 @@ def test_a_command_says_at_once_what_it_does_or_what_is_wrong(
     by_reader = {"numpy"} if "--audio" in arguments else set()  # soundfile imports it
     assert by_reader.issuperset(modules)
     assert first.strip().startswith(text.format(here=said["here"]))
+
+
+@pytest.mark.parametrize("words", NO_HUB, ids=" ".join)
+def test_a_hub_without_an_answer_is_noticed_early(words: list[str], said: dict[str, Any]) -> None:
+    modules, error = said[str(words)]
+    assert modules == []
+    if words[1] == "lost":
+        assert "there is no directory '/no/such/model'" in error
+    else:
+        assert "me/model is not in the cache, and http://127.0.0.1" in error
+    assert ("--against" in error) is (words[1] in NAMES)
 
 
 @pytest.mark.parametrize(
