@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -27,6 +28,21 @@ def listed_briefly(names: Sequence[str], most: int = 3) -> str:
     """``a, b, c and 4 more``: up to ``most`` names, and how many are left out."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def why_no_text(path: str) -> str:
+    """Why a path cannot be stored as text, as configs do and libraries need; empty if it can.
+
+    Python reads bytes that the encoding of file names lacks as lone surrogates.
+    """
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        encoding = sys.getfilesystemencoding()
+        if encoding == "utf-8":
+            return "is not UTF-8, and libraries that read checkpoints open no such path; rename it"
+        return f"has characters that {encoding}, the encoding here, lacks; set PYTHONUTF8=1"
+    return ""
 
 
 def first_line(error: object) -> str:

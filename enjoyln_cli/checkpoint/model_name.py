@@ -10,6 +10,7 @@ from pathlib import Path
 
 from enjoyln_cli.checkpoint.foreign_formats import foreign_format
 from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
+from enjoyln_cli.text import why_no_text
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 
@@ -17,10 +18,12 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 def local_folder(model: str) -> Path | None:
     """The directory that ``model`` names; ``None`` if it has the form of a Hub id.
 
-    Raises ``ModelNotFound`` for a file, and for what is neither a directory nor a Hub id;
-    ``UnsupportedModel`` for a file of a format of other programs.
+    Raises ``ModelNotFound`` for a file, for what is neither a directory nor a Hub id, and for a
+    path that cannot be stored as text; ``UnsupportedModel`` for a file of another format.
     """
     local = os.path.expanduser(model)
+    if model and os.path.exists(local) and (why := why_no_text(os.path.abspath(local))):
+        raise ModelNotFound(f"{os.path.abspath(local)} {why}")
     if model and os.path.isdir(local):
         return Path(local)
     if model and os.path.exists(local):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -230,7 +232,8 @@ def _convert(
         require_new_folder(out, model, force=options["force"], resume=options["resume"])
     from enjoyln_cli.cli.progress import watch_job
 
-    with watch_job(not chatty, f"opening {with_origin(model)}") as watch:
+    job = watch_job(not chatty, f"opening {with_origin(model)}")
+    with naming_learned_steps(out), job as watch:
         where = options["opening"]
         look_up(model, require_convertible, where["revision"], access=where["access"])
         from enjoyln_cli.conversion.fold import prepare, write
@@ -264,6 +267,20 @@ def _convert(
         write_json(printed)
     elif not quiet:
         write_fold(report, printed)
+
+
+@contextmanager
+def naming_learned_steps(out: Path | None) -> Iterator[None]:
+    """If the block is interrupted, say where the steps of ``--learn`` that are done are kept."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if out is None or not learning_state(out).exists():
+            raise
+        kept = (
+            f"finished steps of --learn are kept in {learning_state(out)}; continue with --resume"
+        )
+        raise KeyboardInterrupt("; ".join(filter(None, [str(error), kept]))) from error
 
 
 def _choose(

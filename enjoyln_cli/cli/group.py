@@ -1,7 +1,7 @@
 """The group of commands: how an error is printed, and the exit status.
 
 Every refusal is one line on standard error and exit status 1. The exit status is 2 for a usage
-error and 130 after Ctrl-C.
+error, 130 after Ctrl-C, and 143 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -61,6 +63,22 @@ def drop_unread() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+received: list[int] = []
+"""The signals of ``end_on_signals`` that have come."""
+
+
+def end_on_signals() -> None:
+    """Let SIGTERM and SIGHUP end a command as Ctrl-C does, unless they are ignored (``nohup``)."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    received.append(number)
+    raise KeyboardInterrupt
+
+
 class Commands(click.Group):
     """A group that turns every refusal into one line and an exit status."""
 
@@ -88,8 +106,10 @@ class Commands(click.Group):
         try:
             return self._run(ctx)
         except KeyboardInterrupt as error:
-            complain(f"interrupted; {str(error) or 'nothing half-written was left behind'}")
-            ctx.exit(130)
+            number = received[0] if received else signal.SIGINT
+            how = f"ended by {signal.Signals(number).name}" if received else "interrupted"
+            complain(f"{how}; {str(error) or 'nothing half-written was left behind'}")
+            ctx.exit(128 + number)
         except (click.exceptions.Exit, click.Abort, click.ClickException):
             raise
         except Exception as error:

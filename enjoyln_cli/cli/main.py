@@ -13,7 +13,7 @@ import click
 from click.shell_completion import BashComplete, FishComplete, ZshComplete
 
 from enjoyln_cli.cli.convert_commands import export, fold, rotate
-from enjoyln_cli.cli.group import Commands
+from enjoyln_cli.cli.group import Commands, end_on_signals
 from enjoyln_cli.cli.measure_commands import quantize, verify
 from enjoyln_cli.cli.options import json_option
 from enjoyln_cli.cli.push_command import push
@@ -73,6 +73,7 @@ def run() -> None:
 
     Python itself would look for garbage in all of torch before it ends, which takes a second.
     """
+    end_on_signals()
     try:
         main(prog_name="enjoyln")
     except SystemExit as ending:

@@ -202,6 +202,8 @@ def quantize(
     from enjoyln_cli.cli.progress import watch_job
 
     require_one_source(data, is_needed=True)
+    if whole := next((pattern for pattern in keep if set(pattern) == {"*"}), None):
+        raise click.UsageError(f"--keep {whole!r} leaves no layer to quantise; name some layers.")
     require_float(model)
     require_model(model, config.require_unquantised)
     require_new_folder(out, model, force=options["force"])

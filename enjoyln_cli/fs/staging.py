@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from enjoyln_cli.errors import EnjoyLNError, ModelNotFound, OutputError
+from enjoyln_cli.text import why_no_text
 
 RESULT = "result"
 FINISHED = "finished"
@@ -68,7 +69,10 @@ def absolute_path(out: Path) -> Path:
     """``out`` as an absolute path. Raises ``OutputError`` for a name that no file can have."""
     if "\0" in str(out):
         raise OutputError(f"{str(out)!r} contains a NUL character; choose another name")
-    return Path(os.path.abspath(out.expanduser()))
+    absolute = os.path.abspath(out.expanduser())
+    if why := why_no_text(absolute):
+        raise OutputError(f"{absolute} {why}")
+    return Path(absolute)
 
 
 @contextmanager

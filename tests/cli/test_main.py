@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ from commands import CHECKPOINTS, GPT2, enjoyln, good, refused, running
 from tiny_models import BERT as BERT_SIZES
 
 import enjoyln_cli
+from enjoyln_cli.cli.convert_commands import naming_learned_steps
 from enjoyln_cli.cli.group import explain
 from enjoyln_cli.errors import EnjoyLNError
+from enjoyln_cli.fs.staging import learning_state
 
 BERT = str(CHECKPOINTS / "bert")
 
@@ -68,6 +71,7 @@ def test_version() -> None:
         (["verify", "x", "--max-memory", "1" + "0" * 300 + "TB"], "5GB"),
         (["fold", GPT2, "-o", "x", "--jobs", "0"], "--jobs"),
         (["fold", GPT2], "--out"),
+        (["quantize", GPT2, "-o", "x", "--text", __file__, "--keep", "a,*"], "no layer to quant"),
         (["report"], "MODEL"),
         (["report", GPT2, "--model-type", "gpt2"], "--model-type"),
         (["report", GPT2, BERT, "--why", "x"], "--why"),
@@ -303,17 +307,55 @@ def test_debugging_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")],
+)
+def test_a_signal_is_one_line_and_leaves_nothing(
+    number: signal.Signals, said: str, tmp_path: Path
+) -> None:
     process = running("fold", GPT2, "-o", tmp_path / "out")
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("finding"):
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             break
     _, rest = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert rest == "error: interrupted; nothing half-written was left behind\n"
+    assert process.returncode == 128 + number
+    assert rest == f"error: {said}; nothing half-written was left behind\n"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("before", ["", "1 finished file kept in .out.partial"])
+def test_an_interrupt_names_the_steps_that_were_learned(before: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for is_begun in (False, True):
+        if is_begun:
+            learning_state(out).touch()
+        with pytest.raises(KeyboardInterrupt) as interrupt, naming_learned_steps(out):
+            raise KeyboardInterrupt(*[before] * bool(before))
+        told = str(interrupt.value)
+        assert told.startswith(before)
+        assert (str(learning_state(out)) in told and "--resume" in told) is is_begun
+
+
+def test_a_path_that_is_no_text_is_refused_at_both_ends(tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"odd\xff")
+    told = refused("fold", GPT2, "-o", odd)
+    assert "is not UTF-8" in told and "rename" in told
+    odd.mkdir()
+    assert "is not UTF-8" in refused("report", odd)
+    assert "is not UTF-8" in refused("fold", GPT2, "-o", odd / "out")
+    good("fold", GPT2, "-o", tmp_path / "é", "--dry-run")
+
+
+def test_a_locale_that_lacks_characters_is_named(tmp_path: Path) -> None:
+    shutil.copytree(GPT2, tmp_path / "é")
+    ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    process = running("fold", tmp_path / "é", "-o", tmp_path / "out", environment=ascii_only)
+    told = process.communicate()[1]
+    assert process.returncode == 1
+    assert "ascii, the encoding here, lacks; set PYTHONUTF8=1" in told
 
 
 @pytest.fixture
