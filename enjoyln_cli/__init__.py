@@ -3,7 +3,7 @@
     analyze(model)     which LayerNorms can go, and why the others stay
     fold(model, out)   write the converted checkpoint
     verify(out)        measure that it computes the original function
-    export(out, file)  write it as an ONNX file
+    export(out, dir)   write it as ONNX
     push(out, "me/x")  upload it to the Hub
     quantize(model, out, data)   quantise it, rotated if that is better on the data
     load_recipe(file)  read what was done, or what to do

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+"""What a terminal takes for a colour."""
 MAX_QUOTED_CHARS = 300
 """A message quotes at most this many characters of another library's error."""
 
@@ -46,8 +49,8 @@ def why_no_text(path: str) -> str:
 
 
 def first_line(error: object) -> str:
-    """The first line of an error or of a text, cut to ``MAX_QUOTED_CHARS``."""
-    return str(error).strip().split("\n")[0][:MAX_QUOTED_CHARS]
+    """The first line of an error or of a text without colours, cut to ``MAX_QUOTED_CHARS``."""
+    return COLOURS.sub("", str(error)).strip().split("\n")[0][:MAX_QUOTED_CHARS]
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:

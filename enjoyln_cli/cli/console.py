@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from enjoyln_cli.report.verification_table import (
 from enjoyln_cli.text import counted, number, size
 
 if TYPE_CHECKING:
-    from enjoyln_cli.onnx_export.export import Exported
+    from enjoyln_cli.onnx_export.export import Exported, ProgramSummary
     from enjoyln_cli.plan.plan import Plan
     from enjoyln_cli.proof.explain import Tree
     from enjoyln_cli.publish.push import Upload
@@ -193,36 +194,42 @@ def _say_before_quantising(dtype: str, is_measured: bool) -> None:
 
 
 def write_export(result: Exported) -> None:
-    """Print what the ONNX file computes, how its norms are written, and how it was verified."""
-    from enjoyln_cli.onnx_export.cached_generation import is_cache
-
+    """Print what the ONNX programs compute, how norms are written, and how they were verified."""
+    nodes = sum((Counter(program.nodes) for program in result.programs.values()), Counter())
     norms = ", ".join(
-        f"{result.nodes[kind]} {kind}"
+        f"{nodes[kind]} {kind}"
         for kind in ("RMSNormalization", "LayerNormalization")
-        if kind in result.nodes
+        if kind in nodes
     )
     ops = f", {counted(result.centrings, 'added mean subtraction')}" if result.centrings else ""
     say(
         f"exported {result.model_class} ({result.dtype}, opset {result.opset}): {norms}{ops}",
         "green",
     )
-    shapes = ", ".join(
-        f"{name} [{', '.join(map(str, axes))}]"
-        for name, axes in result.inputs.items()
-        if not is_cache(name)
-    )
-    cached = sum(map(is_cache, result.outputs))
-    cache = f" and a cache of {counted(cached, 'tensor')}" if cached else ""
-    names = ", ".join(name for name in result.outputs if not is_cache(name))
-    say(f"  from {shapes} to {names}{cache}")
+    for name, program in result.programs.items():
+        _write_program(name, program)
     if result.biased:
         say(f"  {result.biased} RMSNorms add a bias in a second node; fold with --merge bias")
-    beside = f" and {result.data_file}" if result.data_file else ""
-    say(f"wrote {size(result.bytes_written)} to {result.file}{beside} in {result.seconds:.1f} s")
+    say(f"wrote {size(result.bytes_written)} to {result.folder}/onnx in {result.seconds:.1f} s")
     for check in result.checks:
         say(f"verified in {check.runtime}: {check.summary}")
     if not result.checks:
         say("not verified (--no-verify)")
+
+
+def _write_program(name: str, program: ProgramSummary) -> None:
+    """Print what one program takes and returns."""
+    from enjoyln_cli.onnx_export.cached_run import is_cached
+
+    shapes = ", ".join(
+        f"{name} [{', '.join(map(str, axes))}]"
+        for name, axes in program.inputs.items()
+        if not is_cached(name)
+    )
+    cached = sum(map(is_cached, program.outputs))
+    cache = f" and a cache of {counted(cached, 'tensor')}" if cached else ""
+    outputs = ", ".join(name for name in program.outputs if not is_cached(name))
+    say(f"  {name}: from {shapes} to {outputs}{cache}")
 
 
 def write_quantised(result: Quantised) -> None:

@@ -314,13 +314,12 @@ def _choose(
 @click.option(
     "-o",
     "--out",
-    "file",
-    type=click.Path(path_type=Path),
+    "folder",
+    type=FOLDER,
     required=True,
-    metavar="FILE",
-    help="New ONNX file (with --with-cache: new directory).",
+    metavar="DIR",
+    help="New directory.",
 )
-@click.option("--with-cache", is_flag=True, help="Export a model that generates with its cache.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "float16"]),
@@ -332,15 +331,22 @@ def _choose(
 @against_option
 @max_ratio_option
 @no_verify_option
-@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@click.option(
+    "--opset",
+    type=click.IntRange(18, 23),
+    metavar="N",
+    help="Version of the operators, 18 to 23; below 23 with LayerNormalization.",
+)
+@click.option("--force", is_flag=True, help="Replace DIR if it exists.")
 @quiet_option
 @json_option
 @hub_options
-def export(out: Path, file: Path, quiet: bool, as_json: bool, **options: Any) -> None:
-    """Write the converted checkpoint OUT as an ONNX file and verify it.
+def export(out: Path, folder: Path, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Write the converted checkpoint OUT as ONNX for transformers.js and optimum, and verify it.
 
-    Each folded norm becomes one RMSNormalization (opset 23). The batch and the sequence have any
-    size. Needs the packages onnx and onnxscript, and onnxruntime to verify.
+    DIR/onnx has model.onnx, or an encoder_model.onnx and a decoder_model_merged.onnx. Each folded
+    norm becomes one RMSNormalization (opset 23). A model that generates has a cache. Needs the
+    packages onnx and onnxscript, and onnxruntime to verify.
     """
     if not options["verify"] and (options["against"] or options["max_ratio"]):
         option = "--against" if options["against"] else "--max-ratio"
@@ -349,7 +355,7 @@ def export(out: Path, file: Path, quiet: bool, as_json: bool, **options: Any) ->
     from enjoyln_cli.onnx_export.requirements import require_export
 
     require_model(options["against"])
-    require_export(file, **{key: options[key] for key in ("force", "verify", "with_cache")})
+    require_export(folder, force=options["force"], verify=options["verify"])
     require_folded(out)
     with watch_job(quiet or as_json, f"opening {with_origin(out)}") as watch:
         access = HubAccess(token=options["token"], cache_dir=options["cache_dir"])
@@ -357,7 +363,7 @@ def export(out: Path, file: Path, quiet: bool, as_json: bool, **options: Any) ->
         from enjoyln_cli import export as write_onnx
         from enjoyln_cli.cli.console import write_export, write_json  # takes seconds
 
-        exported = write_onnx(out, file, on_event=watch.event, **options)
+        exported = write_onnx(out, folder, on_event=watch.event, **options)
     if as_json:
         write_json(exported.to_json())
     elif not quiet:

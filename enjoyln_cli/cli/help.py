@@ -74,8 +74,8 @@ EXAMPLES = {
         "enjoyln verify gpt2-rms --against gpt2 --json",
     ),
     "export": (
-        "enjoyln export gpt2-rms -o gpt2.onnx",
-        "enjoyln export gpt2-rms -o gpt2.onnx --dtype float16 --force",
+        "enjoyln export gpt2-rms -o gpt2-onnx",
+        "enjoyln export gpt2-rms -o gpt2-onnx --dtype float16 --force",
     ),
     "push": ("enjoyln push gpt2-rms me/gpt2-rms --dry-run", "enjoyln push gpt2-rms me/gpt2-rms"),
     "env": ("enjoyln env",),

@@ -2,9 +2,9 @@
 
 The inputs are those that the model needs, with an attention mask and token types if it takes them.
 The outputs are the floating tensors that it returns by default, without the cache. An axis is
-dynamic if its size follows the number of rows (``batch``) or of tokens (``sequence``, and
-``decoder_sequence`` for a decoder's inputs). Other sizes, such as those of an image, are fixed by
-the config.
+dynamic if its size follows the number of rows (``batch_size``) or of tokens (``sequence_length``,
+and ``decoder_sequence_length`` for a decoder's inputs). Other sizes, such as those of an image, are
+fixed by the config.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ OTHER_ROWS, OTHER_TOKENS = 3, 11
 """Sizes of other calls, which show the dynamic axes."""
 SHORTER = 2
 """Number of tokens that a decoder gets less, so that its length is not taken for the encoder's."""
-MASK = "attention_mask"
-DECODER = "decoder_"
+IDS, MASK, DECODER = "input_ids", "attention_mask", "decoder_"
+BATCH, LENGTH = "batch_size", "sequence_length"
+"""Names of dynamic axes. Clients know them (transformers.js, optimum)."""
 
 Axes = dict[str, dict[int, str]]
 """For each input, the names of its dynamic axes by their numbers."""
@@ -45,12 +46,32 @@ Axes = dict[str, dict[int, str]]
 
 @dataclass(frozen=True)
 class ExportedCall:
-    """One call of a model, as it is traced."""
+    """One call of a model without a cache."""
 
     batch: Batch
     """The inputs by name, in the order of ``forward``."""
     outputs: tuple[str, ...]
     axes: Axes
+
+
+@dataclass(frozen=True)
+class ProgramCall:
+    """The call of a module that becomes one program."""
+
+    module: nn.Module
+    """Takes tensors by position and returns a tuple of them. Its ``model`` has the parameters."""
+    batch: Batch
+    """The inputs by name, in the order of their positions."""
+    outputs: tuple[str, ...]
+    """The names of what ``module`` returns."""
+    axes: Axes
+    cross: tuple[str, ...] = ()
+    """Those of the outputs that are keys and values of a cross attention (see ``cross_cache``)."""
+
+    def __call__(self) -> tuple[torch.Tensor, ...]:
+        """Run the call once, in torch."""
+        found: tuple[torch.Tensor, ...] = self.module(*self.batch.values())
+        return found
 
 
 def call_to_export(model: Any, outputs: Sequence[str], dtype: torch.dtype) -> ExportedCall:
@@ -63,12 +84,12 @@ def call_to_export(model: Any, outputs: Sequence[str], dtype: torch.dtype) -> Ex
     few = max(1, min(TOKENS, tokens - 1))
     batch = batch_of(model, ROWS, few, dtype)
     other = {
-        "batch": batch_of(model, OTHER_ROWS, few, dtype),
-        "sequence": batch_of(model, ROWS, tokens, dtype),
+        BATCH: batch_of(model, OTHER_ROWS, few, dtype),
+        LENGTH: batch_of(model, ROWS, tokens, dtype),
     }
     axes = {
         name: {
-            at: f"{DECODER}{axis}" if axis == "sequence" and name.startswith(DECODER) else axis
+            at: f"{DECODER}{axis}" if axis == LENGTH and name.startswith(DECODER) else axis
             for axis, changed in other.items()
             for at, size in enumerate(value.shape)
             if size != changed[name].shape[at]
@@ -129,7 +150,7 @@ def batches_of_other_sizes(model: Any, call: ExportedCall, dtype: torch.dtype) -
     The rows of the last batch are padded on the left by different numbers of tokens.
     """
     named = {axis for axes in call.axes.values() for axis in axes.values()}
-    if not any(axis.endswith("sequence") for axis in named):
+    if not any(axis.endswith(LENGTH) for axis in named):
         yield batch_of(model, 1, TOKENS, dtype)
         return
     longest = min(LONGEST_ROW, positions(model.config.get_text_config()))

@@ -2,22 +2,34 @@
 
 The reference is the original in float64, as in ``verification``. The file is run on inputs of
 several sizes, some with padding, and its error is compared with the rounding error of the original
-in the dtype of the file: in torch, or in the same program. The bounds are those of
+in the dtype of the file: in torch, or in the same program. A file with a cache reads rows in
+several steps, whose last tokens are those that the original generates. The bounds are those of
 ``verification.verify``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.calls.input_forms import accepted_by
+from enjoyln_cli.clock import Clock
+from enjoyln_cli.comparison.batches import (
+    LONGEST_ROW,
+    ROWS_AT_ONCE,
+    Batch,
+    positions,
+    seeded_batches,
+)
+from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.metrics import (
     COARSE,
     Distance,
@@ -27,11 +39,23 @@ from enjoyln_cli.comparison.metrics import (
     relative,
     worst,
 )
+from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.comparison.run import run
-from enjoyln_cli.comparison.sampling import length
+from enjoyln_cli.comparison.sampling import Runner, choose, length
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
-from enjoyln_cli.onnx_export.call import MASK, ExportedCall
-from enjoyln_cli.onnx_export.form import ExportForm
+from enjoyln_cli.onnx_export.cached_calls import LOGITS, POSITIONS
+from enjoyln_cli.onnx_export.cached_run import ENCODED_OUTPUT, STEPS
+from enjoyln_cli.onnx_export.call import (
+    DECODER,
+    IDS,
+    MASK,
+    ROWS,
+    SHORTER,
+    ExportedCall,
+    batch_of,
+    batches_of_other_sizes,
+)
+from enjoyln_cli.onnx_export.runtimes import Run
 from enjoyln_cli.text import dtype_name, first_line
 
 Outputs = dict[str, torch.Tensor]
@@ -62,39 +86,56 @@ class RuntimeCheck:
     dtype: str
     failure: str
     """Why the file does not pass; empty if it does."""
+    generated: int = 0
+    """Number of tokens that the original generated."""
+    same_tokens: int = 0
+    """Number of these that the file generates as well, after the same tokens."""
 
     @property
     def summary(self) -> str:
         """The result, for a file that passes."""
+        tokens = f", {self.same_tokens} of {self.generated} generated tokens the same"
+        tokens = tokens if self.generated else ""
         if self.chance > COARSE:
-            return f"same outputs (error {self.error:.1e}), too few to judge their rounding"
+            return f"same outputs (error {self.error:.1e}), too few to judge their rounding{tokens}"
         error = f"error {self.ratio:.2f} x the original's own"
         where = "" if self.original_ran_in == "torch" else f" in {self.original_ran_in}"
-        return f"same outputs up to {self.dtype} rounding ({error}{where})"
+        return f"same outputs up to {self.dtype} rounding ({error}{where}){tokens}"
+
+
+@dataclass(frozen=True)
+class CheckedBatches:
+    """Inputs, and the outputs to compare."""
+
+    batches: list[Batch]
+    outputs: tuple[str, ...]
+    generated: int = 0
+    """In each batch but the last, the last tokens are those that the exact model generates."""
 
 
 @dataclass(frozen=True)
 class Reference:
     """Inputs, the exact outputs, and the distances of the original's own outputs from them."""
 
-    batches: list[Batch]
+    inputs: CheckedBatches
     exact: list[Outputs]
     own: dict[str, Distance]
 
 
 def reference_of(
-    load: Callable[[torch.dtype], Any], form: ExportForm, dtype: torch.dtype
+    load: Callable[[torch.dtype], Any],
+    inputs_for: Callable[[Any], CheckedBatches],
+    dtype: torch.dtype,
 ) -> Reference:
-    """Run the original on the inputs of ``form``, in float64 and in ``dtype``.
+    """Run the original on its inputs, in float64 and in ``dtype``.
 
-    ``load`` loads it in a dtype. Raises ``UnsupportedModel`` if the original does not run in
-    float64.
+    ``load`` loads it in a dtype, ``inputs_for`` makes the inputs for the model in float64. Raises
+    ``UnsupportedModel`` if the original does not run in float64.
     """
-    call = form.call
     try:
         model = load(torch.float64)
-        batches = form.batches(model)
-        exact = [outputs_of(model, call, batch) for batch in batches]
+        inputs = inputs_for(model)
+        exact = [outputs_of(model, inputs.outputs, batch) for batch in inputs.batches]
     except (EnjoyLNError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # any error of the model's code
@@ -104,21 +145,21 @@ def reference_of(
         ) from error
     del model
     rounded = load(dtype)
-    own = (outputs_of(rounded, call, batch) for batch in batches)
-    return Reference(batches, exact, distances(own, exact))
+    own = (outputs_of(rounded, inputs.outputs, batch) for batch in inputs.batches)
+    return Reference(inputs, exact, distances(own, exact))
 
 
-def outputs_of(model: Any, call: ExportedCall, batch: Batch) -> Outputs:
-    """The outputs of ``call`` that a model returns for one batch."""
-    return _compared(run(model, [batch])[0], batch, call)
+def outputs_of(model: Any, names: Sequence[str], batch: Batch) -> Outputs:
+    """The outputs ``names`` that a model returns for one batch."""
+    return _compared(run(model, [batch])[0], batch, names)
 
 
-def _compared(found: Outputs, batch: Batch, call: ExportedCall) -> Outputs:
-    """The exported outputs, with zeros where a row is padded on the left.
+def _compared(found: Outputs, batch: Batch, names: Sequence[str]) -> Outputs:
+    """The outputs ``names``, with zeros where a row is padded on the left.
 
     A padded query there has nothing to attend to, and programs differ in what they return for it.
     """
-    chosen = {name: found[name] for name in call.outputs}
+    chosen = {name: found[name] for name in names}
     mask = batch.get(MASK)
     if mask is None or bool(mask[:, :1].all()):
         return chosen
@@ -138,38 +179,60 @@ def _padding(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def check_in(
     runtime: str,
-    file: Path,
-    original: Callable[[], Path],
-    form: ExportForm,
+    programs: Run,
+    original: Callable[[], Run],
     reference: Reference,
     dtype: torch.dtype,
     max_ratio: float,
 ) -> RuntimeCheck:
-    """Run what was written to ``file`` in ``runtime`` and compare with the exact outputs.
+    """Compare what ``programs`` compute in ``runtime`` with the exact outputs.
 
     If it is further from them than torch's rounding allows, the program itself may round more than
-    torch. Then ``original`` writes the original as an ONNX file, and its error in the same program
-    is the measure. Raises what the program raises if it cannot run a file.
+    torch. Then ``original`` gives the original as programs, and their error is the measure. Raises
+    what the runtime raises if it cannot run a program.
     """
+    inputs = reference.inputs
 
-    def measured(file: Path) -> dict[str, Distance]:
-        compute = form.load(runtime, file)
-        computed = (_compared(compute(batch), batch, form.call) for batch in reference.batches)
-        return distances(computed, reference.exact)
+    def computed(run: Run) -> list[Outputs]:
+        return [_compared(run(batch), batch, inputs.outputs) for batch in inputs.batches]
 
-    def judge(found: dict[str, Distance], own: dict[str, Distance], limit: float) -> RuntimeCheck:
-        checked = _judge(found, own, dtype, limit)
-        rows = sum(map(length, reference.batches))
-        return replace(checked, runtime=f"{runtime} {version(runtime)}", rows=rows)
-
-    found = measured(file)
-    checked = judge(found, reference.own, max_ratio)
+    outputs = computed(programs)
+    found = distances(outputs, reference.exact)
+    generated, same_tokens = _generated(outputs, reference)
+    checked = replace(
+        _judge(found, reference.own, dtype, max_ratio),
+        runtime=f"{runtime} {version(runtime)}",
+        rows=sum(map(length, inputs.batches)),
+        generated=generated,
+        same_tokens=same_tokens,
+    )
     if not checked.failure:
         return checked
-    own = measured(original())
-    if judge(own, reference.own, PROGRAM_RATIO).failure:
+    own = distances(computed(original()), reference.exact)
+    if _judge(own, reference.own, dtype, PROGRAM_RATIO).failure:
         return checked
-    return replace(judge(found, own, max_ratio), original_ran_in=runtime)
+    judged = _judge(found, own, dtype, max_ratio)
+    return replace(
+        checked,
+        original_error=judged.original_error,
+        original_ran_in=runtime,
+        ratio=judged.ratio,
+        chance=judged.chance,
+        failure=judged.failure,
+    )
+
+
+def _generated(outputs: Sequence[Outputs], reference: Reference) -> tuple[int, int]:
+    """How many tokens the original generated, and how many are the most probable in ``outputs``."""
+    last = reference.inputs.generated
+    if not last:
+        return 0, 0
+    pairs = [
+        tuple(one[LOGITS][:, -last - 1 : -1].argmax(-1) for one in both)
+        for both in zip(outputs[:-1], reference.exact[:-1], strict=True)
+    ]
+    same = sum(int((got == exact).sum()) for got, exact in pairs)
+    return sum(exact.numel() for _, exact in pairs), same
 
 
 def _judge(
@@ -194,3 +257,62 @@ def _judge(
         dtype=dtype_name(dtype),
         failure=failure,
     )
+
+
+def batches_of_one_call(
+    model: Any,
+    call: ExportedCall,
+    dtype: torch.dtype,
+    unproven: Sequence[str],
+    folder: Path,
+    seed: int,
+) -> CheckedBatches:
+    """Inputs for a program without a cache, as ``verify`` chooses them, and of several sizes.
+
+    ``folder`` is the directory of the result, ``unproven`` are the inputs that its proof does not
+    cover.
+    """
+    pace = Pace(Clock(time.perf_counter, math.inf))
+    one = partial(outputs_of, model, call.outputs)
+    seeded = choose(Runner(model, folder, dtype, unproven, False, one), UserData(), seed, pace)
+    of_call = [batch for batch in seeded.batches if batch.keys() == call.batch.keys()]
+    others = batches_of_other_sizes(model, call, dtype)
+    return CheckedBatches([*of_call, *others], call.outputs)
+
+
+def batches_to_generate(
+    model: Any, call: ExportedCall, dtype: torch.dtype, seed: int
+) -> CheckedBatches:
+    """Inputs for programs with a cache: pairs of rows, one of them padded, and a long row.
+
+    ``model`` is the original in float64. The last tokens of each pair are those that it generates.
+    """
+    prefix = DECODER if model.config.is_encoder_decoder else ""
+    longest = min(LONGEST_ROW, positions(model.config.get_text_config()))
+    pairs = seeded_batches(model, ROWS_AT_ONCE, seed, dtype, ROWS)
+    batches = []
+    for batch in (*pairs, batch_of(model, 1, longest, dtype)):
+        batch = {n: v.flip(1) if n in (IDS, MASK) else v for n, v in batch.items()}
+        if prefix:  # a length of its own
+            batch[f"{DECODER}{IDS}"] = batch[f"{DECODER}{IDS}"][:, :-SHORTER]
+        elif {MASK, POSITIONS} <= {*batch, *accepted_by(model)}:
+            batch[POSITIONS] = (batch[MASK].cumsum(1) - 1).clamp(min=0)
+        batches.append(batch)
+    generated = sum(STEPS)
+    if batches[0][f"{prefix}{IDS}"].shape[1] > generated:
+        batches[:-1] = [_continued(model, batch, f"{prefix}{IDS}") for batch in batches[:-1]]
+    else:
+        generated = 0
+    outputs = tuple(name for name in call.outputs if name in (LOGITS, ENCODED_OUTPUT))
+    return CheckedBatches(batches, outputs, generated)
+
+
+def _continued(model: Any, batch: Batch, name: str) -> Batch:
+    """The batch with the most probable tokens in place of the last ones of its rows."""
+    ids = batch[name].clone()
+    beside = {MASK, POSITIONS} if name == IDS else set()
+    for at in range(ids.shape[1] - sum(STEPS), ids.shape[1]):
+        known = {n: v[:, :at] if n in beside else v for n, v in batch.items()}
+        logits = run(model, [{**known, name: ids[:, :at]}])[0][LOGITS]
+        ids[:, at] = logits[:, -1].argmax(-1)
+    return {**batch, name: ids}

@@ -13,7 +13,7 @@ from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.reader import Subject, open_subject
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.models.classes import apply_experts, leave_out_cache
+from enjoyln_cli.models.classes import apply_experts
 from enjoyln_cli.models.load import load
 from enjoyln_cli.runtime.loading import saved_class_of
 from enjoyln_cli.text import dtype_name
@@ -44,7 +44,6 @@ class Converted:
     """``None`` without a check."""
     max_ratio: float
     """How many times the original's rounding error the error may be."""
-    with_cache: bool
 
     def load(self, subject: Subject, dtype: torch.dtype) -> Any:
         """The result or its original, as ``model_class``, in a form that exporters take.
@@ -55,8 +54,6 @@ class Converted:
         subject = returning(subject, self.marker.outputs)
         model = load(subject, self.model_class, dtype, missing=missing)
         require_weights(model, missing, subject.source.model)
-        if not self.with_cache:
-            leave_out_cache(model)
         apply_experts(model, "eager" if dtype == torch.float64 else "batched_mm")
         return model
 
@@ -69,7 +66,6 @@ def open_converted(
     against: str | Path | None,
     max_ratio: float | None,
     verify: bool,
-    with_cache: bool,
     revision: str | None,
     access: HubAccess,
     trust_remote_code: bool,
@@ -89,7 +85,6 @@ def open_converted(
         dtype=_as_exported(compute_dtype(folded.checkpoint, dtype)),
         original=original_of(folded, marker, against, None, access) if verify else None,
         max_ratio=max_ratio,
-        with_cache=with_cache,
     )
 
 

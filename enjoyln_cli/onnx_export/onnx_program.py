@@ -18,9 +18,8 @@ import ast
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,8 @@ from torch import nn
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.load import silent
-from enjoyln_cli.onnx_export.call import ExportedCall, Positional
+from enjoyln_cli.onnx_export.call import ProgramCall
+from enjoyln_cli.onnx_export.cross_cache import keep_cross_cache
 from enjoyln_cli.runtime.entries import entries
 from enjoyln_cli.text import first_line
 
@@ -37,24 +37,26 @@ OPSET = 23
 OPSET_OF_LAYER_NORMS = 20
 """The opset of a model without ``RMSNormalization``: the last one that every quantiser accepts."""
 RMS_NORM = "RMSNormalization"
-LARGEST = 1_500_000_000
-"""Bytes of weights that are stored in the file itself: protobuf allows 2 GB in all."""
+PARAMETER = "model."
+"""What the name of a parameter begins with, as an input of a traced program."""
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
-def program_of(model: nn.Module, call: ExportedCall, opset: int = OPSET) -> Any:
-    """The ``torch.onnx.ONNXProgram`` of one call of ``model``, which computes RMSNorm.
+def traced_program(call: ProgramCall, opset: int, parameters: Container[str]) -> Any:
+    """The ``onnx_ir.Model`` of one call, in which the ``parameters`` of the model are inputs.
 
-    Its nodes say in their metadata which module they come from. Raises ``UnsupportedModel`` if
-    torch cannot export the model, or if an axis that should be dynamic would be fixed.
+    Their names begin with ``PARAMETER``. What is simplified is right for any of their values.
+    Nodes say in their metadata which module they come from. Raises ``UnsupportedModel`` if torch
+    cannot export the call, or if an axis that should be dynamic would be fixed.
     """
     from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
 
     dims = tuple(dict(call.axes[name]) for name in call.batch)
+    kind = type(call.module.model).__name__
     try:
         with torch.no_grad(), silent(), _quiet():
             program: Any = torch.onnx.export(
-                Positional(model, call),
+                call.module,
                 tuple(call.batch.values()),
                 input_names=list(call.batch),
                 output_names=list(call.outputs),
@@ -70,14 +72,81 @@ def program_of(model: nn.Module, call: ExportedCall, opset: int = OPSET) -> Any:
                 },
                 optimize=False,  # its rotary embedding takes no batch: cos and sin have one row
             )
-            simplify(program.model)
-            return program
+            model = program.model
+            _parameters_to_inputs(model.graph, parameters)
+            if call.cross:
+                keep_cross_cache(model, call.cross)
+            simplify(model)
+            _compute_in_float32(model.graph)
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # the exporter and a model's code may raise anything
-        raise UnsupportedModel(
-            f"torch.onnx cannot export {type(model).__name__}: {_cause(error)}"
-        ) from error
+        raise UnsupportedModel(f"torch.onnx cannot export {kind}: {_cause(error)}") from error
+    _remove_unused_inputs(model.graph)
+    _require_dynamic(model.graph, call, kind)
+    return model
+
+
+def is_parameter(value: Any) -> bool:
+    """Whether an input of a traced program stands for a parameter of the model."""
+    return str(value.name).startswith(PARAMETER)
+
+
+def _parameters_to_inputs(graph: Any, parameters: Container[str]) -> None:
+    for name, value in list(graph.initializers.items()):
+        if is_parameter(value) and name.removeprefix(PARAMETER) in parameters:
+            del graph.initializers[name]
+            value.const_value = None
+            graph.inputs.append(value)
+
+
+def _compute_in_float32(graph: Any) -> None:
+    """Let nodes on bfloat16 values compute in float32 and round, as torch does.
+
+    onnxruntime has no other operators for bfloat16 than ``Cast`` on a CPU. Falcon's ALiBi is
+    computed in that dtype.
+    """
+    import onnx_ir
+
+    narrow, wide = onnx_ir.DataType.BFLOAT16, onnx_ir.DataType.FLOAT
+
+    def cast(value: Any, dtype: Any) -> Any:
+        node = onnx_ir.node("Cast", [value], {"to": dtype})
+        node.outputs[0].dtype, node.outputs[0].shape = dtype, value.shape
+        return node
+
+    for node in list(graph.all_nodes()):
+        if node.op_type in ("Cast", "Constant"):
+            continue
+        for at, value in enumerate(node.inputs):
+            if value is not None and value.dtype == narrow:
+                before = cast(value, wide)
+                node.graph.insert_before(node, before)
+                node.replace_input_with(at, before.outputs[0])
+        for value in node.outputs:
+            if value.dtype == narrow:
+                value.dtype = wide
+                after = cast(value, narrow)
+                value.replace_all_uses_with(after.outputs[0])
+                after.replace_input_with(0, value)
+                node.graph.insert_after(node, after)
+
+
+def _remove_unused_inputs(graph: Any) -> None:
+    for value in list(graph.inputs):
+        if not value.uses() and not value.is_graph_output():
+            graph.inputs.remove(value)
+
+
+def _require_dynamic(graph: Any, call: ProgramCall, kind: str) -> None:
+    """Raise ``UnsupportedModel`` if torch has fixed an axis, or has taken two axes for one."""
+    for value in graph.inputs:
+        for at, axis in call.axes.get(value.name, {}).items():
+            size = value.shape[at]
+            if isinstance(size, int) or size.value != axis:
+                raise UnsupportedModel(
+                    f"torch.onnx cannot export {kind}: the {axis} of {value.name} would be {size}"
+                )
 
 
 def simplify(model: Any) -> None:
@@ -126,17 +195,6 @@ def module_of(node: Any) -> str:
 def count_nodes(graph: Any) -> dict[str, int]:
     """How many nodes of each type the graph has."""
     return dict(Counter(node.op_type for node in graph))
-
-
-def save(program: Any, file: Path) -> None:
-    """Write the graph to ``file``; weights above ``LARGEST`` go to ``file.data`` beside it.
-
-    The nodes' metadata is left out: it quotes the source code that was traced, with its paths.
-    """
-    for node in program.model.graph:
-        node.metadata_props.clear()
-    weights = (value.const_value for value in program.model.graph.initializers.values())
-    program.save(file, external_data=sum(weight.nbytes for weight in weights) > LARGEST)
 
 
 def _cause(error: BaseException) -> str:

@@ -8,31 +8,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.fs.staged_files import check_new_file
 from enjoyln_cli.fs.staging import check_place
 
-EXPORTERS = (5, 24)
-"""The first transformers whose exporters divide a model that generates."""
 PACKAGES = ("onnx", "onnxscript")
 """The libraries that ``torch.onnx`` needs."""
 
 
-def weights_file(file: Path) -> Path:
-    """The file beside an ONNX file that has its weights, if they are large."""
-    return file.with_name(f"{file.name}.data")
-
-
-def require_export(file: Path, *, force: bool, verify: bool, with_cache: bool = False) -> None:
-    """Raise ``UnsupportedModel`` or ``OutputError`` if ``file`` cannot be exported, or verified.
-
-    ``with_cache`` says that ``file`` will be a directory.
-    """
+def require_export(folder: Path, *, force: bool, verify: bool) -> None:
+    """Raise ``UnsupportedModel`` or ``OutputError`` if ``folder`` cannot be written or verified."""
     require_packages((*PACKAGES, "onnxruntime") if verify else PACKAGES)
-    if with_cache:
-        require_transformers(EXPORTERS, "exporting with a cache")
-        check_place(file, source=None, force=force)
-    else:
-        check_new_file(file, (weights_file(file),), force=force)
+    check_place(folder, source=None, force=force)
 
 
 def require_transformers(oldest: tuple[int, int], what: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,31 @@ from enjoyln_cli.comparison.batches import Batch
 
 Run = Callable[[Batch], dict[str, torch.Tensor]]
 """Computes the outputs, by name, of one batch of inputs. Other inputs are left out."""
+DTYPES = {
+    "tensor(float)": torch.float32,
+    "tensor(float16)": torch.float16,
+    "f32": torch.float32,
+    "f16": torch.float16,
+}
+"""The dtypes of keys and values, by their names in onnxruntime and in OpenVINO."""
+
+
+@dataclass(frozen=True)
+class LoadedProgram:
+    """A program that is called with a batch."""
+
+    run: Run
+    inputs: Mapping[str, tuple[tuple[int, ...], str]]
+    """The shape of each input, 0 for a dynamic size, and the name of its dtype."""
+
+    def __call__(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The outputs for one batch."""
+        return self.run(batch)
+
+    def empty(self, name: str, rows: int) -> torch.Tensor:
+        """An empty cache of ``rows`` rows for the input ``name``."""
+        (_, *sizes), dtype = self.inputs[name]
+        return torch.zeros(rows, *sizes, dtype=DTYPES[dtype])
 
 
 def session_options(threads: int = 0) -> Any:
@@ -25,30 +51,40 @@ def session_options(threads: int = 0) -> Any:
     return options
 
 
-def in_onnxruntime(file: Path) -> Run:
-    """The file as a function that onnxruntime computes."""
+def in_onnxruntime(file: Path, threads: int = 0) -> LoadedProgram:
+    """The file as a program that onnxruntime computes."""
     import onnxruntime
 
     providers = ["CPUExecutionProvider"]
-    session = onnxruntime.InferenceSession(file, session_options(), providers=providers)
-    inputs = [one.name for one in session.get_inputs()]
+    session = onnxruntime.InferenceSession(file, session_options(threads), providers=providers)
+    inputs = {
+        one.name: (tuple(size if isinstance(size, int) else 0 for size in one.shape), one.type)
+        for one in session.get_inputs()
+    }
     names = [one.name for one in session.get_outputs()]
 
     def run(batch: Batch) -> dict[str, torch.Tensor]:
         found = session.run(names, {name: batch[name].numpy() for name in inputs})
         return {name: torch.from_numpy(value) for name, value in zip(names, found, strict=True)}
 
-    return run
+    return LoadedProgram(run, inputs)
 
 
-def in_openvino(file: Path) -> Run:
-    """The file as a function that OpenVINO computes, in float32 or the dtype of the file."""
+def in_openvino(file: Path) -> LoadedProgram:
+    """The file as a program that OpenVINO computes, in float32 or the dtype of the file."""
     import openvino
 
     core = openvino.Core()
     exact = {"INFERENCE_PRECISION_HINT": "f32"}  # by default, some CPUs compute in bfloat16
     model = core.compile_model(core.read_model(file), "CPU", exact)
-    inputs = {name for one in model.inputs for name in one.names}
+    inputs = {
+        name: (
+            tuple(size.get_length() if size.is_static else 0 for size in one.partial_shape),
+            one.element_type.get_type_name(),
+        )
+        for one in model.inputs
+        for name in one.names
+    }
 
     def run(batch: Batch) -> dict[str, torch.Tensor]:
         found = model({name: value.numpy() for name, value in batch.items() if name in inputs})
@@ -58,10 +94,10 @@ def in_openvino(file: Path) -> Run:
             for name in one.names
         }
 
-    return run
+    return LoadedProgram(run, inputs)
 
 
-RUNTIMES: dict[str, Callable[[Path], Run]] = {
+RUNTIMES: dict[str, Callable[[Path], LoadedProgram]] = {
     "onnxruntime": in_onnxruntime,
     "openvino": in_openvino,
 }

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import MBartConfig, MBartForConditionalGeneration
 from widening_cases import BART
 
 from enjoyln_cli.comparison.metrics import distances
-from enjoyln_cli.onnx_export.call import ExportedCall, batches_of_other_sizes, call_to_export
-from enjoyln_cli.onnx_export.check import PROGRAM_RATIO, Reference, RuntimeCheck, check_in
-from enjoyln_cli.onnx_export.runtimes import RUNTIMES
-from enjoyln_cli.onnx_export.whole_call import whole_call
+from enjoyln_cli.onnx_export.call import batches_of_other_sizes, call_to_export
+from enjoyln_cli.onnx_export.check import (
+    PROGRAM_RATIO,
+    CheckedBatches,
+    Reference,
+    RuntimeCheck,
+    check_in,
+)
 
 SIZE = 1e-6
 """Relative rounding error of the original in torch."""
@@ -24,27 +26,23 @@ def with_error(exact: torch.Tensor, times: float, seed: int) -> dict[str, torch.
     return {"y": exact + times * SIZE * noise}
 
 
-def check(
-    file: float, original: float, in_torch: float, monkeypatch: pytest.MonkeyPatch
-) -> RuntimeCheck:
+def check(file: float, original: float, in_torch: float) -> RuntimeCheck:
     """The result for a program that returns the exact outputs with errors of these sizes."""
     exact = torch.randn(64, 97, generator=torch.Generator().manual_seed(0)).double()
-    errors = {"file": (file, 1), "original": (original, 2)}
-    monkeypatch.setitem(
-        RUNTIMES,
-        "onnxruntime",
-        lambda path: lambda batch: with_error(exact, *errors[path.name]),
-    )
-    call = ExportedCall({"x": torch.zeros(64, 3)}, ("y",), {"x": {0: "batch"}})
-    form = whole_call(call, torch.float32, (), Path(), 0)
     own = distances([with_error(exact, in_torch, 3)], [{"y": exact}])
-    reference = Reference([call.batch], [{"y": exact}], own)
-    files = Path("file"), lambda: Path("original")
-    return check_in("onnxruntime", *files, form, reference, torch.float32, max_ratio=1.25)
+    inputs = CheckedBatches([{"x": torch.zeros(64, 3)}], ("y",))
+    return check_in(
+        "onnxruntime",
+        lambda batch: with_error(exact, file, 1),
+        lambda: lambda batch: with_error(exact, original, 2),
+        Reference(inputs, [{"y": exact}], own),
+        torch.float32,
+        max_ratio=1.25,
+    )
 
 
-def test_an_original_that_overflows_passes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = check(0.5, 0.5, float("inf"), monkeypatch)
+def test_an_original_that_overflows_passes_nothing() -> None:
+    found = check(0.5, 0.5, float("inf"))
     assert "the original itself overflows" in found.failure
 
 
@@ -59,13 +57,9 @@ def test_an_original_that_overflows_passes_nothing(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_program_may_round_more_than_torch_but_not_grossly(
-    file: float,
-    original: float,
-    measured_in: str,
-    passes: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    file: float, original: float, measured_in: str, passes: bool
 ) -> None:
-    found = check(file, original, 1.0, monkeypatch)
+    found = check(file, original, 1.0)
     assert found.original_ran_in == measured_in
     assert bool(found.failure) is not passes
     if not passes:
@@ -75,11 +69,11 @@ def test_a_program_may_round_more_than_torch_but_not_grossly(
 def test_an_encoder_and_its_decoder_have_lengths_of_their_own() -> None:
     model = MBartForConditionalGeneration(MBartConfig(**BART)).eval()
     call = call_to_export(model, (), torch.float32)
-    tokens = {0: "batch", 1: "sequence"}
+    tokens = {0: "batch_size", 1: "sequence_length"}
     assert call.axes == {
         "input_ids": tokens,
         "attention_mask": tokens,
-        "decoder_input_ids": {0: "batch", 1: "decoder_sequence"},
+        "decoder_input_ids": {0: "batch_size", 1: "decoder_sequence_length"},
     }
     assert call.outputs == ("logits", "encoder_last_hidden_state")
     others = list(batches_of_other_sizes(model, call, torch.float32))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -31,15 +29,14 @@ from enjoyln_cli.comparison.run import run
 from enjoyln_cli.errors import (
     BadCheckpoint,
     EnjoyLNError,
-    OutputError,
     UnsupportedModel,
     VerificationFailed,
 )
 from enjoyln_cli.models.classes import class_named
 from enjoyln_cli.onnx_export import onnx_program
-from enjoyln_cli.onnx_export.call import call_to_export
 from enjoyln_cli.onnx_export.converted import open_converted
 from enjoyln_cli.onnx_export.export import Exported
+from enjoyln_cli.onnx_export.programs import programs_of
 from enjoyln_cli.onnx_export.requirements import require_packages
 from enjoyln_cli.onnx_export.runtimes import RUNTIMES
 from enjoyln_cli.plan.plan import Options
@@ -71,15 +68,22 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
 
 @pytest.fixture(scope="module")
 def gpt2(converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """GPT-2 with its norms' biases, exported and verified."""
-    return export(converted("gpt2"), tmp_path_factory.mktemp("onnx") / "gpt2.onnx")
+    """GPT-2 without its head, with its norms' biases, exported and verified."""
+    folder = tmp_path_factory.mktemp("onnx") / "gpt2"
+    return export(converted("gpt2"), folder, model_class="GPT2Model")
+
+
+def file_of(found: Exported) -> Path:
+    """The file of an export of one program."""
+    return Path(found.folder, found.files[0])
 
 
 def batches(found: Exported) -> list[dict[str, torch.Tensor]]:
     """Inputs of several sizes, with padding on the right and on the left."""
     torch.manual_seed(5)
-    if "pixel_values" in found.inputs:
-        shape = found.inputs["pixel_values"][1:]
+    inputs = found.programs["model"].inputs
+    if "pixel_values" in inputs:
+        shape = inputs["pixel_values"][1:]
         return [{"pixel_values": torch.randn(rows, *map(int, shape))} for rows in (1, 4)]
     made = []
     for rows, tokens, padded in ((1, 1, 0), (1, 23, 0), (4, 9, 3), (4, 9, -3)):
@@ -88,7 +92,7 @@ def batches(found: Exported) -> list[dict[str, torch.Tensor]]:
         if padded:
             mask[-1, slice(-padded, None) if padded > 0 else slice(None, -padded)] = 0
         batch = {"input_ids": ids, "attention_mask": mask}
-        if "token_type_ids" in found.inputs:
+        if "token_type_ids" in inputs:
             batch["token_type_ids"] = torch.randint(0, 2, ids.shape)
         made.append(batch)
     return made
@@ -101,14 +105,14 @@ def errors(found: Exported, runtime: str, original: Path) -> tuple[float, float]
     """
     dtype = getattr(torch, found.dtype)
     cls: Any = class_named(found.model_class)
-    compute = RUNTIMES[runtime](Path(found.file))
+    compute = RUNTIMES[runtime](file_of(found))
     exact = cls.from_pretrained(original).eval().double()
     rounded = cls.from_pretrained(original, dtype=dtype).eval()
     off, own, size = 0.0, 0.0, 0.0
     for batch in batches(found):
         batch = {n: v.to(dtype) if v.is_floating_point() else v for n, v in batch.items()}
         real = batch.get("attention_mask", torch.ones(())).bool()
-        for name in found.outputs:
+        for name in found.programs["model"].outputs:
             target = run(exact, [batch])[0][name][real]
             off += float((compute(batch)[name][real].double() - target).square().sum())
             own += float((run(rounded, [batch])[0][name][real].double() - target).square().sum())
@@ -136,8 +140,8 @@ def source_of(out: Path) -> Path:
 def require_right(found: Exported, out: Path, runtimes: tuple[str, ...] = ("onnxruntime",)) -> None:
     """The file has one node for each norm, and computes the function of the original."""
     marker = read_marker(json.loads((out / "config.json").read_text()))
-    model = onnx.load(found.file)
-    onnx.checker.check_model(found.file, full_check=True)
+    model = onnx.load(file_of(found))
+    onnx.checker.check_model(file_of(found), full_check=True)
     assert [entry.version for entry in model.opset_import if not entry.domain] == [23]
     assert count(model, "RMSNormalization") == len(marker.rmsnorm)
     assert count(model, "LayerNormalization") == len(marker.layernorm)
@@ -150,75 +154,73 @@ def require_right(found: Exported, out: Path, runtimes: tuple[str, ...] = ("onnx
 
 
 @pytest.mark.slow
-def test_names_and_axes_are_those_that_users_expect(gpt2: Exported) -> None:
-    axes = ["batch", "sequence"]
-    assert gpt2.inputs == {"input_ids": axes, "attention_mask": axes}
-    assert gpt2.outputs == ("logits",) and gpt2.model_class == "GPT2LMHeadModel"
-    model = onnx.load(gpt2.file)
+def test_names_and_axes_are_those_that_clients_expect(gpt2: Exported) -> None:
+    axes = ["batch_size", "sequence_length"]
+    (program,) = gpt2.programs.values()
+    assert program.inputs == {"input_ids": axes, "attention_mask": axes}
+    assert program.outputs == ("last_hidden_state",) and gpt2.model_class == "GPT2Model"
+    model = onnx.load(file_of(gpt2))
 
     def shape(value: Any) -> list[Any]:
         return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
 
-    assert {one.name: shape(one) for one in model.graph.input} == gpt2.inputs
-    assert {one.name: shape(one) for one in model.graph.output} == {"logits": [*axes, 509]}
-    assert gpt2.bytes_written == Path(gpt2.file).stat().st_size and gpt2.data_file is None
+    assert {one.name: shape(one) for one in model.graph.input} == program.inputs
+    outputs = {one.name: shape(one) for one in model.graph.output}
+    assert outputs == {"last_hidden_state": [*axes, 96]}
+    assert gpt2.files == ("onnx/model.onnx",)
+    assert gpt2.bytes_written == file_of(gpt2).stat().st_size
+    config = json.loads(Path(gpt2.folder, "config.json").read_text())
+    assert config["architectures"] == ["GPT2Model"] and "enjoyln" not in config
 
 
 @pytest.mark.slow
 def test_the_result_is_plain_data(gpt2: Exported) -> None:
     found = json.loads(json.dumps(gpt2.to_json()))
-    assert found["nodes"]["RMSNormalization"] == 5 and found["outputs"] == ["logits"]
+    assert found["programs"]["model"]["nodes"]["RMSNormalization"] == 5
     assert [check["failure"] for check in found["checks"]] == ["", ""]
 
 
 @pytest.mark.slow
 def test_it_computes_the_function_of_the_original(gpt2: Exported, converted: Converted) -> None:
     require_right(gpt2, converted("gpt2"))
-    assert gpt2.biased == 5
+    assert gpt2.biased == 5 and gpt2.opset == 23
     assert [check.runtime.split()[0] for check in gpt2.checks] == ["onnxruntime", "openvino"]
     for check in gpt2.checks:
         assert not check.failure and check.ratio is not None and 0 < check.ratio <= 1.25
 
 
 @pytest.mark.slow
+def test_an_older_opset_has_no_rms_normalization(converted: Converted, tmp_path: Path) -> None:
+    found = export(converted("vit"), tmp_path / "onnx", opset=20)
+    assert found.opset == 20 and len(found.checks) == len(RUNTIMES)
+    nodes = found.programs["model"].nodes
+    assert "RMSNormalization" not in nodes and nodes["LayerNormalization"] == 5
+    model = onnx.load(file_of(found))
+    assert [entry.version for entry in model.opset_import if not entry.domain] == [20]
+
+
+@pytest.mark.slow
 def test_a_widened_model_in_both_programs(converted: Converted, tmp_path: Path) -> None:
     out = converted("bert widened")
-    found = export(out, tmp_path / "model.onnx")
+    found = export(out, tmp_path / "onnx")
     require_right(found, out, tuple(RUNTIMES))
     assert found.biased == 2
-    assert os.listdir(tmp_path) == ["model.onnx"]
+    assert os.listdir(tmp_path) == ["onnx"]
 
 
 @pytest.mark.slow
 def test_the_command_in_float16(converted: Converted, tmp_path: Path) -> None:
-    file, out = tmp_path / "vit.onnx", converted("vit")
-    shown = good("export", out, "-o", file, "--dtype", "float16")
+    out = converted("vit")
+    shown = good("export", out, "-o", tmp_path / "onnx", "--dtype", "float16")
     assert "exported ViTForImageClassification (float16, opset 23): 5 RMSNormalization\n" in shown
-    assert "from pixel_values [batch, 3, 32, 32] to logits\n" in shown
+    assert "model: from pixel_values [batch_size, 3, 32, 32] to logits\n" in shown
     assert "5 RMSNorms add a bias in a second node; fold with --merge bias\n" in shown
     assert shown.count("same outputs up to float16 rounding") == len(RUNTIMES)
+    file = tmp_path / "onnx" / "onnx" / "model_fp16.onnx"
     kinds = {one.data_type for one in onnx.load(file).graph.initializer}
     assert onnx.TensorProto.FLOAT16 in kinds
     stored = sum(weights.stat().st_size for weights in out.glob("*.safetensors"))
     assert file.stat().st_size < 0.6 * stored
-
-
-@pytest.mark.slow
-def test_large_weights_are_a_file_of_their_own(
-    converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(onnx_program, "LARGEST", 100_000)
-    out = converted("gpt2")
-    found = export(out, tmp_path / "a.onnx", model_class="GPT2Model", verify=False)
-    assert found.outputs == ("last_hidden_state",)
-    assert sorted(os.listdir(tmp_path)) == ["a.onnx", "a.onnx.data"]
-    assert found.data_file == str(tmp_path / "a.onnx.data")
-    assert Path(found.file).stat().st_size < 100_000 < Path(found.data_file).stat().st_size
-    moved = tmp_path / "elsewhere"
-    moved.mkdir()
-    for file in (found.file, found.data_file):
-        shutil.move(file, moved)
-    require_right(replace(found, file=str(moved / "a.onnx")), out)
 
 
 @pytest.mark.slow
@@ -227,7 +229,7 @@ def test_weights_that_were_rounded_further_than_the_file(
 ) -> None:
     fold(source_of(converted("gpt2")), tmp_path / "out", dtype="bfloat16", verify=False)
     with pytest.raises(VerificationFailed, match=r"is stored in bfloat16; fold with --dtype float"):
-        export(tmp_path / "out", tmp_path / "a.onnx", dtype="float32")
+        export(tmp_path / "out", tmp_path / "onnx", dtype="float32")
     assert os.listdir(tmp_path) == ["out"]
 
 
@@ -249,7 +251,7 @@ def test_a_fold_for_one_class_is_opened_as_that_class(tmp_path: Path) -> None:
     assert config["architectures"] == ["MPNetForMaskedLM"]
     found = open_converted(
         str(out), dtype=None, model_class=None, against=None, max_ratio=None, verify=True,
-        with_cache=False, revision=None, access=DEFAULT_ACCESS, trust_remote_code=False,
+        revision=None, access=DEFAULT_ACCESS, trust_remote_code=False,
     )  # fmt: skip
     assert found.model_class == "MPNetModel"
     for subject in (found.folded, found.original):
@@ -267,10 +269,9 @@ def test_a_model_that_torch_cannot_export_is_refused_by_name() -> None:
             return super().forward(input_ids, **options)
 
     config = GPT2Config(vocab_size=37, n_embd=24, n_layer=1, n_head=3)
-    model = Branching(config).eval()
-    call = call_to_export(model, (), torch.float32)
-    with pytest.raises(UnsupportedModel, match=r"^torch.onnx cannot export Branching: .+"):
-        onnx_program.program_of(model, call)
+    with pytest.raises(UnsupportedModel, match=r"^torch.onnx cannot export Branching: .+") as found:
+        programs_of(Branching(config).eval(), torch.float32)
+    assert "\x1b" not in str(found.value)
 
 
 @pytest.mark.parametrize(
@@ -291,22 +292,13 @@ def test_what_cannot_be_exported_is_refused(
     how: dict[str, Any], kind: type[EnjoyLNError], said: str, outs: Outs, tmp_path: Path
 ) -> None:
     with pytest.raises(kind, match=said):
-        export(outs["gpt2"], tmp_path / "a.onnx", **how)
+        export(outs["gpt2"], tmp_path / "onnx", **how)
     assert os.listdir(tmp_path) == []
 
 
 def test_an_original_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    line = refused("export", CHECKPOINTS / "gpt2", "-o", tmp_path / "a.onnx")
+    line = refused("export", CHECKPOINTS / "gpt2", "-o", tmp_path / "onnx")
     assert "was not folded" in line and "run `enjoyln fold`" in line
-
-
-def test_an_existing_file_is_kept(outs: Outs, tmp_path: Path) -> None:
-    file = tmp_path / "a.onnx"
-    file.write_text("mine")
-    assert "a.onnx exists; choose another name" in refused("export", outs["gpt2"], "-o", file)
-    assert file.read_text() == "mine"
-    with pytest.raises(OutputError, match="is not a directory"):
-        export(outs["gpt2"], tmp_path / "nowhere" / "a.onnx")
 
 
 def test_missing_libraries_are_named() -> None:
@@ -316,6 +308,6 @@ def test_missing_libraries_are_named() -> None:
 
 
 def test_options_of_the_check_need_it(outs: Outs, tmp_path: Path) -> None:
-    ask = partial(refused, "export", outs["gpt2"], "-o", tmp_path / "a.onnx", "--no-verify")
+    ask = partial(refused, "export", outs["gpt2"], "-o", tmp_path / "onnx", "--no-verify")
     for option in (("--against", "gpt2"), ("--max-ratio", "2")):
         assert f"{option[0]} needs the check" in ask(*option, status=2)

@@ -1,0 +1,243 @@
+"""The ONNX programs of a model in the layout of optimum and transformers.js.
+
+A model is traced once. Its programs are kept without weights, so that any model of the same
+structure can fill them (``with_weights``): what a quantiser compares differs in its weights alone.
+
+A directory that clients read has ``onnx/STEM SUFFIX.onnx`` for each program:
+
+* ``model``: one call, or for a decoder any number of tokens after those in its cache;
+* ``encoder_model`` and ``decoder_model_merged`` for an encoder with its decoder.
+
+See ``cached_calls`` for the names of inputs and outputs, ``cross_cache`` for the decoder's ``If``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.load import silent
+from enjoyln_cli.onnx_export.cached_calls import LOGITS, MODEL, generation_calls
+from enjoyln_cli.onnx_export.call import Positional, ProgramCall, call_to_export
+from enjoyln_cli.onnx_export.onnx_program import (
+    OPSET,
+    OPSET_OF_LAYER_NORMS,
+    PARAMETER,
+    is_parameter,
+    require_rms_norms,
+    traced_program,
+)
+from enjoyln_cli.runtime.entries import input_means
+from enjoyln_cli.text import dtype_name, listed_briefly
+
+FOLDER = "onnx"
+LARGEST = 1_500_000_000
+"""Bytes of weights that are stored in a program's file: protobuf allows 2 GB in all."""
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The programs of a model, by the stems of their files."""
+
+    models: Mapping[str, Any]
+    """An ``onnx_ir.Model`` for each program, complete with weights.
+
+    Weights of linear layers that nothing else reads are stored transposed, as quantisers expect
+    them. An initializer has the name of its parameter, with ``.transposed`` after it if it is. The
+    metadata of a node says which module it comes from (``onnx_program.module_of``)."""
+    bare: Mapping[str, Any]
+    """The same programs without weights: parameters are inputs, tied ones apart from each other."""
+
+    @property
+    def opset(self) -> int:
+        """The version of the operators."""
+        (version,) = {one.graph.opset_imports[""] for one in self.bare.values()}
+        return int(version)
+
+
+def programs_of(
+    model: Any, dtype: torch.dtype, *, outputs: Sequence[str] = (), opset: int | None = None
+) -> Programs:
+    """Trace ``model``, which is in ``dtype`` and in eval mode, and fill the programs with it.
+
+    A model that generates gets its cache. Any other model is one program with the ``outputs`` that
+    it returns: names or patterns, by default all. ``opset`` is by default 23 for a model with
+    folded norms, each of which becomes one ``RMSNormalization``, and otherwise 20, which every
+    quantiser accepts. Attention is computed by its products from now on.
+
+    Raises ``UnsupportedModel`` if the model cannot be exported, if it generates without a cache of
+    keys and values, if a program would take only inputs of the traced sizes, or if a folded norm
+    would be exported as LayerNorm.
+    """
+    calls = program_calls(model, dtype, outputs)
+    norms = {name: norms_that_run(model, call) for name, call in calls.items()}
+    if opset is None:
+        opset = OPSET if any(norms.values()) else OPSET_OF_LAYER_NORMS
+    with separate_parameters(model):
+        weights = _weights(model)
+        bare = {name: traced_program(call, opset, weights) for name, call in calls.items()}
+    for name, program in bare.items():
+        require_rms_norms(program.graph, model, norms[name])
+    return with_weights(Programs({}, bare), model)
+
+
+def program_calls(
+    model: Any, dtype: torch.dtype, outputs: Sequence[str] = ()
+) -> dict[str, ProgramCall]:
+    """The calls that ``programs_of`` traces, by the names of their programs."""
+    call = call_to_export(model, outputs, dtype)
+    if not model.can_generate():
+        return {MODEL: ProgramCall(Positional(model, call), call.batch, call.outputs, call.axes)}
+    if LOGITS not in call.outputs:
+        raise UnsupportedModel(
+            f"{type(model).__name__} was converted for {', '.join(call.outputs)} alone, and "
+            "generating needs its logits; fold without --outputs"
+        )
+    model.set_attn_implementation("eager")
+    return generation_calls(model, call.batch, call.axes)
+
+
+def norms_that_run(model: nn.Module, call: Callable[[], object]) -> set[str]:
+    """The folded norms of ``model`` that a call runs."""
+    with torch.no_grad(), silent(), input_means(model) as means:
+        call()
+    return set(means)
+
+
+def with_weights(programs: Programs, model: nn.Module) -> Programs:
+    """The programs with the weights of another model of the same structure and dtype.
+
+    Tied parameters of ``model`` are stored once in each program. Raises ``UnsupportedModel`` if
+    ``model`` lacks a parameter of the programs, or has another shape or dtype of it.
+    """
+    weights = _weights(model)
+    return Programs(
+        {name: _filled(bare, weights) for name, bare in programs.bare.items()}, programs.bare
+    )
+
+
+def save(programs: Programs, folder: Path, suffix: str = "") -> list[Path]:
+    """Write each program to ``onnx/STEM SUFFIX.onnx`` in ``folder``; returns the files.
+
+    ``suffix`` says the precision: nothing for float32, ``_fp16``, ``_quantized``. Weights above
+    ``LARGEST`` bytes go to ``.onnx_data`` beside it. The nodes' metadata is left out: it quotes the
+    source code that was traced, with its paths.
+    """
+    import onnx_ir
+
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    files = []
+    for name, model in programs.models.items():
+        model = model.clone()
+        for node in model.graph.all_nodes():
+            node.metadata_props.clear()
+        for value in model.graph.initializers.values():
+            value.metadata_props.clear()
+        file = folder / FOLDER / f"{name}{suffix}.onnx"
+        data = file.with_suffix(".onnx_data")
+        stored = (value.const_value.nbytes for value in model.graph.initializers.values())
+        is_large = sum(stored) > LARGEST
+        onnx_ir.save(model, file, external_data=data.name if is_large else None)
+        files += [file, data] if is_large else [file]
+    return files
+
+
+@contextmanager
+def separate_parameters(model: nn.Module) -> Iterator[None]:
+    """Within the block, tied parameters of ``model`` are apart, with equal values."""
+    seen: set[int] = set()
+    tied = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in seen:
+                tied.append((module, name, parameter))
+            seen.add(id(parameter))
+    try:
+        for module, name, parameter in tied:
+            copied = parameter.detach().clone()
+            module._parameters[name] = nn.Parameter(copied, parameter.requires_grad)
+        yield
+    finally:
+        for module, name, parameter in tied:
+            module._parameters[name] = parameter
+
+
+def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and stored buffers of a model, tied ones under each of their names."""
+    found: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    return found
+
+
+def _filled(bare: Any, weights: Mapping[str, torch.Tensor]) -> Any:
+    """A program with ``weights`` in place of the inputs that stand for parameters."""
+    from onnx_ir.tensor_adapters import TorchTensor
+
+    program = bare.clone()
+    graph = program.graph
+    parameters = [value for value in graph.inputs if is_parameter(value)]
+    names = [value.name.removeprefix(PARAMETER) for value in parameters]
+    missing = [name for name in names if name not in weights]
+    if missing:
+        raise UnsupportedModel(
+            f"the model has no {listed_briefly(missing)}, which its program reads"
+        )
+    stored: dict[Any, Any] = {}
+    for value, name in zip(parameters, names, strict=True):
+        graph.inputs.remove(value)
+        weight = weights[name].detach()
+        _require_same(value, name, weight)
+        covered = (weight.data_ptr(), weight.shape, weight.stride())
+        if covered in stored:
+            value.replace_all_uses_with(stored[covered])
+            continue
+        stored[covered] = value
+        value.name = name
+        value.const_value = TorchTensor(weight.cpu(), name)
+        graph.register_initializer(value)
+    _transpose_weights(graph)
+    return program
+
+
+def _require_same(value: Any, name: str, weight: torch.Tensor) -> None:
+    """Raise ``UnsupportedModel`` if a weight has another shape or dtype than its parameter."""
+    from onnx_ir.tensor_adapters import to_torch_dtype
+
+    found = (weight.dtype, tuple(weight.shape))
+    expected = (to_torch_dtype(value.dtype), tuple(value.shape))
+    if found != expected:
+        raise UnsupportedModel(
+            f"{name} has shape {found[1]} in {dtype_name(found[0])}, but its program reads "
+            f"{expected[1]} in {dtype_name(expected[0])}"
+        )
+
+
+def _transpose_weights(graph: Any) -> None:
+    """Store each weight transposed that is read by one transposition alone."""
+    import onnx_ir
+    from onnx_ir.tensor_adapters import TorchTensor
+
+    for node in list(graph.all_nodes()):
+        value = node.inputs[0] if node.op_type == "Transpose" else None
+        if value is None or value.name not in graph.initializers or len(value.uses()) > 1:
+            continue
+        order = node.attributes["perm"].as_ints()
+        name = f"{value.name}.transposed"
+        weight = value.const_value.raw.permute(order).contiguous()
+        (result,) = node.outputs
+        made = onnx_ir.Value(
+            name=name,
+            shape=onnx_ir.Shape(weight.shape),
+            type=value.type,
+            const_value=TorchTensor(weight, name),
+        )
+        result.replace_all_uses_with(made)
+        node.graph.remove(node, safe=True)
+        del graph.initializers[value.name]
+        graph.register_initializer(made)
