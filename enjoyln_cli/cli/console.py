@@ -265,11 +265,12 @@ def write_quantised(result: Quantised) -> None:
 
 
 def write_quantised_check(check: QuantisedCheck) -> None:
-    """Print how far a quantised result is from the original on the user's data."""
-    table = _table("", "quantised", "float32")
-    _add_differences(table, [check.differences], check.perplexity)
-    _show(table)
-    say(f"{counted(check.inputs, 'input')}, the second half of your data", "dim")
+    """Print how far a quantised result is from the original on the user's data, if it was run."""
+    if check.differences:
+        table = _table("", "quantised", "float32")
+        _add_differences(table, [check.differences], check.perplexity)
+        _show(table)
+        say(counted(check.inputs, "input"), "dim")
     say(check.summary, "green" if check.passed else "red")
 
 

@@ -39,7 +39,6 @@ from enjoyln_cli.cli.options import (
     parse_size,
     quiet_option,
 )
-from enjoyln_cli.clock import Progress
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
 
@@ -81,8 +80,8 @@ from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
 def verify(out: Path, data: Options, quiet: bool, as_json: bool, **options: Any) -> None:
     """Check that OUT gives the original's outputs: exit status 0 if so, 1 if not.
 
-    For a result of `enjoyln quantize`: that its error on your data is within the limit that it was
-    written with.
+    For a result of `enjoyln quantize`: that its error on your data is the recorded one. No file of
+    OUT may have changed since it was written.
     """
     is_quantised = (out / QUANTISATION_FILE).is_file()
     require_one_source(data, options["samples"], is_needed=is_quantised)
@@ -98,7 +97,7 @@ def verify(out: Path, data: Options, quiet: bool, as_json: bool, **options: Any)
         if options["against"] is None and not is_quantised:
             require_source_of(out, access)
         if is_quantised:
-            result: Any = _verify_quantised(out, own, watch.seconds, options)
+            result: Any = _verify_quantised(out, own, watch, options)
         else:
             from enjoyln_cli import verify as check  # takes seconds
 
@@ -116,7 +115,7 @@ def verify(out: Path, data: Options, quiet: bool, as_json: bool, **options: Any)
         raise click.exceptions.Exit(1)
 
 
-def _verify_quantised(out: Path, own: UserData, on_progress: Progress, options: Options) -> Any:
+def _verify_quantised(out: Path, own: UserData, watch: Any, options: Options) -> Any:
     from enjoyln_cli.conversion.inspect import Opening
     from enjoyln_cli.quantisation.written_result import verify_quantised
 
@@ -125,8 +124,15 @@ def _verify_quantised(out: Path, own: UserData, on_progress: Progress, options: 
         access=HubAccess(token=options["token"], cache_dir=options["cache_dir"]),
         trust_remote_code=options["trust_remote_code"],
     )
-    against = options["against"]
-    return verify_quantised(out, own, against=against, opening=opening, on_progress=on_progress)
+    return verify_quantised(
+        out,
+        own,
+        against=options["against"],
+        accept=options["accept"],
+        opening=opening,
+        on_event=watch.event,
+        on_progress=watch.seconds,
+    )
 
 
 @help.command()

@@ -154,7 +154,12 @@ def from_images(
 
     try:
         processor = AutoImageProcessor.from_pretrained(folder)
-        images = [load_image(str(file)) for file in files]
+        images = []
+        for file in files:
+            try:
+                images.append(load_image(str(file)))
+            except (OSError, ValueError) as error:
+                raise UnsupportedModel(f"{file} cannot be read: {first_line(error)}") from error
         pixels = processor(images=images, return_tensors="pt")["pixel_values"].to(dtype)
     except ImportError as error:
         raise cannot_read("images", error) from error
@@ -185,7 +190,10 @@ def from_audio(
     try:
         rate = extractor.sampling_rate
         for file in files:
-            wave = load_audio(str(file), rate)
+            try:
+                wave = load_audio(str(file), rate)
+            except (OSError, ValueError, RuntimeError) as error:
+                raise UnsupportedModel(f"{file} cannot be read: {first_line(error)}") from error
             features = extractor(wave, sampling_rate=rate, return_tensors="pt")
             batches.append(
                 {

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 
 def digest_of_file(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal digits."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+        return digest_of_bytes(iter(lambda: file.read(1 << 20), b""))
+
+
+def digest_of_bytes(parts: Iterable[bytes]) -> str:
+    """The SHA-256 of ``parts`` one after the other, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
     return digest.hexdigest()
 
 

@@ -35,6 +35,7 @@ from enjoyln_cli.comparison.output_meaning import (
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.comparison.simulated_rounding import Scheme, linear_layers, simulated
 from enjoyln_cli.comparison.text_scores import perplexity_of, text_loss
+from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event
 from enjoyln_cli.models.outputs import match_names
 from enjoyln_cli.quantisation.examples import Example, split
@@ -226,13 +227,23 @@ def exact_outputs(
     embed: Embed | None = None,
     on_progress: Progress = no_progress,
 ) -> ExactOutputs:
-    """Run the original on each example; the outputs ``names`` are stored in files in ``folder``."""
+    """Run the original on each example; the outputs ``names`` are stored in files in ``folder``.
+
+    Raises ``UnsupportedModel`` for an input on which the original returns NaN: any other model that
+    returns NaN there would count as equal.
+    """
     countdown, found = Countdown(len(examples), on_progress), []
     for example in examples:
         (exact,) = run(model, [example.batch], folder)
         found.append(with_embedding(exact, example.batch, embed))
         countdown.count()
     outputs = choose_outputs(found, names)
+    for example, exact in zip(examples, outputs, strict=True):
+        if wrong := [name for name, value in exact.items() if value.isnan().any()]:
+            raise UnsupportedModel(
+                f"the original in float32 returns NaN in {', '.join(wrong)} for {example.name}; "
+                "leave it out"
+            )
     return ExactOutputs(
         meanings(model.config, outputs[0], examples[0].batch), examples, outputs, embed
     )

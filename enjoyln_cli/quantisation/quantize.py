@@ -23,6 +23,7 @@ import torch
 
 from enjoyln_cli.checkpoint.reader import other_files
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, require_float
+from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison.data_files import UserData, require_data
 from enjoyln_cli.comparison.timing import time_rounds
@@ -60,7 +61,8 @@ from enjoyln_cli.quantisation.schemes import (
     require_scheme,
 )
 from enjoyln_cli.rewrite.directory import copy_files
-from enjoyln_cli.text import first_line, number
+from enjoyln_cli.rewrite.written_files import record_files
+from enjoyln_cli.text import counted, first_line, number
 from enjoyln_cli.verification.verify import compute_dtype
 from enjoyln_cli.version import __version__
 
@@ -107,6 +109,12 @@ class Quantised:
     """Of the original, quantised in the same way, on the second half of the data."""
     inputs: int
     """Number of inputs in the second half."""
+    most_inputs: int
+    """At most so many were wanted in each half."""
+    chosen_by: tuple[str, ...]
+    """Digests of the inputs in the first half."""
+    measured_on: tuple[str, ...]
+    """Digests of the inputs in the second half."""
     perplexity: float | None
     """Of the original in float32."""
     size: int
@@ -246,6 +254,9 @@ def quantize(
             held_out=measured.chosen,
             plain=measured.plain,
             inputs=len(held_out.examples),
+            most_inputs=inputs,
+            chosen_by=tuple(example.digest for example in choosing.examples),
+            measured_on=tuple(example.digest for example in held_out.examples),
             perplexity=perplexity_in(held_out),
             size=size,
             float_size=float_size,
@@ -379,6 +390,9 @@ def store(work: Workshop, result: Quantised, staged: Path) -> None:
     copy_files([file for file in others if file not in written], checkpoint.source.path, staged)
     text = json.dumps(result.to_json(), indent=2) + "\n"
     (staged / QUANTISATION_FILE).write_text(text, encoding="utf-8")
+    error, limit = number(result.held_out.error), f"{result.max_error:g}"
+    summary = f"error {error} of the outputs on {counted(result.inputs, 'input')} (limit {limit})"
+    record_files(Source(str(staged), staged, None), {"passed": True, "summary": summary})
 
 
 def head_of(model: Any) -> list[str]:

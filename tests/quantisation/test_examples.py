@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
+    GPT2LMHeadModel,
     T5Config,
     T5ForConditionalGeneration,
     WhisperConfig,
@@ -35,6 +36,7 @@ from enjoyln_cli.comparison.text_scores import NOT_PREDICTED
 from enjoyln_cli.comparison.user_data import cannot_read
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.quantisation.examples import split, traced_batch
+from enjoyln_cli.quantisation.measure import exact_outputs
 
 LICENCE = (ROOT / "LICENSE").read_text()
 
@@ -87,6 +89,67 @@ def test_images_are_prepared_by_the_image_processor(tmp_path: Path) -> None:
     pixels = [one.batch["pixel_values"] for half in halves for one in half]
     assert [one.shape for one in pixels] == [(1, 3, 32, 32)] * 8
     assert not torch.equal(pixels[0], pixels[-1])
+
+
+def test_equal_inputs_count_once_and_halves_share_none() -> None:
+    folder = CHECKPOINTS / "bert"
+    model = AutoModel.from_pretrained(folder)
+    lines = [f"Licence number {at}." for at in range(8)]
+    halves = split(model, folder, UserData("\n".join([*lines[:3], *lines])), 8, False)
+    found = [example for half in halves for example in half]
+    assert [one.name for one in found[:4]] == [f"line {at} of the text" for at in (1, 2, 3, 7)]
+    assert len({one.digest for one in found}) == len(found) == 8
+    again = split(model, folder, UserData("\n".join(lines)), 8, False)
+    assert [one.digest for half in again for one in half] == [one.digest for one in found]
+    with pytest.raises(UnsupportedModel, match=r"16 inputs .*, of which 9 repeat another, but 8"):
+        split(model, folder, UserData("\n".join([*lines[:7], *9 * lines[:1]])), 8, False)
+
+
+class Overflowing(GPT2LMHeadModel):
+    """Returns NaN for a token, as a model with an overflow inside does for some inputs."""
+
+    def forward(self, input_ids: torch.Tensor, **others: Any) -> Any:
+        outputs = super().forward(input_ids, **others)
+        outputs.logits[(input_ids == 7).any(-1)] = math.nan
+        return outputs
+
+
+def test_nan_is_refused_by_the_name_of_its_input(tmp_path: Path) -> None:
+    folder = CHECKPOINTS / "gpt2"
+    model = Overflowing.from_pretrained(folder).eval()
+
+    def exact(ids: list[tuple[int, ...]]) -> list[dict[str, torch.Tensor]]:
+        first, second = split(model, folder, UserData(tokens=tuple(ids)), 4, False)
+        return exact_outputs(model, [*first, *second], ("logits",), tmp_path).outputs
+
+    ids = [tuple(range(at + 8, at + 20)) for at in range(8)]
+    assert len(exact(ids)) == 8
+    with pytest.raises(UnsupportedModel, match="NaN in logits for input 3 of your data; leave it"):
+        exact([*ids[:2], (*ids[2], 7), *ids[3:]])
+
+
+def test_a_recording_of_nan_and_a_broken_picture_are_named(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    soundfile = pytest.importorskip("soundfile")
+    sizes = {**WHISPER, "num_mel_bins": 80, "max_source_positions": 100}
+    whisper = WhisperForConditionalGeneration(WhisperConfig(**sizes)).eval()
+    WhisperFeatureExtractor(chunk_length=2).save_pretrained(tmp_path)
+    audio, pictures = tmp_path / "audio", tmp_path / "pictures"
+    audio.mkdir()
+    pictures.mkdir()
+    for at in range(8):
+        wave_of = torch.full((800,), math.nan) if at == 5 else torch.randn(800)
+        soundfile.write(audio / f"{at}.wav", wave_of.numpy(), 16000, subtype="FLOAT")
+        image.effect_noise((40 + at, 50), 80).convert("RGB").save(pictures / f"{at}.png")
+    with pytest.raises(UnsupportedModel, match=r"audio/5.wav has NaN in it; leave it out"):
+        split(whisper, tmp_path, read_user_data(audio=audio), 4, False)
+    whole = (pictures / "6.png").read_bytes()
+    (pictures / "6.png").write_bytes(whole[:-200])
+    vit = AutoModelForImageClassification.from_pretrained(CHECKPOINTS / "vit").eval()
+    with pytest.raises(UnsupportedModel, match=r"pictures/6.png cannot be read: .*truncated"):
+        split(vit, CHECKPOINTS / "vit", read_user_data(images=[pictures]), 4, False)
+    (pictures / "6.png").write_bytes(whole)
+    split(vit, CHECKPOINTS / "vit", read_user_data(images=[pictures]), 4, False)
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from enjoyln_cli.quantisation import exported
 from enjoyln_cli.quantisation.measure import Differences
 from enjoyln_cli.quantisation.quantize import Compared, Quantised, head_of, require_layers
 from enjoyln_cli.quantisation.schemes import ONNX, OPENVINO, SCHEMES
+from enjoyln_cli.text import number
 
 LICENCE = ROOT / "LICENSE"
 SOME = ("--rotations", 1, "--inputs", 4)
@@ -61,25 +62,35 @@ def logits_of(out: Path, ids: torch.Tensor) -> np.ndarray[Any, Any]:
 def test_a_model_with_outliers_is_rotated_and_rounds_better(tmp_path: Path) -> None:
     model, out = with_outliers(tmp_path / "model"), tmp_path / "out"
     result = enjoyln("quantize", model, "-o", out, "--text", LICENCE, *SOME)
+    measured = json.loads((out / QUANTISATION_FILE).read_text())["held_out"]["error"]
     shown, told = result.stdout, result.stderr.splitlines()
     assert "wrote w8a8 as onnx" in shown and "rotated, seed 0" in shown
     assert "quantising: original" in told
     assert [line for line in told if re.fullmatch(r"quantising: untied \(about .+ left\)", line)]
     found = json.loads((out / QUANTISATION_FILE).read_text())
     again = json.loads(good("verify", out, "--text", LICENCE, "--json"))
-    assert again["passed"] and again["differences"]["kl"] == pytest.approx(
-        found["held_out"]["kl"],
-        rel=0.5,  # more inputs than were measured
-    )
+    assert again["passed"] and again["same_inputs"] and again["inputs"] == 4
+    assert again["differences"]["kl"] == pytest.approx(found["held_out"]["kl"], rel=0.01)
+    other = tmp_path / "other.txt"
+    other.write_text(Path(pytest.__file__).read_text() + Path(json.__file__).read_text())
+    more = json.loads(good("verify", out, "--text", other, "--json"))
+    assert more["passed"] and not more["same_inputs"] and more["inputs"] == 8
+    assert more["differences"]["error"] != again["differences"]["error"]
     config = (model / "config.json").read_text()
     code = {"auto_map": {"AutoModel": "never_loaded.Model"}}
     (model / "config.json").write_text(json.dumps(json.loads(config) | code))
     assert "pass --trust-remote-code" in refused("verify", out, "--text", LICENCE)
     good("verify", out, "--text", LICENCE, "--trust-remote-code")
     (model / "config.json").write_text(config)
-    (out / QUANTISATION_FILE).write_text(json.dumps({**found, "max_error": 0.001}))
-    shown = refused("verify", out, "--text", LICENCE, "-q")
-    assert re.search(r"error 0\.0\d+ of the outputs, above the limit of 0\.001$", shown.strip())
+    accept = ("--text", LICENCE, "-q", "--accept", QUANTISATION_FILE)
+    for changed in ({"max_error": 0.001}, {"held_out": {"error": 0.9 * measured}}):
+        (out / QUANTISATION_FILE).write_text(json.dumps({**found, **changed}))
+        shown = refused("verify", out, "--text", LICENCE, "-q")
+        assert f"{QUANTISATION_FILE} has changed since it was written" in shown
+        limit = changed.get("max_error", 0.99 * measured)
+        assert f"above the limit of {number(limit)}: error" in refused("verify", out, *accept)
+    (out / QUANTISATION_FILE).write_text(json.dumps(found, indent=2) + "\n")
+    good("verify", out, "--text", LICENCE)
     assert "your data are needed" in refused("verify", out, status=2)
     assert found["chosen"] == "rotated, seed 0"
     assert found["held_out"]["kl"] < 0.5 * found["plain"]["kl"]
@@ -236,6 +247,9 @@ def a_result(measured: Differences) -> Quantised:
         held_out=measured,
         plain=measured,
         inputs=4,
+        most_inputs=4,
+        chosen_by=(),
+        measured_on=(),
         perplexity=None,
         size=10_000,
         float_size=40_000,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from commands import enjoyln, good
+from live_models import ROOT
 from safetensors.torch import load_file, save_file
 from stored_files import shallow
 
@@ -20,6 +21,8 @@ from enjoyln_cli.rewrite.written_files import written_files
 
 Corruption = Callable[[Path], object]
 EMBEDDING = "transformer.wte.weight"
+NUMBERS = "enjoyln_quantisation.json"
+TEXT = ("--text", ROOT / "LICENSE")
 WRITER = "transformer.h.1.mlp.c_proj.weight"
 
 
@@ -75,6 +78,11 @@ def permute(vocabulary: dict[str, int]) -> None:
     """Exchanges the ids of two words."""
     one, other = list(vocabulary)[40:42]
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+
+
+def overwrite(data: bytearray, count: int) -> None:
+    """Puts the first bytes of a file in the place of those after them."""
+    data[count : 2 * count] = data[:count]
 
 
 ANY: dict[str, Corruption] = {
@@ -148,29 +156,60 @@ CONVERTED: dict[str, Corruption] = {
     "marker: the tool": json_of("config.json", lambda c: c["enjoyln"].update(tool="by hand")),
     "marker deleted": json_of("config.json", lambda c: c.pop("enjoyln")),
 }  # fmt: skip
+QUANTISED: dict[str, Corruption] = {
+    "one bit of the program": bytes_of("model.onnx", flip(0.3)),
+    "one bit of a weight": bytes_of("model.onnx.data", flip(0.5)),
+    "one bit of the last weight": bytes_of("model.onnx.data", flip(0.99999)),
+    "rows overwritten": bytes_of("model.onnx.data", lambda d: overwrite(d, 4096)),
+    "weights truncated": bytes_of("model.onnx.data", lambda d: d.__delitem__(slice(-1, None))),
+    "weights deleted": deleted("model.onnx.data"),
+    "program truncated": bytes_of("model.onnx", lambda d: d.__delitem__(slice(500, None))),
+    "program deleted": deleted("model.onnx"),
+    "another program beside it": written("model_fp16.onnx", "program"),
+    "numbers: a larger limit": json_of(NUMBERS, lambda r: r.update(max_error=9.0)),
+    "numbers: a larger error": json_of(NUMBERS, lambda r: r["held_out"].update(error=9.0)),
+    "numbers: no outputs": json_of(NUMBERS, lambda r: r.update(outputs=[])),
+    "numbers: other halves": json_of(NUMBERS, lambda r: r.update(chosen_by=[])),
+    "numbers: another source": json_of(NUMBERS, lambda r: r.update(source="gpt2")),
+    "numbers truncated": bytes_of(NUMBERS, lambda d: d.__delitem__(slice(100, None))),
+}  # fmt: skip
 CASES = [(kind, name) for kind in ("fold", "rotate") for name in (*ANY, *CONVERTED)]
+QUANTISED_CASES = [("quantize", name) for name in (*ANY, *QUANTISED)]
+
+
+class Results(dict[str, Path]):
+    """One result of each command, made when it is first asked for, by the command's name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.source = shallow("gpt2", folder / "source")
+
+    def __missing__(self, command: str) -> Path:
+        data = (
+            (*TEXT, "--rotations", 0, "--inputs", 4) if command == "quantize" else ("--no-verify",)
+        )
+        self[command] = self.folder / command
+        good(command, self.source, "-o", self[command], "--quiet", *data)
+        return self[command]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One result of each command, by the command's name."""
-    folder = tmp_path_factory.mktemp("results")
-    source = shallow("gpt2", folder / "source")
-    for command in ("fold", "rotate"):
-        good(command, source, "-o", folder / command, "--no-verify", "--quiet")
-    return {command: folder / command for command in ("fold", "rotate")}
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return Results(tmp_path_factory.mktemp("results"))
 
 
-def corrupted(results: dict[str, Path], kind: str, name: str, folder: Path) -> Path:
+def corrupted(results: Results, kind: str, name: str, folder: Path) -> Path:
     out = Path(shutil.copytree(results[kind], folder / "out"))
-    (ANY | CONVERTED)[name](out)
+    (ANY | (QUANTISED if kind == "quantize" else CONVERTED))[name](out)
     return out
 
 
+def options_of(kind: str) -> tuple[object, ...]:
+    return TEXT if kind == "quantize" else ("--samples", 1)
+
+
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_a_changed_file_is_found(
-    results: dict[str, Path], kind: str, name: str, tmp_path: Path
-) -> None:
+def test_a_changed_file_is_found(results: Results, kind: str, name: str, tmp_path: Path) -> None:
     out = corrupted(results, kind, name, tmp_path)
     found = written_files(open_source(str(out)))
     (named, *_) = found.changes
@@ -179,28 +218,30 @@ def test_a_changed_file_is_found(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize(("kind", "name"), [*CASES, *QUANTISED_CASES])
 def test_verify_refuses_a_changed_file(
-    results: dict[str, Path], kind: str, name: str, tmp_path: Path
+    results: Results, kind: str, name: str, tmp_path: Path
 ) -> None:
     out = corrupted(results, kind, name, tmp_path)
     record = out / "enjoyln_verify.json"
     before = read_object(record).get("sha256")
-    result = enjoyln("verify", out, "--samples", 1, "--quiet")
+    result = enjoyln("verify", out, *options_of(kind), "--quiet")
     assert result.exit_code == 1 and "Traceback" not in result.output
     assert "error: " in result.stderr
     assert read_object(record).get("sha256") == before, "verify never records a digest"
 
 
-@pytest.mark.parametrize("kind", ["fold", "rotate"])
-def test_an_untouched_result_passes(results: dict[str, Path], kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["fold", "rotate", pytest.param("quantize", marks=pytest.mark.slow)]
+)
+def test_an_untouched_result_passes(results: Results, kind: str) -> None:
     for _ in range(2):
-        good("verify", results[kind], "--samples", 1)
+        good("verify", results[kind], *options_of(kind))
     assert written_files(open_source(str(results[kind]))).failure == ""
     assert "passed" in json.loads((results[kind] / "enjoyln_verify.json").read_text())
 
 
-def test_a_change_is_accepted_by_its_name(results: dict[str, Path], tmp_path: Path) -> None:
+def test_a_change_is_accepted_by_its_name(results: Results, tmp_path: Path) -> None:
     out = Path(shutil.copytree(results["fold"], tmp_path / "out"))
     own, other = out / "generation_config.json", out / "tokenizer_config.json"
     own.write_text('{"max_new_tokens": 40}')

@@ -512,7 +512,7 @@ def test_verify_on_images(tmp_path: Path) -> None:
     assert found.rows > 3
     assert found.runtime_error != verify(out, write=False).runtime_error
     files[0].write_text("no image")
-    with pytest.raises(UnsupportedModel, match="cannot prepare the images"):
+    with pytest.raises(UnsupportedModel, match=f"{files[0]} cannot be read"):
         verify(out, images=files)
 
 
