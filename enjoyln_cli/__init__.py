@@ -10,7 +10,7 @@
 
     from_pretrained(out)   the converted checkpoint, running RMSNorm
     optimize(model)        the same for a model that is loaded already
-    rotate(model)          turn the features of a loaded model, so that it quantises better
+    rotate(model)          rotate the features of a loaded model, so that it quantises better
     refold(model)          centre its weights again after training
     EnjoyLNConfig()        the same as a ``quantization_config`` of transformers
 

@@ -161,7 +161,8 @@ def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
         say(f"{done} had been finished by an earlier run")
     say(f"verified: {checked['summary']}" if checked else "not verified (--no-verify)")
     if plan.turned:
-        _say_before_quantising(checked["compute_dtype"] if checked else "", "matrices" in result)
+        dtype = checked["compute_dtype"] if checked else ""
+        _say_before_quantising(dtype, "matrices" in result, plan.model_class)
     if len(plan.kept) > len(plan.folded) > 0 and not (plan.widened or plan.untied):
         say(f"options that may convert more: enjoyln report {shlex.quote(report.model)}")
     say(f"next: {_next_step(result, plan)}")
@@ -178,7 +179,15 @@ def _next_step(result: Mapping[str, Any], plan: Plan) -> str:
     return f"enjoyln verify {out}"
 
 
-def _say_before_quantising(dtype: str, is_measured: bool) -> None:
+DATA_OPTIONS = {
+    "pixel_values": "--image DIR",
+    "input_features": "--audio DIR",
+    "input_values": "--audio DIR",
+}
+"""From the main input of a class to the option for a user's own data; ``--text FILE`` for others."""
+
+
+def _say_before_quantising(dtype: str, is_measured: bool, model_class: str) -> None:
     """What to know before a rotated model is quantised; ``dtype`` is that of its weights, if known.
 
     ``is_measured`` says whether its rounding was simulated on the user's data.
@@ -187,9 +196,13 @@ def _say_before_quantising(dtype: str, is_measured: bool) -> None:
         again = f"the rotation rounded every weight to {dtype} once more"
         say(f"{again}; rotate with --dtype float32 if you quantise the result")
     if not is_measured:
+        import transformers
+
+        main = getattr(getattr(transformers, model_class, None), "main_input_name", "")
+        data = DATA_OPTIONS.get(main, "--text FILE")
         say(
             "to see whether rotating helps on your data: `enjoyln rotate` with --search 1 "
-            "--scheme w8a8 --text FILE"
+            f"--scheme w8a8 {data}"
         )
 
 

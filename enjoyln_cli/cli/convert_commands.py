@@ -162,7 +162,7 @@ def rotate(
     device: str | None,
     **options: Any,
 ) -> None:
-    """Turn the features of MODEL by an orthogonal matrix, so that it quantises better.
+    """Rotate the features of MODEL by an orthogonal matrix, so that it quantises better.
 
     The result computes the same function in the stock class: outliers are spread over all
     features, and norms stay as they are (their weights are merged). Norms are not converted.

@@ -183,10 +183,10 @@ rotation_options = all_of(
     click.option(
         "--values/--no-values",
         default=True,
-        help="Also turn the values of each attention head (default: yes).",
+        help="Also rotate the values of each attention head (default: yes).",
     ),
     click.option(
-        "--matrix", type=FILE, help="Turn by the matrices of this file, such as learned ones."
+        "--matrix", type=FILE, help="Rotate by the matrices of this file, such as learned matrices."
     ),
     click.option("--seed", type=int, metavar="N", help="Seed of the random matrix (default: 0)."),
 )
@@ -204,7 +204,7 @@ plan_options = all_of(
     click.option(
         "--rotate",
         is_flag=True,
-        help="Also turn the features by an orthogonal matrix, for quantisation.",
+        help="Also rotate the features by an orthogonal matrix, for quantisation.",
     ),
     untie_option,
     click.option(

@@ -94,7 +94,7 @@ def edit_draft(
     if "medusa_num_heads" in config or any(source.path.glob("medusa_lm_head.*")):
         raise UnsupportedModel(
             f"{model}: each Medusa head computes x + SiLU(W x + b) (its 0.linear) from what the "
-            "lm_head of the target reads. x turns and the SiLU cannot, so no weights of this form "
+            "lm_head of the target reads. x can be rotated and the SiLU cannot, so no weights of this form "
             f"compute the same; {_TRAIN}"
         )
     checkpoint = open_checkpoint(source)
@@ -125,7 +125,7 @@ def _first_layer(checkpoint: Checkpoint) -> str:
     if layer is None:
         raise UnsupportedModel(
             f"{model}: {FC} of EAGLE-1 and EAGLE-2 reads the last hidden state, and the layers "
-            "after it write what the lm_head of the target reads. That is turned, and has the "
+            "after it write what the lm_head of the target reads. That is rotated, and has the "
             "weight of the last norm merged, which the norms within these layers do not allow; "
             + _TRAIN
         )
@@ -165,7 +165,7 @@ def _turned_stream(plan: Plan, original: Subject, like: str) -> tuple[Basis, str
         if whole and count and layers >= {str(number) for number in range(count)}:
             return basis, stored[base.table], base.edits[base.table]
     raise UnsupportedModel(
-        f"the hidden states of {like} were not turned; if its embeddings were not either, the "
+        f"the hidden states of {like} were not rotated; if its embeddings were not either, the "
         "draft works as it is"
     )
 
@@ -199,7 +199,7 @@ def _reads_of_embeddings(
     if kind not in RMS_NORM or replace(edit, turns=()).changes or len(edit.turns) != 1:
         raise UnsupportedModel(
             f"{model} reads the embeddings of the target, and its model_type {kind} is not one of "
-            f"{', '.join(RMS_NORM)}, or the embeddings were not only turned; {_TRAIN}"
+            f"{', '.join(RMS_NORM)}, or the embeddings were not only rotated; {_TRAIN}"
         )
     names = [f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"]
     for name in names:

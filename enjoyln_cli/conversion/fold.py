@@ -110,7 +110,7 @@ def prepare(
     if recipe is not None and opening.recipe is not None:
         options = _with_options_of(recipe, Path(opening.recipe), options)
     kind = config.model_type
-    folding, turning = f"the LayerNorms of {kind} that can be converted", f"what can turn in {kind}"
+    folding, turning = f"the LayerNorms of {kind} that can be converted", f"which features of {kind} can be rotated"
     event("stage", f"finding {folding if options.fold else turning}")
     analysis = analyze_config(
         config,
@@ -129,9 +129,9 @@ def prepare(
     if unproven := sorted(set(config.architectures or ()) - set(plan.classes)):
         event("warning", _why_another_class(plan, unproven, is_chosen=bool(model_class or outputs)))
     if options.rotate and not options.untie and (more := _may_turn_if_untied(analysis)):
-        event("warning", f"weights are tied; --untie may also turn {more}")
+        event("warning", f"weights are tied; --untie may also rotate {more}")
     if options.untie and not plan.untied:
-        which = "no LayerNorm" if options.fold else "nothing that turns"
+        which = "no LayerNorm" if options.fold else "nothing that is rotated"
         event("warning", f"--untie changes nothing here: {which} depends on a tied weight")
     if not plan.folded and not plan.turned and not options.fold:
         raise NothingToFold(why_nothing_changes(plan, str(model)))

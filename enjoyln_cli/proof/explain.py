@@ -14,7 +14,7 @@ from enjoyln_cli.graph.nodes import aten, op_name, packet, rank_of
 from enjoyln_cli.plan.axis import on_dimension
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.proof.flow import Value
-from enjoyln_cli.proof.min_cut import Carrier, Cut, Item, Parameter, Problem
+from enjoyln_cli.proof.min_cut import USES_ITS_MEAN, Carrier, Cut, Item, Parameter, Problem
 from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.proof.widening import Mlp
 
@@ -71,8 +71,8 @@ def obstacles(problem: Problem, cut: Cut, norm: str) -> Iterator[Obstacle]:
 
 
 def _reason(found: Opaque) -> str:
-    if found.reason.startswith("centring it would be noticed"):
-        return "a weight it depends on is also used elsewhere, where centring it would be noticed"
+    if found.reason.endswith(USES_ITS_MEAN):
+        return "a weight that produces its input is also used elsewhere, where outputs would change"
     return found.reason
 
 
@@ -128,7 +128,7 @@ def own_mean(problem: Problem, carrier: Carrier) -> str:
         if isinstance(found, tuple):
             waiting.extend(found)
         elif isinstance(current, Parameter):
-            return f"{current.name}: {found.reason}"
+            return f"{current.name} cannot be centred, since {found.reason}"
         else:
             return found.reason
     return "its mean cannot be removed in the weights"

@@ -66,6 +66,10 @@ Absorbs = Callable[[Node, Node, Axis], bool]
 """Whether the result of a node stays the same when an operand changes along an axis."""
 
 
+READS_ITS_MEAN = "reads its mean"
+"""How the reason ends for an op that observes a shift without a reason of its own."""
+
+
 @dataclass(frozen=True)
 class Observer:
     """A consumer whose result changes in another way than by a shift, and why."""
@@ -265,7 +269,7 @@ def push(
             return candidate
     if reasons:
         return reasons[0]
-    return Opaque(f"{op_name(node)} reads its mean", is_general=True)
+    return Opaque(f"{op_name(node)} {READS_ITS_MEAN}", is_general=True)
 
 
 def outcomes(

@@ -26,7 +26,7 @@ from torch.fx import Node
 from enjoyln_cli.graph.insertion_points import Spot, Where
 from enjoyln_cli.graph.nodes import rank_of, shape_of
 from enjoyln_cli.plan.axis import Axis, feature_axis, on_dimension
-from enjoyln_cli.proof.flow import Flow, Observer, Value
+from enjoyln_cli.proof.flow import READS_ITS_MEAN, Flow, Observer, Value
 from enjoyln_cli.proof.identity_ops import NormBehindTable
 from enjoyln_cli.proof.linear_layers import parameter_nodes
 from enjoyln_cli.proof.pullback import Opaque
@@ -42,6 +42,10 @@ class Parameter:
 
     name: str
     axis: Axis
+
+
+USES_ITS_MEAN = "uses its mean"
+"""How the reason ends for a weight that cannot be centred because of an observer."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ class Problem:
         if reason := self.locked(parameter):
             return reason
         observer = self.observer(parameter)
-        return f"centring it would be noticed by {self.place(observer)}" if observer else None
+        return f"{self.place(observer)} {USES_ITS_MEAN}" if observer else None
 
     def observer(self, item: Item) -> Observer | None:
         """An op that would notice a shift of ``item``, in any trace; ``None`` if none would."""
@@ -153,6 +157,8 @@ class Problem:
         module = trace.module_of(observer.node)
         if observer.node.op == "output":
             return "the caller (the model returns it)"
+        if module and observer.reason.endswith(READS_ITS_MEAN):
+            return module
         return f"{module or 'the model'} ({observer.reason})"
 
     def carrier(self, item: Item) -> Carrier | None:

@@ -183,7 +183,7 @@ def _cannot_subtract(flow: Flow, calls: list[_Call]) -> str | None:
         shape = shape_of(call.second) or ()
         seen = flow.observer(Value(call.trace, call.second, feature_axis(shape)))
         if seen is not None:
-            return f"a shift of its output would be noticed ({seen.reason})"
+            return f"its output has another reader, which uses its mean ({seen.reason})"
     return None
 
 

@@ -92,7 +92,7 @@ def rotation_plan(subject: Subject, event: Event, products: bool = False) -> Pla
             ).plan
         except (UnsupportedModel, TraceFailed) as error:
             reason = reason or str(error)
-    event("warning", f"only the original is quantised: nothing could be turned: {reason}")
+    event("warning", f"only the original is quantised: nothing could be rotated: {reason}")
     return None
 
 

@@ -4,7 +4,7 @@ It takes the place of ``QuaRot`` for models with LayerNorm, and for any architec
 
     from olive.workflows import run
 
-    passes = {"turn": {"type": "EnjoylnRotate"}, "quantise": {"type": "Rtn", "bits": 4}}
+    passes = {"rotate": {"type": "EnjoylnRotate"}, "quantise": {"type": "Rtn", "bits": 4}}
     model = {"type": "HfModel", "model_path": "microsoft/phi-2"}
     config = {"input_model": model, "passes": passes, "output_dir": "out"}
     run(config, package_config=package_config())

@@ -196,7 +196,7 @@ def quantize(
     subject = open_unfolded(str(model), opening)
     source = subject.source
     check_place(Path(out), source=source.root, force=force)
-    event("stage", f"finding what can turn in {subject.config.model_type}")
+    event("stage", f"finding which features of {subject.config.model_type} can be rotated")
     products = form == ONNX and settings.is_static
     plan = rotation_plan(subject, event, products)
     name = plan.model_class if plan else stored_class(subject)

@@ -59,8 +59,8 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
     if plan.outputs:
         lines.append(f"  only these outputs stay the same: {', '.join(plan.outputs)}")
     for op in plan.ops:
-        where = f"{'result' if op.place == 'output' else 'input'} of {op.module}"
-        lines.append(f"  subtract the mean from the {where}: {op.reason}")
+        where = f"{'output' if op.place == 'output' else 'input'} of {op.module}"
+        lines.append(f"  mean subtraction added at the {where}: {op.reason}")
     lines += _rotated_lines(plan)
     lines += _widened_lines(plan.widened)
     lines += _merged_lines(plan)
@@ -124,13 +124,13 @@ def _proven_calls(forms: Sequence[CallForm], other: str) -> str:
 def _rotated_lines(plan: Plan) -> list[str]:
     """What an orthogonal matrix turns, and what it does not, and why."""
     lines = [
-        f"  turn {_bases_in_words(plan.turned, kind)}"
+        f"  rotate {_bases_in_words(plan.turned, kind)}"
         for kind in ("stream", "heads", "values")
         if any(basis.kind == kind for basis in plan.turned)
     ]
     left = (basis for basis in plan.bases if basis.reason)
     for (kind, reason), kept in grouped(left, attrgetter("kind", "reason")).items():
-        lines.append(f"  not turned: {_bases_in_words(kept, kind)}: {reason}")
+        lines.append(f"  not rotated: {_bases_in_words(kept, kind)}: {reason}")
         lines += _because(kept)
     if any(basis.kind == "stream" for basis in plan.turned):
         fields = dict.fromkeys(name for basis in plan.turned for name in basis.outputs)

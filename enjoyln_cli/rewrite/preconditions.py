@@ -26,7 +26,7 @@ def check_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
     for basis in plan.turned:
         if basis.product:
             raise UnsupportedModel(
-                f"the input of {basis.product} is turned by a product, and a checkpoint has no "
+                f"the input of {basis.product} needs an online rotation, and a checkpoint has no "
                 "place for it; leave out Options.products"
             )
     if not plan.folded and not plan.turned:

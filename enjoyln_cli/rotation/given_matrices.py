@@ -44,7 +44,7 @@ def give_matrices(plan: Plan, path: Path) -> Plan:
         if not bases:
             names = [basis.name for basis in plan.turned]
             remedy = did_you_mean(key, names, 1) or "the recipe of a rotation lists them"
-            raise BadCheckpoint(f"{path}: {key} is no basis that turns; {remedy}")
+            raise BadCheckpoint(f"{path}: {key} names nothing that is rotated; {remedy}")
         for basis, transposed in bases:
             matrix = found.T if transposed and found.ndim == 2 else found
             given[basis.name] = nearest_orthogonal(f"{path}: {key}", matrix, basis)

@@ -1,7 +1,7 @@
 """From the bases of a model to the tensors to turn, and to the norms that have to be merged first.
 
 A basis stays as it is if one of its norms cannot be merged into what reads it, if one of its
-parameters is not stored, or is locked, or if a parameter would be turned in two ways at once.
+parameters is not stored, or is locked, or if a parameter would be rotated in two ways at once.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _obstacle(
     for parameter in basis.parameters:
         others = (*turned.get(parameter.name, ()), *own.get(parameter.name, ()))
         if any(_overlap(other.axis, parameter.axis) for other in others):
-            return LayerObstacle("a parameter of it would be turned in two ways", parameter.name)
+            return LayerObstacle("a parameter of it would be rotated in two ways", parameter.name)
         own.setdefault(parameter.name, []).append(parameter)
     return None
 

@@ -97,7 +97,7 @@ def test_sizes_are_decimal() -> None:
 
 def test_notes_name_ops_reasons_and_culprits() -> None:
     text = "\n".join(notes.notes(ModelReport("m", PLAN)))
-    assert "subtract the mean from the result of wte: it is tied to the head" in text
+    assert "mean subtraction added at the output of wte: it is tied to the head" in text
     assert f"2 stay LayerNorm: {REASON}\n    h.2-3.ln" in text
     assert "because of embed.ln" in text
     assert "LayerNorm is used in calls with inputs_embeds" in text

@@ -175,6 +175,20 @@ def test_a_fold_that_leaves_most_norms_names_where_to_find_more(tmp_path: Path) 
     assert f"options that may convert more: enjoyln report {bert}\n" in out
 
 
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("gpt2", "--text FILE"),
+        pytest.param("vit", "--image DIR", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rotation_names_the_option_for_data_that_fit(
+    name: str, data: str, tmp_path: Path
+) -> None:
+    out = good("rotate", CHECKPOINTS / name, "-o", tmp_path / "out", "--no-verify")
+    assert f"--search 1 --scheme w8a8 {data}\n" in out
+
+
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     out = good("fold", GPT2, "-o", tmp_path / "out", "--dry-run", "--dtype", "bfloat16")
     assert "would convert 7 of 7" in out and "nothing was written" in out

@@ -192,7 +192,7 @@ def test_drafts_that_cannot_turn_are_refused(folders: dict[str, Path], tmp_path:
 
     assert "its hidden states lack their mean" in said(tensors, "phi-folded")
     assert "which are not several hidden states of 40" in said(tensors, "llama-rotated")
-    assert "hidden states of" in (text := said(tensors, "gpt2-values")) and "not turned" in text
+    assert "hidden states of" in (text := said(tensors, "gpt2-values")) and "not rotated" in text
     assert "was not folded" in said(tensors, "phi")
     eagle_1 = {name: tensor for name, tensor in tensors.items() if "hidden_norm" not in name}
     eagle_1["fc.weight"] = eagle_1["fc.weight"][:, : 2 * d].contiguous()

@@ -85,7 +85,7 @@ def test_rotating_into_16_bits_says_what_to_quantise_from(tmp_path: Path) -> Non
     words = ("rotate", CHECKPOINTS / "phi", "-o", tmp_path / "out", "--samples", 1)
     result = enjoyln(*words, "--untie", "--dtype", "bfloat16")
     said, warned = result.stdout, result.stderr
-    assert "--untie changes nothing here: nothing that turns depends on a tied weight" in warned
+    assert "--untie changes nothing here: nothing that is rotated depends on a tied weight" in warned
     assert "rounded every weight to bfloat16 once more; rotate with --dtype float32" in said
     assert "to see whether rotating helps on your data: `enjoyln rotate`" in said
 
@@ -149,7 +149,7 @@ def test_what_cannot_be_rotated_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NothingToFold, match=r"nothing of .* can be rotated: 1 x the weight of a "):
         convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=tied)
     text = refused("rotate", CHECKPOINTS / "gpt2", "-o", tmp_path / "out", "--no-values")
-    hint = "weights are tied; --untie may also turn the stream of transformer.wte.weight"
+    hint = "weights are tied; --untie may also rotate the stream of transformer.wte.weight"
     assert hint in text
     text = refused("fold", CHECKPOINTS / "phi", "--dry-run", "--seed", 3, status=2)
     assert "--seed needs --rotate." in text
@@ -160,10 +160,10 @@ def test_what_cannot_be_rotated_is_refused(tmp_path: Path) -> None:
 def test_a_dry_run_and_a_report_say_what_turns_and_what_stays() -> None:
     text = good("rotate", CHECKPOINTS / "bert", "--dry-run")
     assert "turn the values of 3 attentions" in text
-    assert "not turned: 1 stream of 80 features" in text and "gelu acts on single features" in text
+    assert "not rotated: 1 stream of 80 features" in text and "gelu acts on single features" in text
     text = good("report", CHECKPOINTS / "phi", "--rotate")
     assert "turn 1 stream of 64 features (model.embed_tokens.weight)" in text
-    assert "not turned: the heads of" in text
+    assert "not rotated: the heads of" in text
 
 
 def test_a_recipe_has_the_seed(out: Path, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_wrong_matrices_are_refused_by_name(
 def test_a_matrix_of_no_basis_is_refused(tmp_path: Path) -> None:
     save_file({"R3": torch.eye(96)}, tmp_path / "own.safetensors")
     call = ["rotate", CHECKPOINTS / "gpt2", "-o", tmp_path / "out", "--untie"]
-    assert "R3 is no basis that turns" in refused(*call, "--matrix", tmp_path / "own.safetensors")
+    assert "R3 names nothing that is rotated" in refused(*call, "--matrix", tmp_path / "own.safetensors")
     assert not (tmp_path / "out").exists()
 
 
@@ -348,7 +348,7 @@ def test_a_small_weight_before_a_layer_without_bias_is_an_obstacle(tmp_path: Pat
     with_small_weight("transformer.ln_f", torch.float16, 1e-5, tmp_path / "in")
     said = good("rotate", tmp_path / "in", "-o", tmp_path / "out", "--untie", "--no-verify")
     plain = " ".join(said.split())
-    assert "not turned: 1 stream of 24 features (transformer.wte.weight)" in plain
+    assert "not rotated: 1 stream of 24 features (transformer.wte.weight)" in plain
     assert "its weight is too small: its bias divided by it would be" in plain
     assert "because of transformer.ln_f" in plain
     tensors = load_file(tmp_path / "out" / "model.safetensors")

@@ -150,7 +150,7 @@ def test_the_card_says_what_was_done(out: Path) -> None:
     text = made(out).text
     assert "# tiny-rms\n" in text and "`tiny`, in which 7 of 7 LayerNorms" in text
     assert "converted 7 of 7 LayerNorms, using 1 added mean subtraction; 13 tensors centred" in text
-    assert "  subtract the mean from the result of transformer.wte: " in text
+    assert "  mean subtraction added at the output of transformer.wte: " in text
     assert "  all floating weights were converted to bfloat16\n" in text
     assert "All outputs stay the same. " in text
     assert "The proof holds for `GPT2LMHeadModel`, `GPT2Model`. Called with an input that" in text

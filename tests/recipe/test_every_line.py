@@ -132,7 +132,7 @@ def plan() -> Plan:
         "embed.tokens.weight", "stream", 32, True, tuple(turned),
         tuple(f"h.{i}.q_norm" for i in LAYERS), ("inputs_embeds",),
     )  # fmt: skip
-    why = "embed.tokens.weight: centring it would be noticed by head (linear reads its mean)"
+    why = "embed.tokens.weight cannot be centred, since head uses its mean"
     heads = Axis(-1, 0, 4, 8, 1)
     attention = (Centring(f"h.{i}.attn", "input", heads, f"read by h.{i + 1}.ln_1") for i in LAYERS)
     unread = "it is read by something that is not linear"

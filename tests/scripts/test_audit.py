@@ -61,7 +61,7 @@ def test_a_rule_that_is_taken_away_is_missed(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("read", [0.7, 0.0])
 def test_an_observer_has_to_observe(read: float) -> None:
     reason, found = answer(Stream(nn.Identity(), read), torch.randn(3, 5).double())
-    assert reason.startswith("a weight it depends on is also used elsewhere")
+    assert reason.startswith("a weight that produces its input is also used elsewhere")
     assert found == ("true" if read else "unseen: write.weight")
 
 
@@ -70,7 +70,7 @@ def test_an_observer_behind_a_clamp_is_seen_by_a_large_shift() -> None:
     reader = model.reader
     model.reader = nn.Sequential(reader, Beyond())  # type: ignore[assignment]
     reason, found = answer(model, torch.randn(3, 5).double())
-    assert reason.endswith("centring it would be noticed") and found == "true"
+    assert reason.endswith("where outputs would change") and found == "true"
 
 
 class Beyond(nn.Module):
@@ -95,4 +95,4 @@ class CutOff(nn.Module):
 
 def test_where_the_source_that_is_named_is_not_seen_another_one_may_be() -> None:
     reason, found = answer(CutOff(), torch.randn(3, 5).double())
-    assert reason.endswith("centring it would be noticed") and found == "true of another source"
+    assert reason.endswith("where outputs would change") and found == "true of another source"
