@@ -180,7 +180,7 @@ def test_a_draft_proposes_the_same_tokens_for_the_rotated_target(
     assert changed == reads & tensors.keys() and edited.keys() == tensors.keys()
 
 
-def test_drafts_that_cannot_turn_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_drafts_that_cannot_rotate_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     _, table, _ = run_target(folders["phi"])
     tensors = draft_of(table, "midlayer", "none", False)
     d = table.shape[1]
@@ -198,7 +198,7 @@ def test_drafts_that_cannot_turn_are_refused(folders: dict[str, Path], tmp_path:
     eagle_1["fc.weight"] = eagle_1["fc.weight"][:, : 2 * d].contiguous()
     assert "what the lm_head of the target reads" in said(eagle_1)
     medusa = {"0.0.linear.weight": torch.eye(d), "0.0.linear.bias": torch.ones(d)}
-    assert "x turns and the SiLU cannot" in said(medusa, medusa_num_heads=1)
+    assert "x can be rotated and the SiLU cannot" in said(medusa, medusa_num_heads=1)
     headless = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     assert "stores no lm_head.weight" in said(headless)
     assert "fc_2.weight is no tensor of EAGLE-3" in said({**tensors, "fc_2.weight": torch.eye(d)})
