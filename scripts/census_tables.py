@@ -191,7 +191,7 @@ BASES = {"stream": "streams", "values": "values of attention", "heads": "heads"}
 
 
 def _rotated(rows: list[dict[str, Any]]) -> list[str]:
-    """What turns in each class that was rotated, and why the other bases stay."""
+    """What is rotated in each class that was rotated, and why the other bases stay."""
     import torch
     import transformers
 
@@ -224,10 +224,10 @@ def _rotated(rows: list[dict[str, Any]]) -> list[str]:
         f"torch {torch.__version__} and transformers {transformers.__version__}.",
         "",
         *([f"* {left} of {len(types)} model types were not run yet."] if left else []),
-        f"* Bases that turn: {counts}. "
-        "[`rotate`](commands/rotate.md#what-is-turned) says what the three kinds are. What a norm "
+        f"* Bases that are rotated: {counts}. "
+        "[`rotate`](commands/rotate.md#what-is-rotated) says what the three kinds are. What a norm "
         "reads as a whole counts as a stream, also inside of a layer (behind a gate, for example).",
-        f"* {len(done)} classes turn something and were compared. Wrong rotations: {len(wrong)}. "
+        f"* {len(done)} classes rotate something and were compared. Wrong rotations: {len(wrong)}. "
         f"Largest error in float64 {max(exact, default=0):.0e} ({len(exact)} classes), in float32 "
         f"{max(single, default=0):.0e} ({len(single)}).",
         *(
@@ -235,7 +235,7 @@ def _rotated(rows: list[dict[str, Any]]) -> list[str]:
             f"rounding its weights once costs it {row['own_rounding']:.0e}."
             for row in near
         ),
-        f"* {len(seen) - len(done)} classes turn nothing, or could not be compared. "
+        f"* {len(seen) - len(done)} classes rotate nothing, or could not be compared. "
         f"{len(missing)} classes could not be examined ("
         + "; ".join(f"{count}: {what}" for what, count in obstacles.most_common())
         + ").",
@@ -254,7 +254,7 @@ def _rotated(rows: list[dict[str, Any]]) -> list[str]:
         lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += [
         "",
-        "What turns in each class, as a number of all bases of the kind:",
+        "What is rotated in each class, as a number of all bases of the kind:",
         "",
         "| type | class | streams | values | heads | error |",
         "|---|---|---|---|---|---|",

@@ -184,7 +184,7 @@ DATA_OPTIONS = {
     "input_features": "--audio DIR",
     "input_values": "--audio DIR",
 }
-"""From the main input of a class to the option for a user's own data; ``--text FILE`` for others."""
+"""From the main input of a class to the option for a user's own data; others take a text."""
 
 
 def _say_before_quantising(dtype: str, is_measured: bool, model_class: str) -> None:

@@ -94,8 +94,8 @@ def edit_draft(
     if "medusa_num_heads" in config or any(source.path.glob("medusa_lm_head.*")):
         raise UnsupportedModel(
             f"{model}: each Medusa head computes x + SiLU(W x + b) (its 0.linear) from what the "
-            "lm_head of the target reads. x can be rotated and the SiLU cannot, so no weights of this form "
-            f"compute the same; {_TRAIN}"
+            "lm_head of the target reads. x can be rotated and the SiLU cannot, so no weights of "
+            f"this form compute the same; {_TRAIN}"
         )
     checkpoint = open_checkpoint(source)
     layer = _first_layer(checkpoint)

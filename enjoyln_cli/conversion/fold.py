@@ -110,7 +110,10 @@ def prepare(
     if recipe is not None and opening.recipe is not None:
         options = _with_options_of(recipe, Path(opening.recipe), options)
     kind = config.model_type
-    folding, turning = f"the LayerNorms of {kind} that can be converted", f"which features of {kind} can be rotated"
+    folding, turning = (
+        f"the LayerNorms of {kind} that can be converted",
+        f"which features of {kind} can be rotated",
+    )
     event("stage", f"finding {folding if options.fold else turning}")
     analysis = analyze_config(
         config,

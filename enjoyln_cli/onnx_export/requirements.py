@@ -40,5 +40,6 @@ def require_packages(
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise UnsupportedModel(
-            f'{what} needs {", ".join(missing)}: pip install "enjoyln[{extra}]"{where}'
+            f'{what} needs {", ".join(missing)}: pip install ".[{extra}]" in the clone of enjoyln'
+            f"{where}"
         )

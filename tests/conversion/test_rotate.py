@@ -85,7 +85,9 @@ def test_rotating_into_16_bits_says_what_to_quantise_from(tmp_path: Path) -> Non
     words = ("rotate", CHECKPOINTS / "phi", "-o", tmp_path / "out", "--samples", 1)
     result = enjoyln(*words, "--untie", "--dtype", "bfloat16")
     said, warned = result.stdout, result.stderr
-    assert "--untie changes nothing here: nothing that is rotated depends on a tied weight" in warned
+    assert (
+        "--untie changes nothing here: nothing that is rotated depends on a tied weight" in warned
+    )
     assert "rounded every weight to bfloat16 once more; rotate with --dtype float32" in said
     assert "to see whether rotating helps on your data: `enjoyln rotate`" in said
 
@@ -245,7 +247,9 @@ def test_wrong_matrices_are_refused_by_name(
 def test_a_matrix_of_no_basis_is_refused(tmp_path: Path) -> None:
     save_file({"R3": torch.eye(96)}, tmp_path / "own.safetensors")
     call = ["rotate", CHECKPOINTS / "gpt2", "-o", tmp_path / "out", "--untie"]
-    assert "R3 names nothing that is rotated" in refused(*call, "--matrix", tmp_path / "own.safetensors")
+    assert "R3 names nothing that is rotated" in refused(
+        *call, "--matrix", tmp_path / "own.safetensors"
+    )
     assert not (tmp_path / "out").exists()
 
 

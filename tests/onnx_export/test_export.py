@@ -302,7 +302,10 @@ def test_an_original_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 
 def test_missing_libraries_are_named() -> None:
-    with pytest.raises(UnsupportedModel, match=r'needs no_such_b: pip install "enjoyln\[onnx\]"$'):
+    with pytest.raises(
+        UnsupportedModel,
+        match=r'needs no_such_b: pip install "\.\[onnx\]" in the clone of enjoyln$',
+    ):
         require_packages(("onnx", "no_such_b"))
     require_packages(("onnx", "onnxscript"))
 

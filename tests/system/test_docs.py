@@ -150,7 +150,12 @@ def check(expected: str, printed: str) -> None:
 
 
 def shell(line: str) -> str:
-    """The output of a command. ``enjoyln`` runs in this process, which has imported everything."""
+    """The output of a command. ``enjoyln`` runs in this process, which has imported everything.
+
+    A command that follows an installation in the same line runs without it.
+    """
+    if "pip install" in line:
+        line = line.rpartition(" && ")[2]
     command, show, _ = line.partition("; echo $?")
     if command.startswith("enjoyln "):
         command, _, file = command.partition(" > ")
