@@ -7,12 +7,13 @@ read are not proven, and the plan lists them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from enjoyln_cli.analysis import stored_names, untying
@@ -288,8 +289,11 @@ def analyze_calls(
     calls: Iterable[Call],
     outputs: Sequence[str] = (),
     options: Options = PLAIN,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> Analysis:
     """The plan for any live module that holds in all of ``calls`` at once.
+
+    ``weights`` are the values of its weights by name; by default those that ``model`` has.
 
     Raises ``TraceFailed`` if a call that is ``required`` cannot be traced, and ``EnjoyLNError`` if
     no call returns one of ``outputs``, or if ``options`` ask for untying.
@@ -298,7 +302,8 @@ def analyze_calls(
         raise EnjoyLNError("a model in memory cannot be untied; pass its config or its checkpoint")
     with foreign_code(model):
         traced = (trace_calls(Captures(model), calls),)
-        return analyze_family(family_in_memory(model, traced, tuple(outputs)), options)
+        family = family_in_memory(model, traced, tuple(outputs), weights=weights)
+        return analyze_family(family, options)
 
 
 def family_in_memory(
@@ -306,9 +311,12 @@ def family_in_memory(
     traced: tuple[TracedModel, ...],
     outputs: tuple[str, ...] = (),
     training: bool = False,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> TracedClasses:
     """The only class of a live module, whose tensors count as stored under their own names."""
-    reference = Candidate(model, {name: (name,) for name in stored_weights(model)}, {}, ())
+    held = stored_weights(model)
+    stored: dict[str, tuple[str, ...]] = {name: (name,) for name in held}
+    reference = Candidate(model, stored, {}, (), weights=held if weights is None else weights)
     return TracedClasses(
         reference=reference,
         model_type=getattr(getattr(model, "config", None), "model_type", type(model).__name__),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import nn
 from enjoyln_cli.analysis.stored_layout import Conversion, conversion
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor, same_values
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
-from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.text import dtype_name, first_line
 
 Shape = tuple[int, ...]
@@ -35,6 +34,8 @@ class Candidate:
     missing: tuple[str, ...]
     """Names that no stored tensor fills, not even one of a tied parameter."""
     checkpoint: Checkpoint | None = None
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Without a checkpoint: the values of the weights of ``model``, as far as they are known."""
 
     @property
     def name(self) -> str:
@@ -65,7 +66,7 @@ class Candidate:
     def _values(self, tensor: str) -> torch.Tensor | None:
         if self.checkpoint is not None:
             return read_tensor(self.checkpoint, tensor)
-        held = stored_weights(self.model).get(tensor)
+        held = self.weights.get(tensor)
         return None if held is None or held.is_meta else held.detach()
 
 

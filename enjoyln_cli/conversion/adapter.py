@@ -38,11 +38,11 @@ from enjoyln_cli.plan.edits import (
     Append,
     Edit,
     EditInputs,
-    apply_edit,
     edits_of,
     read_edit_inputs,
     repeated,
 )
+from enjoyln_cli.rewrite.finite import in_dtype, rounded
 from enjoyln_cli.runtime.weight_check import tensor_at
 
 if TYPE_CHECKING:
@@ -114,19 +114,18 @@ def edit_adapter(folder: str | Path, plan: Plan, original: Subject) -> Adapter:
         base.require_fit(where, out, a, b)
         rows, columns = _along(edit, out, 0), _along(edit, 1 - out, 1)
 
-        def change(x: torch.Tensor, along: Edit) -> torch.Tensor:
-            values = read_edit_inputs(along, base.read)
-            return apply_edit(x.double(), along, values).to(x.dtype)
+        def change(name: str, x: torch.Tensor, along: Edit) -> torch.Tensor:
+            return rounded(name, x, along, read_edit_inputs(along, base.read))
 
-        edited[parts["lora_B.weight"]] = change(b, rows)
-        edited[parts["lora_A.weight"]] = change(a, columns)
+        for part, value, along in (("lora_B.weight", b, rows), ("lora_A.weight", a, columns)):
+            edited[parts[part]] = change(parts[part], value, along)
         if by is not None:
             bias, reader = by
             vector = repeated(base.read(bias).double().flatten(), reader)
             shift = b.double() @ (a.double() @ vector)
-            shifts[path] = change(shift, rows)
-        if "lora_B.bias" in parts:
-            edited[parts["lora_B.bias"]] = change(tensors[parts["lora_B.bias"]], rows)
+            shifts[path] = change(path, shift, rows)
+        if name := parts.get("lora_B.bias"):
+            edited[name] = change(name, tensors[name], rows)
     if shifts:
         settings = {**settings, "lora_bias": True}
         edited |= _biases(layers, edited, shifts)
@@ -154,7 +153,7 @@ def _edited_prompt(
             f"{folder}: {name} is edited in another way than row by row, so no prompt can be; "
             "train the prompt on the result"
         )
-    return {"prompt_embeddings": apply_edit(prompt.double(), edit, EditInputs()).to(prompt.dtype)}
+    return {"prompt_embeddings": rounded("prompt_embeddings", prompt, edit, EditInputs())}
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
@@ -232,7 +231,7 @@ def _biases(
             )
         b, key = edited[parts["lora_B.weight"]], f"{PREFIX}{path}.lora_B.bias"
         bias = edited.get(key, b.new_zeros(b.shape[0])).double()
-        biases[key] = (bias + shifts.get(path, 0.0)).to(b.dtype)
+        biases[key] = in_dtype(key, bias + shifts.get(path, 0.0), b.dtype)
     return biases
 
 
@@ -314,4 +313,4 @@ class EditedBase:
                 f"{name}: the adapter has its own values of it, which the fold would have to edit "
                 "together with others; merge the adapter into the original and fold the result"
             )
-        return apply_edit(value.double(), edit, read_edit_inputs(edit, self.read)).to(value.dtype)
+        return rounded(name, value, edit, read_edit_inputs(edit, self.read))

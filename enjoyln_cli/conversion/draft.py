@@ -31,8 +31,9 @@ from enjoyln_cli.checkpoint.source import Source, carried_files, open_source
 from enjoyln_cli.conversion.adapter import EditedBase
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.edits import Edit, EditInputs, Turn, Vector, apply_edit
+from enjoyln_cli.plan.edits import Edit, EditInputs, Turn, Vector
 from enjoyln_cli.rewrite.directory import copy_files
+from enjoyln_cli.rewrite.finite import rounded
 from enjoyln_cli.runtime.weight_check import tensor_at
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def edit_draft(
     if _is_table_of_target(tensors, original, table):
         reads += _reads_of_embeddings(checkpoint, layer, edit, stream)
         if TABLE in tensors:
-            tensors[TABLE] = _edited(tensors[TABLE], edit, EditInputs())
+            tensors[TABLE] = rounded(TABLE, tensors[TABLE], edit, EditInputs())
     for read in reads:
         tensors[read.weight] = _turned(tensors, read, edit.turns[0])
     for norm in {read.norm for read in reads if read.norm}:
@@ -221,9 +222,5 @@ def _turned(tensors: dict[str, Any], read: Read, turn: Turn) -> torch.Tensor:
         edit = replace(edit, times=(Vector(read.norm, 1),))
         inputs = EditInputs(times=(tensors[read.norm].double(),))
     columns = weight.narrow(1, 0, axis.length)
-    columns.copy_(_edited(columns, edit, inputs))
+    columns.copy_(rounded(read.weight, columns, edit, inputs))
     return weight
-
-
-def _edited(x: torch.Tensor, edit: Edit, inputs: EditInputs) -> torch.Tensor:
-    return apply_edit(x.double(), edit, inputs).to(x.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from enjoyln_cli.analysis import untying
-from enjoyln_cli.analysis.analyze import analyze_module
+from enjoyln_cli.analysis.analyze import analyze_calls, calls_of
 from enjoyln_cli.analysis.stored_names import Candidate
 from enjoyln_cli.checkpoint.config import require_unfolded
 from enjoyln_cli.errors import NothingToFold, UnsupportedModel
@@ -19,6 +19,7 @@ from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.rewrite.preconditions import why_nothing_changes
 from enjoyln_cli.runtime.adapters import quantisation_of
+from enjoyln_cli.trace.failure_reasons import foreign_code
 
 
 def rotate(
@@ -59,7 +60,10 @@ def rotate(
     copied: Any = copy_without_weights(model)
     apart = _apart(copied) if untie else None
     options = Options(fold=False, rotate=True, values=values, seed=seed)
-    plan = analyze_module(copied, outputs=as_names(outputs), options=options).plan
+    with foreign_code(copied):
+        calls = calls_of(copied, (), {}, ())
+    names, weights = as_names(outputs), stored_weights(model)
+    plan = analyze_calls(copied, calls, names, options, weights).plan
     if not plan.turned:
         raise NothingToFold(why_nothing_changes(plan, name))
     plan = untying.untie(plan, apart) if apart else plan

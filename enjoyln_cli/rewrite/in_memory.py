@@ -6,7 +6,7 @@ read. A model that is not the one that was analysed is not changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,31 +20,34 @@ from enjoyln_cli.models.offload import Value, WeightsOnDemand, reader_of
 from enjoyln_cli.plan.edits import Edit, EditInputs, apply_edit, read_edit_inputs
 from enjoyln_cli.plan.needed_tensors import fitting_edits
 from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rewrite.finite import require_finite
 from enjoyln_cli.rewrite.inserted_product import insert_product
 
 
-def centre_parameters(model: nn.Module, plan: Plan) -> None:
+def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = False) -> None:
     """Carry out every edit of ``plan`` in place: in float64, rounded once.
 
     Parameters that the plan unties get their own copies first. A parameter with several names is
-    edited once. Raises ``BadCheckpoint`` if ``model`` lacks a parameter or holds it in another
-    shape, and ``UnsupportedModel`` if no call is proven; nothing is changed then.
+    edited once. ``allow_nonfinite`` accepts NaN and Inf in what is edited, which spread over the
+    group that is edited, and results beyond the range of the dtype.
+
+    Raises ``BadCheckpoint`` if ``model`` lacks a parameter, holds it in another shape, or if an
+    edit would write a number that is not finite; and ``UnsupportedModel`` if no call is proven.
+    Nothing is changed then.
     """
     if plan.covered is not None and (plan.writers or plan.turned):
         plan.covered.require_any(type(model).__name__)
     edits_by_name = require_fit(model, plan)
     reader = reader_of(model)
+    if not allow_nonfinite:
+        _require_finite(model, plan, edits_by_name, reader)
     _untie(model, plan, reader)
     for setting in plan.settings:
         set_entry(getattr(model, "config", None), setting.name, setting.value)
     tensors = values_of(model)
-    edits: dict[int, tuple[torch.Tensor, Edit]] = {}
-    for name, edit in edits_by_name.items():
-        tensor = tensors[name]
-        earlier = edits.get(id(tensor), (tensor, edit))[1]
-        axes = tuple(dict.fromkeys((*earlier.axes, *edit.axes)))
-        turns = tuple(dict.fromkeys((*earlier.turns, *edit.turns)))
-        edits[id(tensor)] = tensor, replace(edit, axes=axes, turns=turns)
+    edits = {
+        id(tensors[name]): (tensors[name], edit) for name, edit in _joined(tensors, edits_by_name)
+    }
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
@@ -71,6 +74,38 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
     for mlp in plan.widened:
         for part in mlp.parts:
             _update_size(model, part.parameter, mlp.size, mlp.to)
+
+
+def _joined(
+    tensors: Mapping[str, torch.Tensor], edits: Mapping[str, Edit]
+) -> Iterator[tuple[str, Edit]]:
+    """A name of each edited tensor, with the edit that its names have together."""
+    joined: dict[int, tuple[str, Edit]] = {}
+    for name, edit in edits.items():
+        key = id(tensors[name])
+        earlier = joined.get(key, (name, edit))[1]
+        axes = tuple(dict.fromkeys((*earlier.axes, *edit.axes)))
+        turns = tuple(dict.fromkeys((*earlier.turns, *edit.turns)))
+        joined[key] = name, replace(edit, axes=axes, turns=turns)
+    yield from joined.values()
+
+
+def _require_finite(
+    model: nn.Module, plan: Plan, edits: Mapping[str, Edit], reader: WeightsOnDemand | None
+) -> None:
+    """Raise ``BadCheckpoint`` if an edit would write a number that is not finite."""
+    tensors = values_of(model)
+    for untied in plan.untied:
+        if untied.parameter in tensors:  # edited apart from the tensor that it shares so far
+            tensors[untied.parameter] = tensors[untied.source].detach()
+
+    def read(name: str) -> torch.Tensor:
+        return reader[name] if reader and tensors[name].is_meta else tensors[name]
+
+    with torch.no_grad():
+        for name, edit in _joined(tensors, edits):
+            if not read(name).is_meta:
+                require_finite(name, read(name), edit, read_edit_inputs(edit, read), read)
 
 
 def require_fit(model: nn.Module, plan: Plan) -> Mapping[str, Edit]:

@@ -147,7 +147,8 @@ def _edited_parts(
                 apply_in_pieces(x, part, inputs_of_part, y, allow_nonfinite=allow_nonfinite)
         except OverflowError:
             raise BadCheckpoint(
-                f"{where} has values beyond {slot.dtype}; choose a wider dtype"
+                f"{where} has values beyond {slot.dtype}; choose a wider dtype, such as --dtype "
+                "float32"
             ) from None
         except FloatingPointError:
             raise BadCheckpoint(

@@ -24,6 +24,7 @@ from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.models.memory import give_back
 from enjoyln_cli.plan.edits import Edit, EditInputs, read_edit_inputs
 from enjoyln_cli.plan.needed_tensors import require_fit
+from enjoyln_cli.rewrite.finite import unusable_input
 from enjoyln_cli.rewrite.journal import Journal, note, resume_shards
 from enjoyln_cli.rewrite.shard_layout import Shard, index, layout
 from enjoyln_cli.rewrite.tensor_parts import (
@@ -226,27 +227,15 @@ def _write_file(path: Path, content: bytes) -> None:
 def _inputs_of(checkpoint: Checkpoint, edit: Edit, allow_nonfinite: bool) -> EditInputs:
     """What ``edit`` takes from other tensors.
 
-    Raises ``BadCheckpoint`` naming the tensor if it has NaN or Inf, unless they are allowed.
+    Raises ``BadCheckpoint`` that names the tensor if that is NaN or Inf, unless they are allowed.
     """
 
-    def finite(name: str, value: torch.Tensor) -> torch.Tensor:
-        if not allow_nonfinite and not value.isfinite().all():
-            raise BadCheckpoint(
-                f"{name} in {checkpoint.tensors[name].file} holds NaN or Inf and cannot be "
-                "merged; repair it, or pass --allow-nonfinite"
-            )
-        return value
-
-    baked = edit.bake or edit.level
-    matrices = {baked.table if baked else None, *(product.matrix for product in edit.plus)}
-
-    def read(name: str) -> torch.Tensor:
-        value = read_tensor(checkpoint, name)
-        return value if name in matrices else finite(name, value)  # what is computed is checked
-
+    read = partial(read_tensor, checkpoint)
     inputs = read_edit_inputs(edit, read)
-    if edit.plus and inputs.plus is not None:
-        finite(edit.plus[0].matrix, inputs.plus)
+    if not allow_nonfinite and (unusable := unusable_input(edit, inputs, read)):
+        raise BadCheckpoint(
+            f"{unusable} and cannot be merged; repair it, or pass --allow-nonfinite"
+        )
     return inputs
 
 

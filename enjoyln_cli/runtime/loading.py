@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +25,9 @@ from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.models.classes import locate
 from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.models.load import class_in
+from enjoyln_cli.plan.edits import Edit, Vector, read_edit_inputs
 from enjoyln_cli.plan.mean_units import copy_units, intact, room, set_units
+from enjoyln_cli.rewrite.finite import require_finite
 from enjoyln_cli.runtime.install import run_folded
 from enjoyln_cli.runtime.modules import stock_class
 from enjoyln_cli.runtime.structure import KeepStructure
@@ -129,7 +133,8 @@ def refold(model: Holder) -> Holder:
 
     Raises as ``optimize`` does. Raises ``NotCentred`` too if the model was edited (a hook, a layer
     that is quantised or replaced; a LoRA adapter is centred), if weights are offloaded, or if no
-    unused hidden units are left. Nothing is changed then.
+    unused hidden units are left, and ``BadCheckpoint`` if a centred weight would not be finite.
+    Nothing is changed then.
     """
     for inner in models_in(model):
         _refold(inner)
@@ -147,6 +152,7 @@ def _refold(model: nn.Module) -> None:
                 f"{path}: is offloaded and cannot be centred; load the model without offloading"
             )
         require_values(path, tensor_at(model, path))
+    _require_finite(model, watch)
     mlps = [(layers_of(model, units), units) for units in watch.units]
     trained = []
     for layers, units in mlps:
@@ -230,3 +236,14 @@ def _require_untied(model: nn.Module, marker: Marker) -> None:
                 f"{pair[0]} and {pair[1]} are tied again, so the model computes another function; "
                 "load it with the config that the conversion wrote"
             )
+
+
+def _require_finite(model: nn.Module, watch: WatchList) -> None:
+    """Raise ``BadCheckpoint`` if centring a weight of ``watch`` would not leave it finite."""
+    read = partial(tensor_at, model)
+    for weight in with_adapters(model, watch).weights:
+        edit = Edit(axes=(weight.axis,))
+        if weight.scale:
+            edit = replace(edit, scale=Vector(weight.scale, weight.axis.dim))
+        values = read_edit_inputs(edit, read)
+        require_finite(weight.parameter, read(weight.parameter), edit, values, read)

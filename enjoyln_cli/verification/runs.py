@@ -193,7 +193,7 @@ def _run(
     """Run ``model`` on all examples that fit into the time, and add what it returns."""
     if run.norm == "RMSNorm":
         if run.weights == "original":
-            centre_parameters(model, pair.plan)
+            centre_parameters(model, pair.plan, allow_nonfinite=True)
         install_marked(model, pair.marker)
     batches, outputs = examples.batches, results.outputs.setdefault(run.name, [])
     if run.name == "exact":

@@ -294,7 +294,7 @@ def test_an_error_about_nan_names_the_merged_tensor(
     checkpoint = opened(tmp_path / "model")
     for out in ("refused", "allowed"):
         (tmp_path / out).mkdir()
-    with pytest.raises(BadCheckpoint, match=f"^{where} in .* holds NaN or Inf and cannot be merge"):
+    with pytest.raises(BadCheckpoint, match=f"^{where} holds NaN or Inf and cannot be merged"):
         write_shards(checkpoint, {name: edit}, tmp_path / "refused")
     write_shards(checkpoint, {name: edit}, tmp_path / "allowed", allow_nonfinite=True)
     assert not written(tmp_path / "allowed")[name].isfinite().all()
