@@ -82,8 +82,8 @@ def require_folded(out: str | Path) -> None:
     if (folder := local_folder(str(out))) is not None:
         if (folder / QUANTISATION_FILE).is_file():
             raise UnsupportedModel(
-                f"{out} was written by `enjoyln quantize`, and of these commands only "
-                "`enjoyln verify` takes such a result"
+                f"{out} was written by `enjoyln quantize`, and only `enjoyln verify` and "
+                "`enjoyln push` take such a result"
             )
         config.require_folded(config.raw_config(open_source(str(out))), str(out))
 

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from enjoyln_cli.checkpoint.access import HubAccess
+from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import require_folded
 from enjoyln_cli.cli.group import show_transfers
@@ -58,7 +59,8 @@ def push(
     from enjoyln_cli.publish.repository import full_name, require_directory, require_repo_id
 
     require_directory(out.expanduser())
-    require_folded(out)
+    if not (out / QUANTISATION_FILE).is_file():
+        require_folded(out)
     require_repo_id(repo_id)
     chatty = not quiet and not as_json
     if chatty:

@@ -224,7 +224,7 @@ def write(
         )
 
     def finish(folded: Path) -> None:
-        from enjoyln_cli.publish.push import write_card
+        from enjoyln_cli.publish.written_card import write_card
 
         names = ("dtype", "max_shard_size", "allow_nonfinite")
         writing = {name: getattr(options, name) for name in names} | {"no_verify": not verify}

@@ -69,20 +69,22 @@ Values = dict[str, Any]
 
 
 def template(name: str) -> str:
-    """A Jinja template of this package: ``card`` or ``state``."""
+    """The Jinja template ``name`` of this package."""
     return resources.files("enjoyln_cli").joinpath("templates", f"{name}.md").read_text("utf-8")
 
 
-def metadata(existing: Mapping[str, Any], source: Source, folder: Path, *, folds: bool) -> Values:
+def metadata(
+    existing: Mapping[str, Any], source: Source, folder: Path, own_tags: Sequence[str]
+) -> Values:
     """The card's metadata; ``existing`` is the metadata of the original's card.
 
-    ``folds`` says whether some norms can compute RMSNorm; otherwise the model is rotated only.
+    ``own_tags`` are those that enjoyln adds to the original's.
     """
     texts = {key: _texts(value) for key, value in existing.items()}
     copied = {key: texts[key] for key in METADATA_OF_ORIGINAL if texts.get(key)}
     tags = copied.get("tags") or []
     tags = [tags] if isinstance(tags, str) else tags
-    copied["tags"] = list(dict.fromkeys([*tags, TAG, *[FOLDED_TAG] * folds]))
+    copied["tags"] = list(dict.fromkeys([*tags, *own_tags]))
     library = "sentence-transformers" if (folder / MODULES).is_file() else "transformers"
     copied.setdefault("library_name", library)
     if source.revision is not None:
@@ -105,6 +107,14 @@ def _texts(value: Any) -> str | list[str] | None:
 def display_name(source: Source) -> str:
     """The original's name: its Hub id, or the name of its directory without the path."""
     return source.model if source.revision else Path(source.model).expanduser().resolve().name
+
+
+def origin_of(source: Source) -> str:
+    """The original in words, with a link and its revision if it is on the Hub."""
+    name = display_name(source)
+    if not source.revision:
+        return f"A local directory named `{name}`"
+    return f"[{name}](https://huggingface.co/{name}) at revision `{source.revision}`"
 
 
 def command(source: Source, out: Path, options: Mapping[str, Any]) -> str:
@@ -145,12 +155,9 @@ def values(
     """
     dtype = dtype_name(options.get("dtype") or "")
     name = display_name(source)
-    origin = f"A local directory named `{name}`"
-    if source.revision:
-        origin = f"[{name}](https://huggingface.co/{name}) at revision `{source.revision}`"
     return {
         "title": out.name,
-        "origin": origin,
+        "origin": origin_of(source),
         "folded": len(plan.folded),
         "norms": len(plan.norms),
         "done": _plan_lines(ModelReport(name, plan), dtype),

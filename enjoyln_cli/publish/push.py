@@ -1,8 +1,9 @@
-"""Upload a converted checkpoint to the Hub, with a model card.
+"""Upload a result to the Hub, with a model card.
 
-Decides what may be pushed: a directory whose config has the ``enjoyln`` marker, and whose
-``enjoyln_verify.json`` says that the present files have passed. All files are uploaded, except
-those of git and caches. What the Hub has already is not sent again.
+Decides what may be pushed: a directory that ``fold``, ``rotate`` or ``quantize`` has written, of
+which the last check has passed, and in which no file has changed. For a quantised result this needs
+no data: ``quantize`` has measured these very files. All files are uploaded, except those of git and
+caches. What the Hub has already is not sent again.
 
 Uploads of every size use ``HfApi.upload_folder``. With ``hf_xet`` it commits hundreds of files in
 parts; without it, all files in one commit. A second push continues an interrupted one, since the
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,11 @@ from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess, require_tok
 from enjoyln_cli.checkpoint.config import raw_config
 from enjoyln_cli.checkpoint.file_roles import CONFIG, is_housekeeping
 from enjoyln_cli.checkpoint.marker import read_marker
-from enjoyln_cli.checkpoint.result_files import CARD_FILE, VERIFY_FILE
+from enjoyln_cli.checkpoint.result_files import CARD_FILE, QUANTISATION_FILE, VERIFY_FILE
 from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, PushRefused
 from enjoyln_cli.fs.whole_file import read_object, write_whole
 from enjoyln_cli.plan import schema
-from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.publish import card
 from enjoyln_cli.publish.repository import (
     AGAIN,
@@ -41,10 +41,8 @@ from enjoyln_cli.publish.repository import (
     require_directory,
     require_repo_id,
 )
+from enjoyln_cli.publish.written_card import quantised_section, section
 from enjoyln_cli.rewrite.written_files import written_files
-
-MAX_METADATA_CHARS = 100_000
-"""Longest metadata of a card that is parsed, in characters."""
 
 
 @dataclass(frozen=True)
@@ -87,59 +85,6 @@ class Upload:
         return data
 
 
-# Cards.
-
-
-def write_card(
-    out: Path, plan: Plan, source: Source, options: Mapping[str, Any], final: Path
-) -> None:
-    """Write the card of a fold to ``out``, above the text of the original's card if that is there.
-
-    ``final`` is the path that ``out`` will be renamed to, ``options`` are those of the command.
-    """
-    from huggingface_hub import ModelCard, ModelCardData
-
-    data, text = _parse_card(out / CARD_FILE)
-    checked = section(out, source.folder, final.name, plan.classes)
-    written = ModelCard.from_template(
-        ModelCardData(**card.metadata(data, source, out, folds=bool(plan.folded))),
-        template_str=card.template("card"),
-        **card.values(plan, source, final, options, text, checked),
-    )
-    write_whole(out / CARD_FILE, f"{written}\n")
-
-
-def section(root: Path, folder: str, place: str, names: Sequence[str], complaint: str = "") -> str:
-    """The text of the card's section that may change. The arguments are those of ``card.state``."""
-    from huggingface_hub import ModelCard, ModelCardData
-
-    return ModelCard.from_template(
-        ModelCardData(),
-        template_str="---\n{}\n---\n" + card.template("state"),
-        **card.state(root, folder, place, names, complaint),
-    ).text.strip()
-
-
-def _parse_card(path: Path) -> tuple[dict[str, Any], str]:
-    """A card's metadata and text; the whole card as text if the metadata cannot be parsed.
-
-    Uses ``RepoCard``, since ``ModelCard`` compares tags, which may be deeply nested in an untrusted
-    file.
-    """
-    from huggingface_hub import RepoCard
-
-    if not path.is_file():
-        return {}, ""
-    content = path.read_bytes().decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
-    if content.find("\n---", 1) > MAX_METADATA_CHARS:
-        return {}, content
-    try:
-        card = RepoCard(content)
-        return card.data.to_dict(), card.text
-    except Exception:  # any error of the YAML parser on an untrusted file
-        return {}, content
-
-
 # What may go.
 
 
@@ -164,42 +109,54 @@ def prepare(
     """Decide what pushing ``out`` to ``repo_id`` would send. Sends and writes nothing.
 
     Needs neither a token nor a network. Raises ``PushRefused`` if the present files were not
-    verified (unless ``force``), ``ModelNotFound`` or ``BadCheckpoint`` if ``out`` is not the result
-    of a fold.
+    verified (unless ``force``), ``ModelNotFound`` or ``BadCheckpoint`` if ``out`` is no result.
     """
     require_repo_id(repo_id)
     if create_pr and revision is not None:
         raise PushRefused("a pull request starts from the main branch; drop --revision")
     out = Path(out).expanduser()
     require_directory(out)
-    source = open_source(str(out))
-    marker = read_marker(raw_config(source), source.model)
+    is_quantised, classes = (out / QUANTISATION_FILE).is_file(), ()
+    if is_quantised:
+        source = Source(str(out), out, None)
+        made_from = {QUANTISATION_FILE: str(read_object(out / QUANTISATION_FILE).get("source"))}
+    else:
+        source = open_source(str(out))
+        marker = read_marker(raw_config(source), source.model)
+        made_from, classes = {CONFIG: marker.source}, marker.classes
     complaint = publishing_objection(source)
+    check = f"run `enjoyln verify {out}`{' with your data' if is_quantised else ''}"
     if complaint and not force:
         raise PushRefused(
-            f"{out} is not pushed: {complaint}; run `enjoyln verify {out}`, or push it anyway with "
-            "--force"
+            f"{out} is not pushed: {complaint}; {check}, or push it anyway with --force"
         )
-    origins = published_paths(source, marker.source).items()
+    origins = published_paths(source, made_from).items()
     warnings = tuple(f"{', '.join(names)} would publish the path {path}" for path, names in origins)
     text = None
     if (out / CARD_FILE).is_file():
         text = (out / CARD_FILE).read_bytes().decode("utf-8", errors="replace")
-        updated = section(out, source.folder, repo_id, marker.classes, complaint)
+        updated = (
+            quantised_section(out, repo_id, complaint)
+            if is_quantised
+            else section(out, source.folder, repo_id, classes, complaint)
+        )
         text = card.replace_section(text, updated)
     if complaint and complaint not in (text or ""):
         raise PushRefused(
             f"{out} is not pushed: {complaint}, and its {CARD_FILE} no longer has the enjoyln "
-            f"section, where --force must say so; run `enjoyln verify {out}`"
+            f"section, where --force must say so; {check}"
         )
     files = _files(out, text)
     return Upload(out, repo_id, private, revision, create_pr, files, text, complaint, warnings)
 
 
-def published_paths(result: Source, marked: str) -> dict[str, list[str]]:
-    """From each local path that files of the result contain, to these files."""
+def published_paths(result: Source, made_from: Mapping[str, str]) -> dict[str, list[str]]:
+    """From each local path that files of the result contain, to these files.
+
+    ``made_from`` has what a file names as the original.
+    """
     verified = str(read_object(result.path / VERIFY_FILE).get("source", ""))
-    sources = {CONFIG: marked, VERIFY_FILE: verified}
+    sources = {**made_from, VERIFY_FILE: verified}
     names_of: dict[str, list[str]] = {}
     for name, path in sources.items():
         if os.path.isabs(path) or path.startswith((".", "~")):  # never the case for a Hub id
@@ -276,7 +233,7 @@ def _send(upload: Upload, commit_message: str | None, access: HubAccess) -> Uplo
         allow_patterns=[glob.escape(file.name) for file in upload.files],
         revision=upload.revision,
         create_pr=upload.create_pr,
-        commit_message=commit_message or "Upload a checkpoint converted by enjoyln",
+        commit_message=commit_message or "Upload a result of enjoyln",
     )
     return replace(upload, url=done.pr_url or done.commit_url, commit=done.oid)
 

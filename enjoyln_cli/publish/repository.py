@@ -21,7 +21,8 @@ def require_directory(out: Path) -> None:
     """Raise ``ModelNotFound`` if there is no directory ``out`` to push."""
     if not out.is_dir():
         raise ModelNotFound(
-            f"there is no directory {str(out)!r}; push a directory that `enjoyln fold` wrote"
+            f"there is no directory {str(out)!r}; push a directory that `enjoyln fold`, "
+            "`rotate` or `quantize` wrote"
         )
 
 

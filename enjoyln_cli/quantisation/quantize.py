@@ -32,6 +32,7 @@ from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel, VerificationFail
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, staged_output
 from enjoyln_cli.onnx_export import transformers_exporter
+from enjoyln_cli.publish.written_card import write_quantised_card
 from enjoyln_cli.quantisation import exported, quantised_checkpoints
 from enjoyln_cli.quantisation.candidates import (
     ORIGINAL,
@@ -388,11 +389,13 @@ def store(work: Workshop, result: Quantised, staged: Path) -> None:
     checkpoint = work.original.subject.checkpoint
     others = other_files(checkpoint)
     copy_files([file for file in others if file not in written], checkpoint.source.path, staged)
-    text = json.dumps(result.to_json(), indent=2) + "\n"
+    record = {name: value for name, value in result.to_json().items() if name != "out"}
+    text = json.dumps(record, indent=2) + "\n"
     (staged / QUANTISATION_FILE).write_text(text, encoding="utf-8")
     error, limit = number(result.held_out.error), f"{result.max_error:g}"
     summary = f"error {error} of the outputs on {counted(result.inputs, 'input')} (limit {limit})"
     record_files(Source(str(staged), staged, None), {"passed": True, "summary": summary})
+    write_quantised_card(staged, checkpoint.source, Path(result.out).expanduser().absolute())
 
 
 def head_of(model: Any) -> list[str]:

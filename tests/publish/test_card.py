@@ -18,7 +18,8 @@ from stored_files import stored_plan
 from enjoyln_cli import fold
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.plan.plan import PLAIN, Options
-from enjoyln_cli.publish import card, push
+from enjoyln_cli.publish import card
+from enjoyln_cli.publish.written_card import section, write_card
 from enjoyln_cli.report.notes import UNTIED
 
 OWN = """\
@@ -62,7 +63,7 @@ def made_from(own: bytes, out: Path, folder: Path) -> ModelCard:
     copied = Path(shutil.copytree(out, folder))
     (copied / "README.md").write_bytes(own)
     source = Source("org/model", Path("x"), "c0ffee")
-    push.write_card(copied, stored_plan(out), source, {"options": PLAIN}, copied)
+    write_card(copied, stored_plan(out), source, {"options": PLAIN}, copied)
     return made(copied)
 
 
@@ -92,7 +93,7 @@ def test_the_originals_metadata_comes_along(out: Path) -> None:
 def test_a_model_of_the_hub_is_the_base_model() -> None:
     source = Source("org/model", Path("x"), "c0ffee")
     own = {"base_model": "org/teacher", "tags": ["a", "rmsnorm"], "language": ["sv", False]}
-    found = card.metadata(own, source, Path("x"), folds=True)
+    found = card.metadata(own, source, Path("x"), [card.TAG, card.FOLDED_TAG])
     assert found["language"] == ["sv", "no"], "YAML reads Norwegian as false"
     assert (found["base_model"], found["base_model_relation"]) == ("org/model", "quantized")
     assert found["tags"] == ["a", "rmsnorm", "enjoyln"]
@@ -119,7 +120,7 @@ def test_a_model_that_is_only_rotated_is_not_called_an_rmsnorm_model(tmp_path: P
     out = folded(tmp_path, options=options, verify=False)
     found = made(out)
     assert found.data.to_dict()["tags"] == ["enjoyln"]
-    later = push.section(out, "", "me/turned", ("GPT2LMHeadModel",))
+    later = section(out, "", "me/turned", ("GPT2LMHeadModel",))
     for text in (found.text, later):
         assert "RMSNorm" not in text.partition("bibtex")[0] and "compute LayerNorm" not in text
         assert "from_pretrained" in text and "enjoyln_cli" not in text
@@ -214,8 +215,8 @@ def test_a_push_renews_its_section_and_leaves_what_the_owner_wrote(out: Path) ->
 def test_code_of_its_own_is_asked_for_by_name(tmp_path: Path) -> None:
     config = {"architectures": ["Own"], "auto_map": {"AutoModel": "modeling_own.Own"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    section = push.section(tmp_path, "", "me/x", ["Own"])
-    assert 'AutoModel.from_pretrained("me/x", trust_remote_code=True)' in section
+    text = section(tmp_path, "", "me/x", ["Own"])
+    assert 'AutoModel.from_pretrained("me/x", trust_remote_code=True)' in text
 
 
 @pytest.mark.slow

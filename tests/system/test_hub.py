@@ -14,6 +14,7 @@ import pytest
 import torch
 from commands import good, refused, running
 from hub_server import TOKEN, Hub, connected, nobody, sha256
+from huggingface_hub import ModelCard
 from live_models import CHECKPOINTS
 from rounding import TIMES, relative
 from stored_files import rewritten
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from enjoyln_cli import from_pretrained, load_recipe
 from enjoyln_cli.runtime.modules import RMSNorm
+from enjoyln_cli.text import number
 
 pytestmark = pytest.mark.usefixtures("quiet_hub")
 
@@ -408,6 +410,32 @@ def test_a_push_tells_where_a_local_source_lay(tmp_path: Path) -> None:
         "enjoyln_verify.json would publish the path ~/secret/gpt2",
     ]
     assert str(GPT2.parent) not in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_quantised_result_has_a_card_and_is_pushed(hub: Hub, home: Path, tmp_path: Path) -> None:
+    out, text = tmp_path / "gpt2-int8", ("--text", GPT2.parents[2] / "LICENSE")
+    few = ("--rotations", 0, "--inputs", 4, "--token", TOKEN, "--quiet")
+    good("quantize", "org/gpt2", "-o", out, *text, *few)
+    card = ModelCard.load(out / "README.md")
+    assert card.data.base_model == "org/gpt2" and card.data.license == "mit"
+    assert card.data.base_model_relation == "quantized"
+    assert card.data.tags == ["tiny", "enjoyln", "onnx"]
+    record = json.loads((out / "enjoyln_quantisation.json").read_text())
+    measured = f"| error | {number(record['held_out']['error'])} |"
+    for words in (measured, "on 4 inputs", '"gpt2-int8")', "--scheme w8a8", "Trained on a licence"):
+        assert words in card.text, words
+    push(out, "me/gpt2-int8", "--yes")
+    there = hub.repositories["me/gpt2-int8"].files()
+    assert set(there) - {".gitattributes"} == {path.name for path in out.iterdir()}
+    assert '"me/gpt2-int8")' in there["README.md"].decode()
+    (out / "tokenizer.json").write_text("{}")
+    error = no_push(out, "me/changed", "--yes")
+    assert "tokenizer.json has changed since it was written; run `enjoyln verify" in error
+    assert "with your data, or push it anyway with --force" in error
+    push(out, "me/changed", "--yes", "--force")
+    there = hub.repositories["me/changed"].files()
+    assert "--force`**: tokenizer.json has changed" in there["README.md"].decode()
 
 
 @pytest.mark.slow

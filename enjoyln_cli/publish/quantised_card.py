@@ -1,0 +1,119 @@
+"""The content of the model card of a result that ``enjoyln quantize`` has written.
+
+Its numbers are those of the result's record, ``enjoyln_quantisation.json``. The tags are those that
+the Hub filters by: the format, and ``transformers.js`` for the layout that it reads.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, VERIFY_FILE
+from enjoyln_cli.checkpoint.source import Source
+from enjoyln_cli.fs.whole_file import read_object
+from enjoyln_cli.publish.card import BEGIN, BESIDE, END, TAG, Values, display_name, origin_of
+from enjoyln_cli.text import counted, number, size
+from enjoyln_cli.version import versions
+
+PROGRAMS = {
+    "onnx": "onnxruntime",
+    "openvino": "OpenVINO",
+    "torchao": "transformers and torchao",
+    "compressed-tensors": "vLLM",
+}
+"""Each format, which is a tag as well, and the program that runs it."""
+JAVASCRIPT = "transformers.js"
+ONNX_FOLDER = "onnx"
+"""The folder in which transformers.js looks for programs."""
+
+
+def tags(out: Path) -> list[str]:
+    """The tags of the result in ``out``."""
+    form = str(read_object(out / QUANTISATION_FILE).get("format"))
+    return [TAG, form, *[JAVASCRIPT] * (out / ONNX_FOLDER).is_dir()]
+
+
+def values(out: Path, source: Source, final: Path, card: str, state: str) -> Values:
+    """The values for the template ``quantised_card``.
+
+    ``final`` is the path that ``out`` will be renamed to, ``card`` the text of the original's card,
+    and ``state`` the text of the section that may change.
+    """
+    record = read_object(out / QUANTISATION_FILE)
+    form, scheme = str(record["format"]), str(record["scheme"])
+    place = display_name(source) if source.revision else f"./{display_name(source)}"
+    words = ["enjoyln", "quantize", place, "-o", final.name, "--scheme", scheme, "--format", form]
+    kept = [*map(str, record["kept"])]
+    return {
+        "title": final.name,
+        "origin": origin_of(source),
+        "scheme": scheme,
+        "program": PROGRAMS[form],
+        "chosen": str(record["chosen"]),
+        "command": shlex.join([*words, *(["--keep", ",".join(kept)] if kept else [])]),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions(*BESIDE).items()),
+        "begin": BEGIN,
+        "end": END,
+        "state": state,
+        "card": card.strip(),
+    }
+
+
+def state(out: Path, place: str, complaint: str = "") -> Values:
+    """The values for the template ``quantised_state``: the numbers, and how to load the result.
+
+    ``place`` is the name by which users load it. ``complaint`` is the reason why the push had to be
+    forced, if any.
+    """
+    record, verdict = read_object(out / QUANTISATION_FILE), read_object(out / VERIFY_FILE)
+    place = json.dumps(place, ensure_ascii=False)[1:-1]  # escaped for use between quotes
+    form, name = record.get("format"), record.get("model_class")
+    library, loader = "transformers.exporters", "ExportedModel"
+    if form not in ("onnx", "openvino"):
+        library, loader = "transformers", str(name)
+    return {
+        "complaint": complaint,
+        "rows": rows(record),
+        "inputs": counted(int(record.get("inputs") or 0), "input"),
+        "summary": str(verdict.get("summary", "")),
+        "record": QUANTISATION_FILE,
+        "load": f'from {library} import {loader}\n\nmodel = {loader}.from_pretrained("{place}")',
+    }
+
+
+def rows(record: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """What was measured: of the result, of the original quantised as it is, and in float32.
+
+    Empty for an edited record that cannot be shown.
+    """
+    try:
+        held_out, plain = _measures(record["held_out"]), _measures(record["plain"])
+        found = [(name, number(held_out[name]), number(plain.get(name)), "") for name in held_out]
+        scores = [record["held_out"]["perplexity"], record["plain"]["perplexity"]]
+        if record["perplexity"] is not None:
+            found.append(
+                ("perplexity", *map(number, scores), number(record["perplexity"]))  # type: ignore[arg-type]
+            )
+        found.append(("size", size(record["size"]), "", size(record["float_size"])))
+        if record["milliseconds"] is not None:
+            times = (f"{number(record[key])} ms" for key in ("milliseconds", "float_milliseconds"))
+            call = f"a call, {counted(record['threads'], 'thread')}"
+            quantised, exact = times
+            found.append((call, quantised, "", exact))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return []
+    return found
+
+
+def _measures(differences: Mapping[str, Any]) -> dict[str, float]:
+    """All measures of all outputs, by their names in the table."""
+    outputs = differences["outputs"]
+    return {
+        f"{output}: {measure}" if len(outputs) > 1 else measure: float(value)
+        for output, measured in outputs.items()
+        for measure, value in measured.items()
+    }

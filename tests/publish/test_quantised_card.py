@@ -1,0 +1,64 @@
+"""The card of a quantised result: its table and its tags, also for a record that was edited."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enjoyln_cli.publish.quantised_card import rows, state, tags
+
+RECORD: dict[str, Any] = {
+    "format": "onnx",
+    "model_class": "BertModel",
+    "held_out": {"outputs": {"logits": {"KL divergence": 0.01, "error": 0.02}}, "perplexity": 9.5},
+    "plain": {"outputs": {"logits": {"KL divergence": 0.03, "error": 0.04}}, "perplexity": 9.75},
+    "perplexity": 9.25,
+    "inputs": 4,
+    "size": 10_000,
+    "float_size": 40_000,
+    "milliseconds": 1.5,
+    "float_milliseconds": 3.0,
+    "threads": 1,
+}
+
+
+def test_the_table_has_what_was_measured() -> None:
+    assert rows(RECORD) == [
+        ("KL divergence", "0.01", "0.03", ""),
+        ("error", "0.02", "0.04", ""),
+        ("perplexity", "9.5", "9.75", "9.25"),
+        ("size", "10.0 kB", "", "40.0 kB"),
+        ("a call, 1 thread", "1.5 ms", "", "3 ms"),
+    ]
+    boxes = {"outputs": {"logits": {"error": 0.02}, "boxes": {"error": 0.5}}, "perplexity": None}
+    several = RECORD | {"held_out": boxes, "plain": boxes, "perplexity": None, "milliseconds": None}
+    assert [name for name, *_ in rows(several)] == ["logits: error", "boxes: error", "size"]
+
+
+@pytest.mark.parametrize("key", ["held_out", "plain", "size", "perplexity", "threads"])
+def test_an_edited_record_has_no_table(key: str, tmp_path: Path) -> None:
+    for record in ({**RECORD, key: "edited"}, {k: v for k, v in RECORD.items() if k != key}):
+        (tmp_path / "enjoyln_quantisation.json").write_text(json.dumps(record))
+        found = state(tmp_path, "me/model", "it was edited")
+        assert isinstance(found["rows"], list) and found["complaint"] == "it was edited"
+
+
+@pytest.mark.parametrize(
+    ("form", "folder", "wanted", "loader"),
+    [
+        ("onnx", "", ["enjoyln", "onnx"], "ExportedModel"),
+        ("onnx", "onnx", ["enjoyln", "onnx", "transformers.js"], "ExportedModel"),
+        ("openvino", "", ["enjoyln", "openvino"], "ExportedModel"),
+        ("torchao", "", ["enjoyln", "torchao"], "BertModel"),
+    ],
+)
+def test_the_hub_filters_by_format(
+    form: str, folder: str, wanted: list[str], loader: str, tmp_path: Path
+) -> None:
+    (tmp_path / folder).mkdir(exist_ok=True)
+    (tmp_path / "enjoyln_quantisation.json").write_text(json.dumps(RECORD | {"format": form}))
+    assert tags(tmp_path) == wanted
+    assert f'{loader}.from_pretrained("me/\\"x")' in state(tmp_path, 'me/"x')["load"]
