@@ -116,7 +116,8 @@ def prepare(
         raise PushRefused("a pull request starts from the main branch; drop --revision")
     out = Path(out).expanduser()
     require_directory(out)
-    is_quantised, classes = (out / QUANTISATION_FILE).is_file(), ()
+    classes: tuple[str, ...] = ()
+    is_quantised = (out / QUANTISATION_FILE).is_file()
     if is_quantised:
         source = Source(str(out), out, None)
         made_from = {QUANTISATION_FILE: str(read_object(out / QUANTISATION_FILE).get("source"))}
