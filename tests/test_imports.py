@@ -64,7 +64,12 @@ OWNERS = {
         "cli.report_command",
     },
     "compressed_tensors": {"quantisation.quantised_checkpoints"},
-    "huggingface_hub": {"checkpoint.download", "publish.push", "publish.repository"},
+    "huggingface_hub": {
+        "checkpoint.download",
+        "publish.push",
+        "publish.repository",
+        "publish.written_card",
+    },
     "llmcompressor": {
         "quantisation.llm_compressor_modifier",
         "quantisation.quantised_checkpoints",
