@@ -244,7 +244,8 @@ def _judge(
     if not math.isfinite(largest(relative(own))):
         failure = "the original itself overflows in this dtype; export another with --dtype"
     elif not ratio.least <= max_ratio:
-        limits = f"limit {max_ratio:g} x, with chance {max_ratio * ratio.chance:.3g} x"
+        allowed = f"{max_ratio * ratio.chance:.3g} x for so few inputs"
+        limits = f"limit {max_ratio:g} x, or {allowed}"
         failure = f"error {ratio.value:.2f} x the original's own ({limits})"
     return RuntimeCheck(
         runtime="",

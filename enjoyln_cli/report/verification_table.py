@@ -56,7 +56,8 @@ def _run_rows(verification: Mapping[str, Any]) -> list[Texts]:
 
 
 def _ratio_row(verification: Mapping[str, Any]) -> Texts:
-    """The ratio and its limits: that for the true ratio, and what few inputs allow by chance."""
+    """The ratio and its limits: the limit for the true ratio, and what few inputs allow."""
     limit = verification["max_ratio"]
-    note = f"limit {number(limit)}, with chance {number(limit * verification['chance'])}"
+    allowed = number(limit * verification["chance"])
+    note = f"limit {number(limit)} ({allowed} for so few inputs)"
     return ("ratio", number(verification["ratio"]), "1", note)

@@ -69,14 +69,18 @@ class Run:
     """With RMSNorm, the original's weights are edited in memory as the plan says."""
 
 
-def planned_runs(dtype: torch.dtype) -> tuple[Run, ...]:
-    """The runs of a check in the compute dtype ``dtype``; each is compared with the first."""
+def planned_runs(dtype: torch.dtype, folds: bool) -> tuple[Run, ...]:
+    """The runs of a check in the compute dtype ``dtype``; each is compared with the first.
+
+    ``folds`` says whether any norm becomes RMSNorm. Otherwise the runtime is the stock class.
+    """
     rounded = torch.float32 if dtype == torch.float64 else dtype
+    stock = Run("stock", "folded", dtype, "LayerNorm")
     return (
         Run("exact", "original", torch.float64, "LayerNorm"),
         Run("identity", "original", torch.float64, "RMSNorm"),
         Run("original", "original", rounded, "LayerNorm"),
-        Run("stock", "folded", dtype, "LayerNorm"),
+        *[stock] * folds,
         Run("runtime", "folded", dtype, "RMSNorm"),
         Run("storage", "folded", torch.float64, "RMSNorm"),
     )
@@ -144,7 +148,7 @@ def measure(
     Raises ``UnsupportedModel`` if the model does not run in float64 or in the compute dtype, and
     ``BadCheckpoint`` if the original does not store a weight that the model needs.
     """
-    runs = planned_runs(pair.dtype)
+    runs = planned_runs(pair.dtype, folds=bool(pair.plan.folded))
     models = [list(group) for _, group in groupby(runs, lambda run: (run.weights, run.dtype))]
     pace.loads, pace.runs = len(models), len(runs)
     results, examples = Results(), None
@@ -260,6 +264,7 @@ def _measurement(pair: CheckpointPair, results: Results, examples: Examples) -> 
             name: distance.times(FLOAT64_OVER_FLOAT32)
             for name, distance in measured["original"].items()
         }
+    measured.setdefault("stock", measured["runtime"])
     errors = {name: largest(relative(pooled)) for name, pooled in measured.items()}
     rounding = measured["original"]
     runtime, stock = (ratios(measured[name], rounding, pair.dtype) for name in ("runtime", "stock"))

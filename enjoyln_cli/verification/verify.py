@@ -54,7 +54,7 @@ from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import read_plan
 from enjoyln_cli.rewrite.written_files import record_verdict, written_files
 from enjoyln_cli.rotation.given_matrices import give_matrices
-from enjoyln_cli.text import dtype_name
+from enjoyln_cli.text import counted, dtype_name
 from enjoyln_cli.verification.checkpoint_pair import (
     CheckpointPair,
     returning,
@@ -95,24 +95,25 @@ class Verification(Measurement):
     @property
     def count(self) -> str:
         """``16 inputs``, or ``8 of 128 images``."""
-        of_all = f" of {self.full_rows}" if self.is_partial else ""
-        return f"{self.rows}{of_all} {self.inputs_are}"
+        if not self.is_partial:
+            return counted(self.rows, self.inputs_are.removesuffix("s"))
+        return f"{self.rows} of {self.full_rows} {self.inputs_are}"
 
     @property
     def summary(self) -> str:
         """The verdict and its main numbers, in one line."""
         scope = f", in the outputs {', '.join(self.outputs)}" if self.outputs else ""
-        scope += f", on {self.count}" if self.is_partial else ""
+        scope += f", checked on {self.count}" if self.is_partial or self.rows == 1 else ""
         if not self.passed:
             return f"not verified{scope}: {'; '.join(self.failures)}"
-        few = "checked on one input only: " if self.rows == 1 else ""
         error = f"error {self.ratio:.2f} x the original's own"
         if not self.undecided_outputs:
-            return f"{few}same outputs up to {self.compute_dtype} rounding ({error}){scope}"
+            return f"same outputs up to {self.compute_dtype} rounding ({error}){scope}"
         names = ", ".join(self.undecided_outputs)
         return (
-            f"{few}same function in float64 (identity error {self.identity_error:.1e}){scope}; too "
-            f"few inputs to judge the {self.compute_dtype} rounding of {names} ({error})"
+            f"same function in float64 (error {self.identity_error:.1e}){scope}; the "
+            f"{self.compute_dtype} rounding of {names} is not judged: that needs more inputs"
+            f"{', so raise --seconds or --samples' if self.is_partial else ''}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -341,8 +342,8 @@ def _judge(
     if folds:
         ways.insert(0, ("as RMSNorm", done.runtime_error, done.ratio, done.chance))
     over = [
-        f"error {error:.1e} {way}, {times:.2f} x the original's (limit {max_ratio:g} x, with "
-        f"chance {max_ratio * chance:.3g} x)"
+        f"error {error:.1e} {way}, {times:.2f} x the original's (limit {max_ratio:g} x, or "
+        f"{max_ratio * chance:.3g} x for so few inputs)"
         for way, error, times, chance in ways
         if not times <= max_ratio * chance
     ]

@@ -63,7 +63,7 @@ def test_a_program_may_round_more_than_torch_but_not_grossly(
     assert found.original_ran_in == measured_in
     assert bool(found.failure) is not passes
     if not passes:
-        assert "x the original's own (limit 1.25 x, with chance 1.3" in found.failure
+        assert "x the original's own (limit 1.25 x, or 1.3" in found.failure
 
 
 def test_an_encoder_and_its_decoder_have_lengths_of_their_own() -> None:

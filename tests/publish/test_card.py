@@ -186,7 +186,7 @@ def test_the_card_has_the_numbers_of_the_verification(out: Path) -> None:
     summary = found["summary"]
     assert summary[0].upper() + summary[1:] + "." in text
     assert f"| identity error | {found['identity_error']:.1e} |  | " in text
-    assert f"| ratio | {found['ratio']:.3g} | 1 | limit 1.25, with chance " in text
+    assert f"| ratio | {found['ratio']:.3g} | 1 | limit 1.25 (" in text
     assert f"over {found['rows']} inputs" in text
 
 

@@ -52,7 +52,7 @@ def test_the_terminal_and_the_card_show_the_same_rows(
 
 
 def test_the_ratio_has_a_limit_and_what_chance_allows() -> None:
-    row = ("ratio", "1.03", "1", "limit 1.25, with chance 1.44")
+    row = ("ratio", "1.03", "1", "limit 1.25 (1.44 for so few inputs)")
     assert row in verification_rows(vars(CHECKED))
 
 

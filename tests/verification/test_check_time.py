@@ -143,8 +143,9 @@ def test_a_short_check_runs_the_identity_and_says_how_much_it_ran(outs: dict[str
     found = verify(outs["gpt2"], write=False, seconds=SOON)
     assert found.passed and found.identity_error < 1e-12
     assert found.rows == 1 and found.full_rows == 16 and found.is_partial
-    assert found.summary.startswith("checked on one input only: ")
-    assert ", on 1 of 16 inputs; too few inputs to judge" in found.summary
+    said = "same function in float64 (error {error:.1e}), checked on 1 of 16 inputs; the float32 "
+    assert found.summary.startswith(said.format(error=found.identity_error))
+    assert found.summary.endswith("needs more inputs, so raise --seconds or --samples")
     assert found.to_json()["rows"] == 1 and found.to_json()["full_rows"] == 16
     whole = verify(outs["gpt2"], write=False, seconds=1e6)
     assert whole == verify(outs["gpt2"], write=False)
@@ -167,8 +168,8 @@ def test_too_few_inputs_for_a_ratio_are_said_and_not_judged(outs: dict[str, Path
     few = verify(outs["vit"], write=False, samples=2)
     assert few.passed and few.undecided_outputs == {"logits": max(few.chance, few.stock_chance)}
     assert few.chance > COARSE
-    assert few.summary.startswith("same function in float64 (identity error ")
-    assert "too few inputs to judge the float32 rounding of logits (error" in few.summary
+    assert few.summary.startswith("same function in float64 (error ")
+    assert "the float32 rounding of logits is not judged: that needs more inputs" in few.summary
     assert few.to_json()["chance"] == few.chance and "2 of 128 images" in few.summary
     whole = verify(outs["vit"], write=False)
     assert not whole.undecided_outputs and whole.ratio < 1.25 and whole.chance < COARSE
@@ -182,13 +183,14 @@ def test_an_error_beyond_chance_fails_with_few_inputs(
     wrong = changed(outs["vit"], tmp_path / "wrong", lambda t: t[name].mul_(1.01))
     for samples in (1, 4):
         found = verify(wrong, write=False, samples=samples)
-        assert len(found.failures) == 2 and "limit 1.25 x, with chance " in found.failures[1]
+        assert len(found.failures) == 2 and "limit 1.25 x, or " in found.failures[1]
 
 
 def test_one_input_is_no_sample_and_says_so(outs: dict[str, Path]) -> None:
     found = verify(outs["gpt2"], write=False, samples=1)
     assert found.passed and set(found.undecided_outputs) == {"logits"}
-    assert found.summary.startswith("checked on one input only: same function in float64")
+    assert found.summary.startswith("same function in float64 (error ")
+    assert "), checked on 1 of 16 inputs; " in found.summary
 
 
 # The user's own data.

@@ -246,7 +246,7 @@ def test_a_strict_ratio_fails(outs: dict[str, Path]) -> None:
     error = f"error {found.runtime_error:.1e} as RMSNorm, 0."
     assert found.summary.startswith(f"not verified: too far from the exact function: {error}")
     assert found.summary.endswith(f"the original's error is {found.original_error:.1e}")
-    assert "(limit 0.1 x, with chance 0.1" in found.summary
+    assert "(limit 0.1 x, or 0.1" in found.summary
 
 
 def test_storage_shows_in_a_wider_dtype(outs: dict[str, Path]) -> None:
