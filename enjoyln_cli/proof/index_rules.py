@@ -39,12 +39,14 @@ def _indexed_dims(indices: list[Node | None]) -> int:
 
 @rule(aten.index)
 def _index(node: Node, axis: Axis) -> Pull:
-    """Advanced indexing of the dimensions before that of the axis selects whole groups."""
-    source, indices = node.args[0], list(node.args[1])
-    used = [place for place, index in enumerate(indices) if index is not None]
-    rank, trailing = rank_of(source), rank_of(source) - _indexed_dims(indices)
-    side_by_side = used == list(range(used[0], used[-1] + 1)) if used else False
-    if not side_by_side or axis.dim < rank_of(node) - trailing:
+    """Advanced indexing of the dimensions before that of the axis selects whole groups.
+
+    The dimensions after the last index are the last ones of the result, wherever torch puts those
+    of the indices.
+    """
+    source = node.args[0]
+    rank, trailing = rank_of(source), rank_of(source) - _indexed_dims(node.args[1])
+    if axis.dim < rank_of(node) - trailing:
         return Opaque("an index along the features")
     return ((source, on_dimension(axis, axis.dim - rank_of(node) + rank)),)
 
@@ -85,7 +87,7 @@ def _gather(node: Node, axis: Axis) -> Pull:
     source, rank = node.args[0], rank_of(node)
     along = op_name(node) == "take_along_dim"  # it broadcasts, and takes the index before dim
     dim, index = argument(node, 2, "dim") if along else node.args[1], node.args[1 if along else 2]
-    if dim is None or rank_of(source) != rank or rank_of(index) != rank:
+    if dim is None:
         return Opaque("an index over all elements")
     one = (along and shape_of(index)[axis.dim] == 1) or _is_repeated(index, axis.dim - rank)
     if dim % rank == axis.dim or not one:
@@ -137,9 +139,9 @@ def _masked_scatter(node: Node, axis: Axis) -> Pull:
     """Masked rows are replaced by the rows of ``values`` in order: a choice of two tensors."""
     source, mask, values = node.args
     shape, rows = shape_of(node), shape_of(values)
-    if axis.dim != rank_of(node) - 1 or not _is_repeated(mask, -1) or shape_of(source) != shape:
+    if axis.dim != len(shape) - 1 or not _is_repeated(mask, -1):
         return Opaque("a mask that is not the same for all features")
-    if not rows or rows[-1] != shape[-1]:
+    if rows[-1:] != shape[-1:]:
         return Opaque("rows that are scattered across the features")
     return ((source, axis), (values, on_dimension(axis, len(rows) - 1)))
 

@@ -231,6 +231,47 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Axis, str
         lambda x: aten.upsample_linear1d(x, [7], False), (values(2, 6, 4),),
         Axis(2, 0, 1, 7, 1), "upsample_linear1d",
     ),
+    "the bits as another floating dtype": (
+        lambda x: x.view(torch.bfloat16), (X.half(),), Axis(2, 0, 1, 12, 1), "bits",
+    ),
+    "a rounded division": (
+        lambda x: torch.div(x, 3.0, rounding_mode="floor"), (X,), Axis(2, 0, 1, 12, 1), "rounded",
+    ),
+    "an expanded feature": (
+        lambda x: x.expand(2, 5, 12), (values(2, 5, 1),), Axis(2, 0, 1, 12, 1), "repeated",
+    ),
+    "features side by side again": (
+        lambda x: x.repeat(1, 1, 2), (X,), Axis(2, 0, 1, 24, 1), "repeated",
+    ),
+    "a repetition in front": (
+        lambda x: x.repeat(3, 1, 1), (values(3, 12),), Axis(0, 0, 1, 3, 1), "repeated",
+    ),
+    "groups with gaps that lie across two parts": (
+        lambda x, y: torch.cat((x, y), -1), (X, X), Axis(2, 0, 4, 3, 1, 6), "mixes",
+    ),
+    "a row that is put in for several": (
+        lambda x, y: aten.index_put(x, [INDEX[0]], y), (values(6, 6, 6), values(6)),
+        Axis(1, 0, 1, 6, 1), "a single value",
+    ),
+    "one token that is gathered for all": (
+        lambda x, i: x.gather(1, i.expand(2, 5, 12)), (X, PICKED[:, :1]),
+        Axis(1, 0, 1, 5, 1), "not the same",
+    ),
+    "some features that are gathered": (
+        lambda x, i: x.gather(1, i.expand(2, 3, 8)), (X, PICKED), Axis(2, 0, 1, 8, 1), "a part",
+    ),
+    "tokens that are added to one token": (
+        lambda x, i, y: x.scatter_add(1, i.expand(2, 5, 12), y), (X, PICKED[:, :1], X + 1),
+        Axis(1, 0, 1, 5, 1), "not the same",
+    ),
+    "rows that multiply other rows": (
+        lambda x, i, y: x.scatter(1, i.expand(2, 3, 12), y, reduce="multiply"),
+        (X, PICKED, values(2, 3, 12)), Axis(2, 0, 1, 12, 1), "single features",
+    ),
+    "elements repeated in one row": (
+        lambda x: aten.repeat_interleave.self_int(x, 3), (values(12),),
+        Axis(0, 0, 1, 36, 1), "repeated",
+    ),
     "an op without a rule": (lambda x: torch.tanh(x), (X,), Axis(2, 0, 1, 12, 1), "tanh"),
     "a view that splits groups": (
         lambda x: x.view(2, 5, 3, 4).transpose(2, 3).reshape(2, 5, 12), (X,),
@@ -295,6 +336,29 @@ def test_values_of_fewer_dimensions_keep_their_features() -> None:
     v = values(5, 6)
     node, placeholders = captured(lambda x, v: attend(x, x, v), x, v)
     assert pull(node, Axis(3, 0, 1, 6, 1)) == ((placeholders[1], Axis(1, 0, 1, 6, 1)),)
+
+
+def test_a_mask_of_more_dimensions_broadcasts_what_it_fills() -> None:
+    x, mask = values(6, 6), torch.tensor([True, False]).view(2, 1, 1)
+    node, placeholders = captured(lambda x, mask: x.masked_fill(mask, 0), x, mask)
+    for dim in (1, 2):
+        assert pull(node, Axis(dim, 0, 1, 6, 1)) == ((placeholders[0], Axis(dim - 1, 0, 1, 6, 1)),)
+
+
+def test_features_behind_indices_apart_keep_their_place() -> None:
+    picked = lambda x: x[torch.tensor([0, 1]), :, torch.tensor([3, 4])]  # noqa: E731
+    node, (x,) = captured(picked, values(2, 5, 6, 12))
+    assert shape_of(node) == (2, 5, 12)
+    assert pull(node, Axis(2, 0, 1, 12, 1)) == ((x, Axis(3, 0, 1, 12, 1)),)
+    assert isinstance(pull(node, Axis(1, 0, 1, 5, 1)), Opaque)
+
+
+def test_an_equation_for_other_ranks_is_no_ground_for_a_rule() -> None:
+    node, _ = captured(lambda x, w: torch.einsum("btd,ds->bts", x, w), X, values(12, 6))
+    assert not isinstance(pull(node, Axis(2, 0, 1, 6, 1)), Opaque)
+    for equation in ("btxd,ds->bts", "btd->bts", "btd,ds->bs", "td,ds->bts"):
+        node.args = (equation, node.args[1])
+        assert isinstance(pull(node, Axis(2, 0, 1, 6, 1)), Opaque), equation
 
 
 def test_an_empty_tensor_of_no_rank_adds_nothing_to_a_concatenation() -> None:
