@@ -334,7 +334,7 @@ def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
         same = isinstance(dims, (list, tuple)) and [dim % len(shape) for dim in dims] == [axis.dim]
         return same and is_whole(axis, shape)
     if op is aten.mean:
-        return bool(node.users) and all(centred_operand(u) == (operand, axis) for u in node.users)
+        return all(centred_operand(user) == (operand, axis) for user in node.users)
     if op is aten.sub:
         return node.args[0] is operand and centred_operand(node) == (operand, axis)
     return takes_other_elements(node, operand, axis)
@@ -343,8 +343,9 @@ def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
 def takes_other_elements(node: Node, operand: Node, axis: Axis) -> bool:
     """Whether ``node`` is a slice of ``operand``, or a part of a split, without the axis."""
     part = slice_bounds(node)
-    elsewhere = part is not None and (part[2] <= axis.start or part[1] >= axis.stop)
-    return elsewhere and part is not None and part[0] == axis.dim
+    if part is None or part[0] != axis.dim:
+        return False
+    return part[2] <= axis.start or part[1] >= axis.stop
 
 
 def _mark_unread(graph: Graph) -> None:

@@ -107,8 +107,8 @@ def pull(node: Node, axis: Axis) -> Pull:
 
 def _has(value: Any, axis: Axis) -> bool:
     """Whether ``value`` is a tensor of known shape that contains all elements of the axis."""
-    shape = shape_of(value)
-    if shape is None or not 0 <= axis.dim < len(shape):
+    shape = shape_of(value) or ()
+    if not 0 <= axis.dim < len(shape):
         return False
     return axis.start >= 0 and axis.stop <= shape[axis.dim]
 

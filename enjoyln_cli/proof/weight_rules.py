@@ -84,7 +84,7 @@ def letters_of(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[s
 @rule(aten.embedding)
 def _embedding(node: Node, axis: Axis) -> Pull:
     """Rows of a table are looked up, so each row has to have zero mean."""
-    if axis.dim != rank_of(node) - 1 or rank_of(node.args[0]) != 2:
+    if axis.dim != rank_of(node) - 1:
         return Opaque("a mean over tokens")
     return ((node.args[0], on_dimension(axis, 1)),)
 
@@ -92,8 +92,8 @@ def _embedding(node: Node, axis: Axis) -> Pull:
 @rule(aten.linear)
 def _linear(node: Node, axis: Axis) -> Pull:
     """``P (W x + b) = (P W) x + P b``: centre over the weight's rows (CBWC, Enjoy-LN def. 2)."""
-    x, weight, bias = node.args[0], node.args[1], argument(node, 2, "bias")
-    if axis.dim != rank_of(node) - 1 or rank_of(node) != rank_of(x):
+    weight, bias = node.args[1], argument(node, 2, "bias")
+    if axis.dim != rank_of(node) - 1:
         return Opaque("a mean over tokens")
     if rank_of(weight) != 2 or (bias is not None and rank_of(bias) != 1):
         return Opaque("a linear layer whose weight is not a matrix, or whose bias is not a vector")
@@ -103,8 +103,6 @@ def _linear(node: Node, axis: Axis) -> Pull:
 @rule(aten.matmul, aten.mm, aten.bmm)
 def _matmul(node: Node, axis: Axis) -> Pull:
     """Each column of ``A B`` depends on one column of ``B``, each row on one row of ``A``."""
-    if min(map(rank_of, node.args[:2])) < 2:
-        return Opaque("a product with a vector")
     return _product(node, axis, "...ij,...jk->...ik", node.args[:2])
 
 

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from enjoyln_cli.graph.nodes import packet, reads_no_values, shape_of
 from enjoyln_cli.plan.axis import Axis, centre
 from enjoyln_cli.proof.flow import Absorbed, push
-from enjoyln_cli.proof.pullback import Opaque, pull
+from enjoyln_cli.proof.pullback import WRITTEN, Opaque, pull
 from enjoyln_cli.proof.views import through_view
 
 aten = torch.ops.aten
@@ -268,6 +268,34 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Axis, str
         lambda x, i, y: x.scatter(1, i.expand(2, 3, 12), y, reduce="multiply"),
         (X, PICKED, values(2, 3, 12)), Axis(2, 0, 1, 12, 1), "single features",
     ),
+    "a linear layer with a vector": (
+        lambda x, w: F.linear(x, w), (values(5, 12), values(12)), Axis(0, 0, 1, 5, 1), "a matrix",
+    ),
+    "a product with a vector": (
+        lambda x, v: x @ v, (X, values(12)), Axis(1, 0, 1, 5, 1), "the ranks",
+    ),
+    "a term that is added to all features": (
+        torch.addmm, (values(5, 1), values(5, 12), values(12, 6)), Axis(1, 0, 1, 6, 1), "added",
+    ),
+    "a batched product of groups": (
+        lambda x, w: torch._grouped_mm(x, w), (values(2, 4, 8).float(), values(2, 8, 16).float()),
+        Axis(1, 0, 1, 4, 1), "another dimension",
+    ),
+    "a transposed convolution in groups": (
+        lambda x, w: F.conv_transpose1d(x, w, groups=2), (values(2, 4, 7), values(4, 3, 3)),
+        Axis(1, 0, 1, 6, 1), "grouped",
+    ),
+    "a convolution that may be transposed, and is": (
+        lambda x, w: aten.convolution(x, w, None, [1], [0], [1], True, [0], 1),
+        (values(2, 4, 7), values(4, 4, 3)), Axis(1, 0, 1, 4, 1), "along the features",
+    ),
+    "tokens that a LayerNorm keeps apart": (
+        lambda x: F.layer_norm(x, (12,)), (X,), Axis(1, 0, 1, 5, 1), "other elements",
+    ),
+    "a row that is repeated by a mask": (
+        lambda x, y: x.masked_scatter(MASK.expand(2, 5, 12), y), (values(12), X),
+        Axis(2, 0, 1, 12, 1), "shapes for which",
+    ),
     "elements repeated in one row": (
         lambda x: aten.repeat_interleave.self_int(x, 3), (values(12),),
         Axis(0, 0, 1, 36, 1), "repeated",
@@ -306,6 +334,12 @@ def test_a_shift_is_absorbed_passed_or_seen() -> None:
     assert isinstance(pushed(lambda x: F.group_norm(x, 1), channels, IMAGE), Opaque)
     assert isinstance(pushed(lambda x: x.softmax(-1), last, X), Absorbed)
     assert isinstance(pushed(lambda x: x.softmax(1), last, X), Opaque)
+    assert isinstance(pushed(lambda x: x.softmax(-1), Axis(2, 0, 2, 6, 1), X), Opaque)
+    assert isinstance(pushed(lambda x: x.softmax(-1), Axis(2, 0, 1, 6, 1), X), Opaque)
+    scale, row = Axis(0, 0, 1, 12, 1), values(12)
+    assert isinstance(pushed(lambda w, x: F.layer_norm(x, (12,), w), scale, row, X), Opaque)
+    assert isinstance(pushed(lambda x: F.layer_norm(x, (12,), x), scale, row), Opaque)
+    assert isinstance(pushed(lambda w, x: F.group_norm(x, 1, w), scale, row, X[0]), Opaque)
     assert isinstance(pushed(lambda x: x.mean(-1), last, X), Opaque)
     assert isinstance(pushed(lambda x: x[..., :4], Axis(2, 6, 1, 6, 1), X), Absorbed)
     assert pushed(lambda x: x[..., 6:], Axis(2, 6, 1, 6, 1), X) == Axis(2, 0, 1, 6, 1)
@@ -410,6 +444,44 @@ def test_arguments_that_tracing_never_names_are_no_ground_for_a_rule() -> None:
     assert isinstance(pull(node, Axis(1, 0, 1, 12, 1)), Opaque)
     node.args, node.kwargs = (), {}
     assert isinstance(pull(node, Axis(1, 0, 1, 12, 1)), Opaque)
+    node, (x,) = captured(lambda x: x.sum(1, keepdim=True), X)
+    assert pull(node, Axis(2, 0, 1, 12, 1)) == ((x, Axis(2, 0, 1, 12, 1)),)
+    node.args, node.kwargs = node.args[:2], {"keepdim": True}
+    assert isinstance(pull(node, Axis(2, 0, 1, 12, 1)), Opaque)
+
+
+def test_a_bias_of_a_grouped_product_is_refused() -> None:
+    x, w = values(5, 8).float(), values(3, 8, 12).float()
+    node, (_, weight) = captured(lambda x, w: torch._grouped_mm(x, w, OFFSETS), x, w)
+    node.args = (*node.args[:3], weight)
+    found = pull(node, Axis(1, 0, 1, 12, 1))
+    assert isinstance(found, Opaque) and "bias" in found.reason
+
+
+def test_a_general_convolution_is_a_linear_layer() -> None:
+    call = lambda x, w: aten.convolution(x, w, None, [1], [0], [1], False, [0], 1)  # noqa: E731
+    node, (_, weight) = captured(call, values(2, 4, 7), values(6, 4, 3))
+    assert pull(node, Axis(1, 0, 1, 6, 1)) == ((weight, Axis(0, 0, 1, 6, 1)),)
+
+
+def test_what_no_op_computes_has_a_mean_of_its_own() -> None:
+    last = Axis(2, 0, 1, 12, 1)
+    node, (x,) = captured(lambda x: x + x, X)
+    (output,) = node.users
+    found = pull(x, last)
+    assert isinstance(found, Opaque) and "an input or a constant" in found.reason
+    for reader, reason in ((output, "the model returns it"), (x, "placeholder reads it")):
+        seen = push(reader, node, last)
+        assert isinstance(seen, Opaque) and seen.reason == reason
+
+
+def test_memory_that_is_written_proves_nothing() -> None:
+    last = Axis(2, 0, 1, 12, 1)
+    node, (x,) = captured(lambda x: F.layer_norm(x, (12,)), X)
+    assert pull(node, last) == () and isinstance(push(node, x, last), Absorbed)
+    node.meta["written"] = True
+    for found in (pull(node, last), push(node, x, last)):
+        assert isinstance(found, Opaque) and found.reason == WRITTEN
 
 
 @pytest.mark.parametrize("axis", [Axis(3, 0, 1, 12, 1), Axis(2, 0, 1, 13, 1), Axis(2, 6, 1, 12, 1)])
@@ -432,3 +504,6 @@ def test_a_shape_that_values_decide_is_no_ground_for_a_rule() -> None:
     assert shape_of(node) == (3, 12) and shape_of(node.args[0]) is None
     found = pull(node, Axis(1, 0, 1, 12, 1))
     assert isinstance(found, Opaque) and "depends on values" in found.reason
+    norm = graph.call_function(aten.layer_norm.default, (node.args[0], [12]))
+    norm.meta["val"] = node.meta["val"]
+    assert isinstance(push(norm, node.args[0], Axis(1, 0, 1, 12, 1)), Opaque)
