@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "enjoyln_cli"
 MODULES = ("proof.rules", "proof.index_rules", "proof.weight_rules", "proof.pullback", "proof.flow")
 TESTS = ("tests/proof/test_rules.py", "tests/proof/test_any_operands.py", "tests/proof")
-SECONDS = 300.0
+SECONDS = 600.0
 """How long the tests of one mistake may take. One that makes them hang is noticed, too."""
 
 

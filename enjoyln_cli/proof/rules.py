@@ -182,7 +182,7 @@ def _repeat(node: Node, axis: Axis) -> Pull:
     """As ``expand``: the dimension of the axis may occur only once."""
     source, rank = node.args[0], rank_of(node)
     times = [1] * (rank - len(node.args[1])) + list(node.args[1])  # tile may omit leading ones
-    if times[axis.dim] != 1 or axis.dim < rank - rank_of(source):
+    if times[axis.dim] != 1:
         return Opaque("a value that is repeated along the features")
     return ((source, broadcast(source, axis, rank_of(node))),)
 
@@ -209,13 +209,13 @@ def _part(node: Node, axis: Axis) -> Pull:
         dim = argument(whole, 1, "dim", 0) % (rank_of(node) + 1)
         return ((whole.args[0], on_dimension(axis, axis.dim + (axis.dim >= dim))),)
     if packet(whole) is aten.embedding_bag:
-        return _bag(whole, node.args[1], axis)
+        return _bag(whole, axis)
     return Opaque(f"{op_name(whole)} does not keep a zero mean")
 
 
-def _bag(node: Node, part: Any, axis: Axis) -> Pull:
-    """Output ``part`` of an ``embedding_bag``: a sum or mean of the table's rows."""
-    if part != 0 or axis.dim != 1 or argument(node, 4, "mode", 0) not in (0, 1):
+def _bag(node: Node, axis: Axis) -> Pull:
+    """A sum or mean of the table's rows; the other results of an ``embedding_bag`` are integers."""
+    if axis.dim != 1 or argument(node, 4, "mode", 0) not in (0, 1):
         return Opaque("a maximum of several rows, or a mean over rows")
     return ((node.args[0], axis),)
 
