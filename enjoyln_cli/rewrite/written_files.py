@@ -10,9 +10,11 @@ that an edit of the record shows.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -84,14 +86,20 @@ def written_files(result: Source, accept: Sequence[str] = ()) -> WrittenFiles:
 
 
 def digests_of_files(result: Source) -> dict[str, str]:
-    """The SHA-256 of every file of ``result`` except reports, by its path in ``result.root``."""
-    paths = {path.relative_to(result.root).as_posix(): path for path in result.root.rglob("*")}
+    """The SHA-256 of every file of ``result`` except reports, by its path in ``result.root``.
+
+    Each file is read by one thread.
+    """
     reports = {*REPORTS, *(f"{result.folder}/{name}" for name in REPORTS)}
-    return {
-        name: digest_of_file(path)
-        for name, path in sorted(paths.items())
-        if path.is_file() and not is_housekeeping(name) and name not in reports
+    paths = {
+        name: path
+        for path in sorted(result.root.rglob("*"))
+        if path.is_file()
+        and not is_housekeeping(name := path.relative_to(result.root).as_posix())
+        and name not in reports
     }
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(paths, pool.map(digest_of_file, paths.values()), strict=True))
 
 
 def record_files(result: Source, verdict: Mapping[str, Any]) -> None:

@@ -28,11 +28,16 @@ WRITER = "transformer.h.1.mlp.c_proj.weight"
 
 def bytes_of(name: str, change: Callable[[bytearray], object]) -> Corruption:
     def corrupt(out: Path) -> None:
-        data = bytearray((out / name).read_bytes())
+        data = bytearray(file_in(out, name).read_bytes())
         change(data)
-        (out / name).write_bytes(data)
+        file_in(out, name).write_bytes(data)
 
     return corrupt
+
+
+def file_in(out: Path, name: str) -> Path:
+    """The largest file of this name, or pattern, in a result."""
+    return max(out.rglob(name), key=lambda path: path.stat().st_size)
 
 
 def json_of(name: str, change: Callable[[Any], object]) -> Corruption:
@@ -54,7 +59,7 @@ def tensors_of(change: Callable[[dict[str, torch.Tensor]], object]) -> Corruptio
 
 
 def deleted(name: str) -> Corruption:
-    return lambda out: (out / name).unlink()
+    return lambda out: file_in(out, name).unlink()
 
 
 def written(name: str, text: str) -> Corruption:
@@ -157,14 +162,14 @@ CONVERTED: dict[str, Corruption] = {
     "marker deleted": json_of("config.json", lambda c: c.pop("enjoyln")),
 }  # fmt: skip
 QUANTISED: dict[str, Corruption] = {
-    "one bit of the program": bytes_of("model.onnx", flip(0.3)),
-    "one bit of a weight": bytes_of("model.onnx.data", flip(0.5)),
-    "one bit of the last weight": bytes_of("model.onnx.data", flip(0.99999)),
-    "rows overwritten": bytes_of("model.onnx.data", lambda d: overwrite(d, 4096)),
-    "weights truncated": bytes_of("model.onnx.data", lambda d: d.__delitem__(slice(-1, None))),
-    "weights deleted": deleted("model.onnx.data"),
-    "program truncated": bytes_of("model.onnx", lambda d: d.__delitem__(slice(500, None))),
-    "program deleted": deleted("model.onnx"),
+    "one bit of the program": bytes_of("*.onnx", flip(0.3)),
+    "one bit of a weight": bytes_of("*.onnx*", flip(0.5)),
+    "one bit of the last weight": bytes_of("*.onnx*", flip(0.99999)),
+    "rows overwritten": bytes_of("*.onnx*", lambda d: overwrite(d, 4096)),
+    "weights truncated": bytes_of("*.onnx*", lambda d: d.__delitem__(slice(-1, None))),
+    "weights deleted": deleted("*.onnx*"),
+    "program truncated": bytes_of("*.onnx", lambda d: d.__delitem__(slice(500, None))),
+    "program deleted": deleted("*.onnx"),
     "another program beside it": written("model_fp16.onnx", "program"),
     "numbers: a larger limit": json_of(NUMBERS, lambda r: r.update(max_error=9.0)),
     "numbers: a larger error": json_of(NUMBERS, lambda r: r["held_out"].update(error=9.0)),
