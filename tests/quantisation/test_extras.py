@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-import sysconfig
-import venv
 from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from environments import environment_beside, install
 from packaging.requirements import Requirement
 
 HERE = Path(__file__).parent
@@ -29,18 +27,13 @@ TESTS = {
 @pytest.mark.parametrize("extra", TESTS)
 def test_an_extra_alone(extra: str, tmp_path: Path) -> None:
     """The environment sees torch and the packages for tests of the present one."""
-    venv.create(tmp_path / "env")
-    python = str(tmp_path / "env" / "bin" / "python")
-    paths = {"base": str(tmp_path / "env"), "platbase": str(tmp_path / "env")}
-    own = Path(sysconfig.get_path("purelib", "venv", paths))
-    present = [path for path in sys.path if path.endswith("site-packages")]
-    (own / "present.pth").write_text("\n".join(present))
+    python = environment_beside(tmp_path / "env")
     needed = [
         f"{requirement.name}{requirement.specifier}"
         for requirement in map(Requirement, requires("enjoyln") or [])
         if requirement.marker and requirement.marker.evaluate({"extra": extra})
     ]
-    subprocess.run([python, "-m", "pip", "install", "-q", *needed], check=True)
+    install(python, *needed)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "cache")}
     files, words = TESTS[extra]
     command = [python, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-k", words, "-rs"]

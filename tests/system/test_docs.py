@@ -61,6 +61,8 @@ LARGER = 100
 HUB = "https://huggingface.co"
 HERE = "/home/me"
 """The names on a page for the test's own Hub, and for the directory of the test."""
+FILES = "https://github.com/enjoyln/enjoyln/blob/main/"
+"""Where the README's links lead, as an index of packages shows it without the other files."""
 
 
 @dataclass(frozen=True)
@@ -295,6 +297,9 @@ def test_the_picture_is_the_one_that_is_drawn() -> None:
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if page.name == "README.md" and page.parent == ROOT:
+            assert re.match(r"https?:|#", link), f"{link} leads nowhere on an index of packages"
+            link = link.replace(FILES, f"{ROOT}/")
         if re.match(r"https?:", link):
             continue
         path, _, heading = link.partition("#")
