@@ -254,8 +254,7 @@ def write_quantised(result: Quantised) -> None:
     table = _table("candidate", *heads, "size")
     for candidate in result.candidates:
         style = "green" if candidate.name == result.chosen else ""
-        measures = candidate.differences.measures
-        measured = [number(measures[head]) if head in measures else "" for head in heads]
+        measured = (_measure(candidate.differences, head) for head in heads)
         table.add_row(candidate.name, *measured, size(candidate.size), style=style)
     _show(table)
     as_original = "; no other form is clearly better" if result.chosen == "original" else ""
@@ -290,11 +289,18 @@ def write_quantised_check(check: QuantisedCheck) -> None:
 def _add_differences(table: Table, columns: Sequence[Differences], exact: float | None) -> None:
     """Add a row for each measure; ``exact`` is the perplexity of the original in float32."""
     for name in columns[0].measures:
-        values = (differences.measures.get(name) for differences in columns)
-        table.add_row(name, *("" if value is None else number(value) for value in values))
+        table.add_row(name, *(_measure(differences, name) for differences in columns))
     scores = [differences.perplexity for differences in columns]
     if exact is not None and None not in scores:
         table.add_row("perplexity", *map(number, scores), number(exact))
+
+
+def _measure(differences: Differences, name: str) -> str:
+    """A measure by its name in tables; of a cosine, the digits behind 0.999 count as well."""
+    value = differences.measures.get(name)
+    if value is None:
+        return ""
+    return f"{value:.5f}" if "cosine" in name else number(value)
 
 
 def write_verification(verification: Verification) -> None:

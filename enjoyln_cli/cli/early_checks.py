@@ -110,9 +110,9 @@ def read_data(data: Mapping[str, Any], samples: Any = None) -> UserData:
 def require_one_source(
     data: Mapping[str, Any], samples: Any = None, *, is_needed: bool = False
 ) -> None:
-    """Refuse inputs from two sources, and none if one ``is_needed``."""
+    """Refuse inputs from two sources, and none if one ``is_needed``. Images may have a text."""
     passed = [*data_sources(data), *["--samples with a file"] * isinstance(samples, Path)]
-    if len(passed) > 1:
+    if len(passed) > 1 and passed != ["--text", "--image"]:
         raise click.UsageError(f"{passed[0]} and {passed[1]} cannot be combined.")
     if is_needed and not data_sources(data):
         raise click.UsageError("your data are needed: pass --text, --image, --audio or --tokens.")

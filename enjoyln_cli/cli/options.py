@@ -279,8 +279,8 @@ data_options = all_of(
         type=click.Path(exists=True, path_type=Path),
         multiple=True,
         metavar="FILE|DIR",
-        help="Image, or directory of images; may be repeated.",
+        help="Image, or directory of images; may be repeated, and combined with --text.",
     ),
     click.option("--text", type=FILE, help="Running text; a language model is scored on it."),
 )
-"""The options for the user's own inputs, passed as ``data``; at most one is given."""
+"""The options for the user's own inputs, passed as ``data``; only images with a text are two."""

@@ -40,6 +40,18 @@ ROWS_AT_ONCE = 8
 """Number of rows in a batch."""
 
 
+def length(batch: Batch) -> int:
+    """Its number of inputs (rows). A tensor may have a row for each patch of the pictures."""
+    return min(map(len, batch.values()))
+
+
+def first_rows(batch: Batch, rows: int) -> Batch:
+    """The first ``rows`` of a batch; all of it if its tensors do not have a row for each input."""
+    if len({len(value) for value in batch.values()}) > 1:
+        return batch
+    return {name: value[:rows] for name, value in batch.items()}
+
+
 def seeded_batches(
     model: nn.Module, rows: int, seed: int, dtype: torch.dtype, at_once: int = ROWS_AT_ONCE
 ) -> list[Batch]:
@@ -216,18 +228,21 @@ def complete_batch(model: Any, own: Batch, dtype: torch.dtype) -> Batch:
 
     For example images for a text. Returns ``own`` if no form of inputs fits it.
     """
-    rows = len(next(iter(own.values())))
+    rows = length(own)
     tokens = own["input_ids"].shape[1] if "input_ids" in own else _length(model)
     bare, generator = without_weights(model), torch.Generator().manual_seed(0)
     for form in forms(bare, rows, tokens):
-        if own.keys() & form.keys() and not any(
-            name in own and own[name].shape != spec.shape for name, spec in form.items()
-        ):
+        fits = all(own[name].shape == spec.shape for name, spec in form.items() if name in own)
+        if own.keys() & form.keys() and (fits or form.keys() - own.keys() <= _TEXT):
             made = _batch(model, form, generator, dtype)
             if "input_ids" in own and "attention_mask" in made:
                 made["attention_mask"] = torch.ones_like(own["input_ids"])
             return {**made, **own}
     return own
+
+
+_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "decoder_input_ids"})
+"""Inputs that do not depend on the size of a picture."""
 
 
 def with_masked_patches(model: Any, batch: Batch, seed: int) -> Batch | None:

@@ -25,7 +25,7 @@ class UserData:
     text: str | None = None
     """A running text."""
     texts: tuple[str, ...] = ()
-    """Texts that become one input each."""
+    """Texts that become one input each; with images, one for all of them or one for each."""
     images: tuple[str | Path, ...] = ()
     """Image files."""
     audio: tuple[str | Path, ...] = ()
@@ -50,16 +50,17 @@ def read_user_data(
     """Read the user's data.
 
     ``images`` is a file or a directory, or several of them; ``audio`` is a directory, ``text`` and
-    ``tokens`` are files. ``samples`` is a number, or a file with one text on each line.
+    ``tokens`` are files. ``samples`` is a number, or a file with one text on each line. If there
+    are images, each line of ``text`` is a text for an image, or its only line for all of them.
 
     Raises ``UnsupportedModel`` if ``samples`` is neither, if a file cannot be read, or if more than
-    one source is given.
+    one source is given, other than images with a text.
     """
     own = {"--text": text is not None, "--image": bool(images)}
     own |= {"--audio": audio is not None, "--tokens": tokens is not None}
     own["--samples with a file"] = isinstance(samples, str | Path)
     given = [name for name, is_given in own.items() if is_given]
-    if len(given) > 1:
+    if len(given) > 1 and given != ["--text", "--image"]:
         raise UnsupportedModel(f"{given[0]} and {given[1]} cannot be combined: choose one of them")
     words = None if text is None else text_of(text)
     if words is not None and not words.strip():
@@ -75,8 +76,10 @@ def read_user_data(
             raise UnsupportedModel(
                 f"samples={samples!r} is neither a positive number of inputs nor a file of texts"
             )
+        lines = (line.strip() for line in (words or "").splitlines()) if files else ()
         return UserData(
-            words,
+            None if files else words,
+            texts=tuple(line for line in lines if line),
             images=tuple(files),
             audio=() if audio is None else files_of(Path(audio), "recordings"),
             tokens=() if tokens is None else token_lists(tokens),

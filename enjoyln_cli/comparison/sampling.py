@@ -18,11 +18,12 @@ import torch
 
 from enjoyln_cli.comparison import batches as inputs
 from enjoyln_cli.comparison import user_data
-from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.batches import Batch, length
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.text_scores import head_kind
+from enjoyln_cli.events import Event, default_listener
 
 ENTRIES = 1 << 14
 """Fewest entries of each output for a stable ratio of two rounding errors. The rounding errors
@@ -48,6 +49,8 @@ class Runner:
     trust_remote_code: bool
     run: Callable[[Batch], dict[str, torch.Tensor]]
     """Runs ``model`` on one batch."""
+    event: Event = default_listener
+    """Receives a warning if inputs are made up."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def choose(runner: Runner, data: UserData, seed: int, pace: Pace) -> Examples:
     if is_scored:
         pace.runs += 2
     first = own or inputs.seeded_batches(runner.model, 1, seed, runner.dtype)
-    one = {name: value[:1] for name, value in first[0].items()}
+    one = inputs.first_rows(first[0], 1)
     outputs, fitting = pace.fitting(lambda: runner.run(one))
     fewest, most = _rows(outputs)
     full = data.number if data.texts and data.number else fewest
@@ -107,12 +110,13 @@ def _user_batches(runner: Runner, data: UserData) -> tuple[list[Batch], int | No
     if not data.is_given:
         return [], None, False
     model, dtype, trusted = runner.model, runner.dtype, runner.trust_remote_code
-    found, mask_token = user_data.batches_of(
+    found = user_data.batches_of(
         model, data, runner.folder, dtype, TEXT_ROWS, trust_remote_code=trusted
     )
     kind = head_kind(model) if data.text is not None or data.tokens else None
-    is_scored = kind == "causal" or (kind == "masked" and mask_token is not None)
-    return user_data.runnable(model, found, dtype, runner.run), mask_token, is_scored
+    is_scored = kind == "causal" or (kind == "masked" and found.mask_token is not None)
+    own = user_data.runnable(model, found.batches, dtype, runner.run, runner.event)
+    return own, found.mask_token, is_scored
 
 
 def _seeded_batches(runner: Runner, rows: int, seed: int, is_cut: bool) -> tuple[list[Batch], int]:
@@ -131,16 +135,11 @@ def _seeded_batches(runner: Runner, rows: int, seed: int, is_cut: bool) -> tuple
     return [*plain[:1], *special, *plain[1:]], sum(map(length, masked))
 
 
-def length(batch: Batch) -> int:
-    """Its number of inputs (rows)."""
-    return len(next(iter(batch.values())))
-
-
 def _last_positions(runner: Runner, batch: Batch, seed: int) -> Batch | None:
     """A batch like ``batch`` at the model's last positions; ``None`` if none can be run."""
     model = runner.model
     for late in inputs.at_last_positions(model, batch, seed, runner.dtype, runner.unproven):
-        row = {name: value[:1] for name, value in late.items()}
+        row = inputs.first_rows(late, 1)
         plain = {name: value for name, value in row.items() if name in batch}
         try:
             (found,) = run(model, [row])
@@ -160,8 +159,7 @@ def _masked_patches(model: Any, batch: Batch, seed: int) -> list[Batch]:
     """``batch`` with masked patches; empty if ``forward`` takes no mask, or refuses this one."""
     masked = inputs.with_masked_patches(model, batch, seed)
     try:
-        row = {name: value[:1] for name, value in (masked or {}).items()}
-        return [masked] if masked and run(model, [row]) else []
+        return [masked] if masked and run(model, [inputs.first_rows(masked, 1)]) else []
     except (ValueError, AttributeError):
         return []
 
@@ -181,6 +179,6 @@ def _first_rows(batches: list[Batch], rows: int) -> list[Batch]:
     first = []
     for batch in batches:
         if rows > 0:
-            first.append({name: value[:rows] for name, value in batch.items()})
+            first.append(inputs.first_rows(batch, rows))
         rows -= length(batch)
     return first

@@ -26,6 +26,7 @@ from enjoyln_cli.comparison.batches import (
     LONGEST_ROW,
     ROWS_AT_ONCE,
     Batch,
+    length,
     positions,
     seeded_batches,
 )
@@ -41,7 +42,7 @@ from enjoyln_cli.comparison.metrics import (
 )
 from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.comparison.run import run
-from enjoyln_cli.comparison.sampling import Runner, choose, length
+from enjoyln_cli.comparison.sampling import Runner, choose
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.onnx_export.cached_calls import LOGITS, POSITIONS
 from enjoyln_cli.onnx_export.cached_run import ENCODED_OUTPUT, STEPS

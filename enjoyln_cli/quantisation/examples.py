@@ -7,7 +7,7 @@ inputs, the first counts, so that the halves share none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,16 @@ from typing import Any
 import torch
 
 from enjoyln_cli.calls.input_forms import accepted_by
+from enjoyln_cli.calls.processed_inputs import has_placeholders
 from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison import user_data
 from enjoyln_cli.comparison.batches import Batch, positions
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.run import inputs_for, run
 from enjoyln_cli.comparison.text_scores import head_kind, with_predicted_tokens
+from enjoyln_cli.comparison.user_data import OwnInputs
 from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.digests import digest_of_bytes
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.text import counted
@@ -31,7 +34,8 @@ FEWEST = 4
 MOST_GENERATED = 48
 """Most tokens that the original generates for its decoder."""
 TRACED_TOKENS = 12
-"""Tokens in the call that is traced."""
+"""Tokens in the call that is traced. A decoder gets fewer, so that their number is not taken for
+the encoder's."""
 DIGITS = 16
 """Digits of an input's digest: two inputs have the same with a chance of one in 10**19."""
 
@@ -57,6 +61,7 @@ def split(
     trust_remote_code: bool,
     seed: int = 0,
     on_progress: Progress = no_progress,
+    event: Event = default_listener,
 ) -> tuple[list[Example], list[Example]]:
     """Turn ``data`` into inputs for ``model``, at most ``most`` for each half.
 
@@ -64,9 +69,9 @@ def split(
     ``folder`` has the tokenizer or processor. Raises ``UnsupportedModel`` if there are fewer than
     ``FEWEST`` inputs for a half, if an input has NaN in it, or if the model cannot run on them.
     """
-    kind = head_kind(model)
-    batches, mask_token = _batches(model, folder, data, 2 * most, kind, trust_remote_code)
-    rows = [row for batch in batches for row in _rows(batch)][: 2 * most]
+    kind = None if data.images else head_kind(model)
+    own = _inputs(model, folder, data, 2 * most, kind, trust_remote_code)
+    rows = own.batches[: 2 * most]
     examples = _distinct(rows, _names(data, kind, len(rows)))
     if len(examples) < 2 * FEWEST:
         longest = max((row["input_ids"].shape[1] for row in rows if "input_ids" in row), default=0)
@@ -79,50 +84,82 @@ def split(
         )
     countdown, rows = Countdown(len(examples), on_progress), []
     for example in examples:
-        rows.append(_with_decoder_inputs(model, _with_masks(model, example.batch)))
+        row = _as_tokenized(model, example.batch, own.tokenizer)
+        rows.append(_with_decoder_inputs(model, row))
         countdown.count()
-    rows = user_data.runnable(model, rows, torch.float32, lambda batch: run(model, [batch]))
-    scored = kind and "input_ids" in rows[0] and "decoder_input_ids" not in rows[0]
+    rows = user_data.runnable(model, rows, torch.float32, lambda row: run(model, [row]), event)
+    scored = "input_ids" in rows[0] and "decoder_input_ids" not in rows[0]
+    scored = scored and (kind == "causal" or own.mask_token is not None)
     for at, row in enumerate(rows):
         predicted = None
         if kind and scored:
-            row, predicted = with_predicted_tokens(kind, row, mask_token, seed + at)
+            row, predicted = with_predicted_tokens(kind, row, own.mask_token, seed + at)
         examples[at] = replace(examples[at], batch=row, predicted=predicted)
     middle = len(examples) // 2
     return examples[:middle], examples[middle:]
 
 
-def traced_batch(example: Example) -> Batch:
-    """Two short rows like ``example``, with which a model can be traced."""
-    return {
-        name: torch.cat([value, value])[:, : _traced_tokens(name)]
-        if value.ndim == 2 and not value.is_floating_point()
-        else torch.cat([value, value])
-        for name, value in example.batch.items()
+def require_every_input(model: Any, folder: Path, example: Example) -> None:
+    """Raise ``UnsupportedModel`` if a program traced from the example would lack an input.
+
+    A program has the inputs that it is traced with. It needs those that ``forward`` takes and that
+    the tokenizer or a processor in ``folder`` is for: without pictures in the example, the program
+    of a model of text and pictures could never be given any.
+    """
+    accepted = accepted_by(model)
+    for name, option in (("pixel_values", "--image"), ("input_ids", "--text")):
+        if name in accepted and name not in example.batch and _is_prepared(name, folder):
+            raise UnsupportedModel(
+                f"{type(model).__name__} also takes {name}, and a program made from these data "
+                f"would not: pass {option} as well, or --format torchao"
+            )
+
+
+def _is_prepared(name: str, folder: Path) -> bool:
+    """Whether a file in ``folder`` says how the input ``name`` is made."""
+    files = {
+        "pixel_values": ("preprocessor_config.json", "processor_config.json"),
+        "input_ids": ("tokenizer_config.json",),
     }
+    return any((folder / file).is_file() for file in files[name])
 
 
-def _traced_tokens(name: str) -> int:
-    """A decoder gets fewer tokens, so that their number is not taken for the encoder's."""
-    return TRACED_TOKENS - 3 if name.startswith("decoder_") else TRACED_TOKENS
+def traced_batch(model: Any, example: Example) -> Batch:
+    """Two short rows like ``example``, with which ``model`` can be traced.
+
+    If pictures take the place of tokens, a program has a fixed number of rows: then it is one, with
+    all tokens.
+    """
+    batch = example.batch
+    if has_placeholders(model.config) and not _is_text(batch):
+        return batch
+    return {name: _traced(name, value, batch) for name, value in batch.items()}
 
 
-def _batches(
+def _traced(name: str, value: torch.Tensor, batch: Batch) -> torch.Tensor:
+    two, of_decoder = torch.cat([value, value]), name.startswith("decoder_")
+    ids = batch.get("decoder_input_ids" if of_decoder else "input_ids")
+    if ids is None or value.shape != ids.shape or not (of_decoder or _is_text(batch)):
+        return two
+    return two[:, : TRACED_TOKENS - 3 * of_decoder]
+
+
+def _is_text(batch: Batch) -> bool:
+    return not any(value.is_floating_point() for value in batch.values())
+
+
+def _inputs(
     model: Any, folder: Path, data: UserData, most: int, kind: str | None, trust_remote_code: bool
-) -> tuple[list[Batch], int | None]:
-    """The data as batches, and the mask token of the tokenizer."""
-    data = replace(data, images=data.images[:most], audio=data.audio[:most])
+) -> OwnInputs:
+    """The data as batches of one row."""
+    texts = data.texts[:most] if data.images else data.texts
+    data = replace(data, images=data.images[:most], audio=data.audio[:most], texts=texts)
     if data.text is not None and kind is None:
         lines = (line.strip() for line in data.text.splitlines())
         data = replace(data, text=None, texts=tuple(line for line in lines if line)[:most])
     return user_data.batches_of(
         model, data, folder, torch.float32, most, at_once=1, trust_remote_code=trust_remote_code
     )
-
-
-def _rows(batch: Batch) -> Iterator[Batch]:
-    for at in range(len(next(iter(batch.values())))):
-        yield {name: value[at : at + 1] for name, value in batch.items()}
 
 
 def _names(data: UserData, kind: str | None, count: int) -> list[str]:
@@ -155,16 +192,20 @@ def _bytes_of(value: torch.Tensor) -> bytes:
     return value.contiguous().numpy().tobytes()
 
 
-def _with_masks(model: Any, row: Batch) -> Batch:
-    """The row with the mask and the token types that stand for one whole text."""
+def _as_tokenized(model: Any, row: Batch, tokenizer: Any) -> Batch:
+    """The row with what the tokenizer returns besides the ids of one whole text.
+
+    Without a tokenizer, this is the mask.
+    """
     if "input_ids" not in row:
         return row
-    accepted, added = accepted_by(model), {}
-    if "attention_mask" in accepted:
-        added["attention_mask"] = torch.ones_like(row["input_ids"])
-    if "token_type_ids" in accepted and getattr(model.config, "type_vocab_size", 0) > 1:
-        added["token_type_ids"] = torch.zeros_like(row["input_ids"])
-    return {**added, **row}
+    returned = getattr(tokenizer, "model_input_names", ["input_ids", "attention_mask"])
+    whole = {
+        "attention_mask": torch.ones_like(row["input_ids"]),
+        "token_type_ids": torch.zeros_like(row["input_ids"]),
+    }
+    names = accepted_by(model).intersection(returned)
+    return {**{name: value for name, value in whole.items() if name in names}, **row}
 
 
 def _with_decoder_inputs(model: Any, row: Batch) -> Batch:

@@ -206,9 +206,8 @@ def exact_halves(
     ``UnsupportedModel`` if there are too few inputs, or if the model cannot run on them.
     """
     embed = embedder(subject.source, event)
-    first, second = split(
-        model, subject.source.path, data, most, subject.trust_remote_code, on_progress=on_progress
-    )
+    place, trusted = subject.source.path, subject.trust_remote_code
+    first, second = split(model, place, data, most, trusted, on_progress=on_progress, event=event)
     batch = first[0].batch
     names = compared_outputs(with_embedding(run(model, [batch])[0], batch, embed), used)
     exact = exact_outputs(model, [*first, *second], names, folder, embed, on_progress)

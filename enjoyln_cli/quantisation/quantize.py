@@ -42,7 +42,7 @@ from enjoyln_cli.quantisation.candidates import (
     rotation_plan,
     stored_class,
 )
-from enjoyln_cli.quantisation.examples import Example, traced_batch
+from enjoyln_cli.quantisation.examples import Example, require_every_input, traced_batch
 from enjoyln_cli.quantisation.measure import (
     Compute,
     Differences,
@@ -214,6 +214,8 @@ def quantize(
         choosing, held_out = exact_halves(
             float_model, subject, data, inputs, used, work.folder, event, on_progress
         )
+        if not FORMATS[form].is_checkpoint:
+            require_every_input(float_model, source.path, choosing.examples[0])
         del float_model
         forms = candidates(plan, seeds, head_is_rounded=not FORMATS[form].is_checkpoint)
         countdown, compared = Countdown(len(forms) + 1, on_progress), []
@@ -298,7 +300,7 @@ class Workshop:
             return quantised_checkpoints.write(
                 model, self.form, self.scheme, dtype, self.keep, folder, float_folder
             )
-        batch = traced_batch(examples[0])
+        batch = traced_batch(model, examples[0])
         made = exported.exported(model, batch, self.form)
         calibration = [example.batch for example in examples]
         keep = (*self.keep, *head_of(model)) if self.scheme.weight_bits == 4 else self.keep

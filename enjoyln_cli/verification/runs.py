@@ -26,7 +26,7 @@ import torch
 from enjoyln_cli.analysis.stored_class import require_weights
 from enjoyln_cli.checkpoint.marker import blame_marker
 from enjoyln_cli.clock import duration
-from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.batches import Batch, length
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.metrics import (
     Distance,
@@ -40,7 +40,7 @@ from enjoyln_cli.comparison.metrics import (
 from enjoyln_cli.comparison.output_meaning import divergence
 from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.comparison.run import Outputs
-from enjoyln_cli.comparison.sampling import Examples, Runner, choose, length
+from enjoyln_cli.comparison.sampling import Examples, Runner, choose
 from enjoyln_cli.comparison.text_scores import perplexity
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.garbage import collections_of_new_objects
@@ -240,6 +240,7 @@ def _runner(pair: CheckpointPair, model: Any) -> Runner:
         pair.marker.unproven,
         pair.folded.trust_remote_code,
         lambda batch: pair.run(model, batch),
+        pair.event,
     )
 
 

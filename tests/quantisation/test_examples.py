@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import struct
 import wave
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,13 @@ from transformers.utils.import_utils import (
     TORCHVISION_IMPORT_ERROR,
     VISION_IMPORT_ERROR,
 )
+from vision_language import PATCHES, pictures, vision_language_model
 
+from enjoyln_cli.calls.processed_inputs import cannot_read
 from enjoyln_cli.comparison.data_files import UserData, read_user_data, token_lists
 from enjoyln_cli.comparison.text_scores import NOT_PREDICTED
-from enjoyln_cli.comparison.user_data import cannot_read
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.quantisation.examples import split, traced_batch
+from enjoyln_cli.quantisation.examples import require_every_input, split, traced_batch
 from enjoyln_cli.quantisation.measure import exact_outputs
 
 LICENCE = (ROOT / "LICENSE").read_text()
@@ -64,7 +67,46 @@ def test_a_masked_model_sees_masks_and_is_scored_on_what_they_hide() -> None:
     hidden = predicted != NOT_PREDICTED
     assert 0 < int(hidden.sum()) < ids.numel() / 3
     assert len(ids[hidden].unique()) == 1 and not (predicted[hidden] == ids[hidden]).any()
-    assert not example.batch["token_type_ids"].any()
+    assert set(example.batch) == {"input_ids", "attention_mask"}  # all that its tokenizer returns
+
+
+SHORT = tuple((5, 6, 7 + at) for at in range(8))
+
+
+@pytest.mark.parametrize("returns_types", [True, False])
+def test_inputs_are_those_that_the_tokenizer_returns(returns_types: bool, tmp_path: Path) -> None:
+    model = AutoModelForMaskedLM.from_pretrained(CHECKPOINTS / "bert")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(CHECKPOINTS / "bert" / file, tmp_path)
+    names = ["input_ids", "attention_mask", *["token_type_ids"] * returns_types]
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["model_input_names"] = names
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (example, *_), _ = split(model, tmp_path, UserData(LICENCE), 4, False)
+    assert set(example.batch) == {*names}
+    (example, *_), _ = split(model, tmp_path, UserData(tokens=SHORT), 4, False)
+    assert set(example.batch) == {*names}
+    (tmp_path / "none").mkdir()
+    (example, *_), _ = split(model, tmp_path / "none", UserData(tokens=SHORT), 4, False)
+    assert set(example.batch) == {"input_ids", "attention_mask"}
+
+
+def test_a_program_keeps_its_picture_input(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    model = vision_language_model(tmp_path)
+    image = pictures(tmp_path / "images")
+    text = UserData(texts=tuple(f"You may copy it {at} times ." for at in range(8)))
+    (example, *_), _ = split(model, tmp_path, text, 4, False)
+    with pytest.raises(UnsupportedModel, match="also takes pixel_values.* pass --image as well"):
+        require_every_input(model, tmp_path, example)
+    text = replace(text, images=tuple(image.iterdir()))
+    (example, *_), _ = split(model, tmp_path, text, 4, False)
+    require_every_input(model, tmp_path, example)
+    assert example.batch["input_ids"].shape[1] > PATCHES
+    assert traced_batch(model, example) is example.batch
+    (tmp_path / "processor_config.json").unlink()  # text alone is all that can be prepared
+    (example, *_), _ = split(model, tmp_path, UserData(texts=text.texts), 4, False)
+    require_every_input(model, tmp_path, example)
 
 
 def test_an_encoder_reads_each_line_as_one_text() -> None:
@@ -171,7 +213,7 @@ def test_a_decoder_gets_what_the_original_generates(t5: Any, tmp_path: Path) -> 
     assert batch["input_ids"].tolist() == [list(ids[0])]
     generated = t5.generate(batch["input_ids"], do_sample=False, max_new_tokens=48)
     assert torch.equal(batch["decoder_input_ids"], generated)
-    traced = traced_batch(choosing[0])
+    traced = traced_batch(t5, choosing[0])
     assert traced["input_ids"].shape == (2, 12) and len(traced["decoder_input_ids"]) == 2
     assert traced["decoder_input_ids"].shape[1] != 12
 

@@ -189,6 +189,7 @@ def test_openvino_runs_what_nncf_quantised(scheme: str, tmp_path: Path) -> None:
 
 LOGITS = {"logits": {"KL divergence": 0.01, "top-1 agreement": 0.9, "error": 0.02}}
 STATES = {"last_hidden_state": {"error": 0.02}}
+COSINES = {"sentence_embedding": {"lowest cosine": 0.99987, "error": 0.02}}
 BOXES = {**LOGITS, "pred_boxes": {"mean overlap of boxes": 0.7, "error": 0.27}}
 
 
@@ -197,6 +198,7 @@ BOXES = {**LOGITS, "pred_boxes": {"mean overlap of boxes": 0.7, "error": 0.27}}
     [
         (LOGITS, ["KL divergence", "top-1 agreement", "error"], ["logits:"]),
         (STATES, ["error"], ["KL divergence", "top-1 agreement"]),
+        (COSINES, ["lowest cosine", "0.99987"], []),
         (BOXES, ["logits: KL divergence", "pred_boxes: mean overlap of boxes", "0.27"], []),
     ],
 )
@@ -294,7 +296,8 @@ def test_too_little_data_is_refused(tmp_path: Path) -> None:
 def test_sentence_embeddings_are_compared(tmp_path: Path) -> None:
     pytest.importorskip("sentence_transformers")
     model, out = sentence_encoder(tmp_path / "model"), tmp_path / "out"
-    good("quantize", model, "-o", out, "--text", LICENCE, *SOME)
+    shown = good("quantize", model, "-o", out, "--text", LICENCE, *SOME)
+    assert all(name in shown for name in ("mean cosine", "nearest neighbours kept"))
     found = json.loads((out / QUANTISATION_FILE).read_text())
     assert found["outputs"] == ["sentence_embedding"]
     assert 1e-4 < found["held_out"]["error"] < 0.1

@@ -223,7 +223,8 @@ def test_a_text_for_a_model_that_takes_images_too() -> None:
         with torch.no_grad():
             return model(**batch)
 
-    (batch,) = runnable(model, own, torch.float32, run)
+    with pytest.warns(UserWarning, match="your data do not have attention_mask, pixel_values"):
+        (batch,) = runnable(model, own, torch.float32, run)
     assert batch["pixel_values"].shape == (2, 3, 8, 8)
     assert torch.equal(batch["input_ids"], own[0]["input_ids"])
     assert batch["attention_mask"].all()

@@ -536,9 +536,9 @@ def test_data_of_another_kind_than_the_model_takes(outs: dict[str, Path], tmp_pa
             verify(out, **{option: file})
 
 
-def test_text_and_images_at_once(outs: dict[str, Path]) -> None:
+def test_text_and_tokens_at_once(outs: dict[str, Path]) -> None:
     with pytest.raises(UnsupportedModel, match="choose one of them"):
-        verify(outs["float32"], text="some.txt", images=["x.png"])
+        verify(outs["float32"], text="some.txt", tokens="ids.jsonl")
 
 
 def test_a_result_is_not_its_own_original(outs: dict[str, Path]) -> None:
