@@ -120,6 +120,61 @@ def _meaning(config: Any, name: str, outputs: Named, batch: Named) -> Meaning:
     return Meaning(Kind.ONE_OF) if len(shape) > 1 and shape[-1] > 1 else VALUES
 
 
+def in_same_order(
+    found: Mapping[str, Meaning], got: dict[str, torch.Tensor], exact: Named
+) -> dict[str, torch.Tensor]:
+    """The outputs ``got``, with each detection at the place of the most similar one in ``exact``.
+
+    Detections have no order, and a model that selects its best queries returns them by scores that
+    rounding may exchange. Other outputs stay as they are. ``found`` are the meanings.
+    """
+    boxes = [name for name, meaning in found.items() if meaning.kind is Kind.BOXES]
+    if not boxes or any(got[n].shape != exact[n].shape for n in found if n in got):
+        return got
+    rows, queries = exact[boxes[0]].shape[:2]
+    listed = [name for name in found if name in got and exact[name].shape[:2] == (rows, queries)]
+    ordered = {name: got[name].clone() for name in listed}
+    for row in range(rows):
+        kinds = {name: found[name] for name in listed if found[name].kind is not Kind.VALUES}
+        one, other = (
+            torch.cat([_probable(kinds[name], of[name][row]).flatten(1) for name in kinds], 1)
+            for of in (exact, got)
+        )
+        place = _most_similar(torch.cdist(one, other, p=1.0))
+        for name in listed:
+            ordered[name][row] = got[name][row][place]
+    return {**got, **ordered}
+
+
+def _probable(meaning: Meaning, values: torch.Tensor) -> torch.Tensor:
+    """Logits as probabilities; other values as they are."""
+    if meaning.kind is Kind.ONE_OF:
+        return values.float().softmax(-1)
+    return values.float().sigmoid() if meaning.kind is Kind.EACH else values.float()
+
+
+def _most_similar(distances: torch.Tensor) -> torch.Tensor:
+    """For each row a column of its own: the closest pairs of all that are left, again and again.
+
+    ``distances`` is a square matrix. Returns indices of columns, shape ``(rows,)``.
+    """
+    left = distances.nan_to_num(nan=torch.inf)
+    place = torch.full((len(left),), -1)
+    while (place < 0).any():
+        nearest, back = left.argmin(1), left.argmin(0)
+        rows = torch.arange(len(left))
+        mutual = (place < 0) & (back[nearest] == rows) & left[rows, nearest].isfinite()
+        if not mutual.any():  # what is left cannot be compared
+            free = torch.ones(len(left), dtype=torch.bool)
+            free[place[place >= 0]] = False
+            place[place < 0] = free.nonzero().flatten()
+            break
+        place[mutual] = nearest[mutual]
+        left[mutual] = torch.inf
+        left[:, nearest[mutual]] = torch.inf
+    return place
+
+
 def sums(meaning: Meaning, got: torch.Tensor, exact: torch.Tensor) -> Sums:
     """The measures of one output, summed over positions; empty if it has none.
 

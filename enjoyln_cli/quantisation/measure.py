@@ -27,6 +27,7 @@ from enjoyln_cli.comparison.output_meaning import (
     Meaning,
     Sums,
     embedding_measures,
+    in_same_order,
     meanings,
     means,
     results,
@@ -126,6 +127,7 @@ def differences(compute: Compute, exact: ExactOutputs) -> Differences:
     for example, expected in zip(exact.examples, exact.outputs, strict=True):
         got = with_embedding(compute(example.batch), example.batch, exact.embed)
         got = {name: got[name] for name in exact.names if name in got}
+        got = in_same_order(exact.meanings, got, expected)
         distances.append(distances_of(got, {name: expected[name] for name in exact.names}))
         error = largest(relative(distances[-1]))
         for name, meaning in exact.meanings.items():

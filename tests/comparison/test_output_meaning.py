@@ -29,6 +29,7 @@ from enjoyln_cli.comparison.output_meaning import (
     Meaning,
     divergence,
     embedding_measures,
+    in_same_order,
     meanings,
     means,
     results,
@@ -190,6 +191,59 @@ def test_the_overlap_of_boxes() -> None:
     exact = torch.tensor([[[0.5, 0.5, 0.2, 0.4], [0.2, 0.2, 0.1, 0.1], [0.3, 0.3, 0.0, 0.0]]])
     got = torch.tensor([[[0.6, 0.5, 0.2, 0.4], [0.8, 0.8, 0.1, 0.1], [0.3, 0.3, 0.0, 0.0]]])
     assert measured(Meaning(Kind.BOXES), got, exact)[OVERLAP] == pytest.approx((1 / 3 + 0 + 1) / 3)
+
+
+DETECTIONS = {
+    "logits": Meaning(Kind.EACH), "pred_boxes": Meaning(Kind.BOXES), "embedding": Meaning(VALUES),
+}  # fmt: skip
+
+
+def detections(rows: int = 2, queries: int = 40) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    return {
+        "logits": 3 * torch.randn(rows, queries, 5, generator=generator),
+        "pred_boxes": torch.rand(rows, queries, 4, generator=generator),
+        "embedding": torch.randn(rows, 3, generator=generator),
+    }
+
+
+def test_detections_that_change_places_are_the_same_detections() -> None:
+    exact = detections()
+    orders = [torch.randperm(40, generator=torch.Generator().manual_seed(at)) for at in (1, 2)]
+    got = {
+        name: torch.stack([each[row] for each, row in zip(exact[name], orders, strict=True)])
+        for name in ("logits", "pred_boxes")
+    } | {"embedding": exact["embedding"]}
+    found = in_same_order(DETECTIONS, got, exact)
+    assert all(torch.equal(found[name], value) for name, value in exact.items())
+    moved = {**got, "pred_boxes": got["pred_boxes"] + 0.01}
+    found = in_same_order(DETECTIONS, moved, exact)
+    assert torch.equal(found["logits"], exact["logits"])
+    assert torch.allclose(found["pred_boxes"] - exact["pred_boxes"], torch.tensor(0.01))
+
+
+def test_a_detection_stands_for_one_detection_only() -> None:
+    exact = detections(rows=1)
+    got = {name: value.clone() for name, value in exact.items()}
+    got["pred_boxes"][0, 7], got["logits"][0, 7] = exact["pred_boxes"][0, 3], exact["logits"][0, 3]
+    found = in_same_order(DETECTIONS, got, exact)
+    wrong = (found["pred_boxes"] != exact["pred_boxes"]).any(-1)[0]
+    assert wrong.nonzero().flatten().tolist() == [7]  # number 3 is there twice, number 7 is lost
+
+
+def test_what_is_not_a_number_ends_the_search() -> None:
+    exact = detections(rows=1)
+    got = {name: value.clone() for name, value in exact.items()}
+    got["pred_boxes"][0, :5] = math.nan
+    found = in_same_order(DETECTIONS, got, exact)
+    assert torch.equal(found["pred_boxes"][0, 5:], exact["pred_boxes"][0, 5:])
+    assert found["pred_boxes"][0, :5].isnan().all()
+
+
+def test_outputs_without_boxes_keep_their_order() -> None:
+    exact = {"logits": detections()["logits"]}
+    got = {"logits": exact["logits"].flip(1)}
+    assert in_same_order({"logits": Meaning(Kind.ONE_OF)}, got, exact) is got
 
 
 def test_the_peaks_of_heat_maps() -> None:
