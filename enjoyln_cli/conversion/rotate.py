@@ -44,8 +44,9 @@ def rotate(
       that the class is used for.
 
     Returns the plan, which says what has turned. Raises ``NothingToFold`` if nothing can turn,
-    ``AlreadyFolded`` for a converted model, ``UnsupportedModel`` for a quantised one or one that is
-    not of transformers, and ``TraceFailed``; nothing is changed then.
+    ``AlreadyFolded`` for a converted model, ``UnsupportedModel`` for a quantised model, a model
+    that is not of transformers or whose weights cannot be edited (see ``models.editable``), and
+    ``TraceFailed``; nothing is changed then.
     """
     name = type(model).__name__
     config: Any = getattr(model, "config", None)

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from enjoyln_cli.errors import TraceFailed
+from enjoyln_cli.models.extents import identity_of
 
 aten = torch.ops.aten
 
@@ -334,13 +335,16 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 def copy_without_weights(model: nn.Module, copied: list[torch.Tensor] | None = None) -> nn.Module:
     """A copy of ``model`` whose parameters are on the meta device.
 
+    Parameters that are the same elements of the same memory are one parameter of the copy.
     The copy has no hooks of accelerate, which would load the weights. The originals of all other
     copied tensors are appended to ``copied``. Raises ``TraceFailed`` if the model cannot be copied,
     or if its own code returns a copy that shares the weights.
     """
     kind = type(model).__name__
     hooked = [module for module in model.modules() if hasattr(module, "_hf_hook")]
-    memo: dict[int, Any] = {id(p): _on_meta(p) for p in model.parameters()}
+    first = {identity_of(parameter): parameter for parameter in reversed([*model.parameters()])}
+    bare_ones = {key: _on_meta(parameter) for key, parameter in first.items()}
+    memo: dict[int, Any] = {id(p): bare_ones[identity_of(p)] for p in model.parameters()}
     replaced = {*map(id, memo.values())}
     memo |= {id(module._hf_hook): None for module in hooked}
     computed: list[torch.Tensor] = []

@@ -6,8 +6,7 @@ read. A model that is not the one that was analysed is not changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from torch import nn
 
 from enjoyln_cli.checkpoint.config import set_entry
 from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.models.editable import require_editable
+from enjoyln_cli.models.extents import identity_of
 from enjoyln_cli.models.load import values_of
 from enjoyln_cli.models.offload import Value, WeightsOnDemand, reader_of
 from enjoyln_cli.plan.edits import Edit, EditInputs, apply_edit, read_edit_inputs
@@ -28,36 +29,42 @@ def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = F
     """Carry out every edit of ``plan`` in place: in float64, rounded once.
 
     Parameters that the plan unties get their own copies first. A parameter with several names is
-    edited once. ``allow_nonfinite`` accepts NaN and Inf in what is edited, which spread over the
-    group that is edited, and results beyond the range of the dtype.
+    edited once, and so are parameters that are the same elements of the same memory.
+    ``allow_nonfinite`` accepts NaN and Inf in what is edited, which spread over the group that is
+    edited, and results beyond the range of the dtype.
 
     Raises ``BadCheckpoint`` if ``model`` lacks a parameter, holds it in another shape, or if an
-    edit would write a number that is not finite; and ``UnsupportedModel`` if no call is proven.
-    Nothing is changed then.
+    edit would write a number that is not finite; and ``UnsupportedModel`` if no call is proven, a
+    weight cannot be written, or bytes would change that another weight covers too (see
+    ``models.editable``). Nothing is changed then.
     """
     if plan.covered is not None and (plan.writers or plan.turned):
         plan.covered.require_any(type(model).__name__)
     edits_by_name = require_fit(model, plan)
     reader = reader_of(model)
+    untied = {copy.parameter for copy in plan.untied}
+    require_editable(model, edits_by_name, replaced=untied, read_on_demand=reader is not None)
+    for basis in plan.turned:
+        if basis.product:
+            model.get_submodule(basis.product)
     if not allow_nonfinite:
         _require_finite(model, plan, edits_by_name, reader)
     _untie(model, plan, reader)
     for setting in plan.settings:
         set_entry(getattr(model, "config", None), setting.name, setting.value)
     tensors = values_of(model)
-    edits = {
-        id(tensors[name]): (tensors[name], edit) for name, edit in _joined(tensors, edits_by_name)
-    }
-    names: dict[int, list[str]] = {}
+    edits = {identity_of(tensors[name]): edit for name, edit in edits_by_name.items()}
+    names: dict[object, list[str]] = {}
     for name, tensor in tensors.items():
-        names.setdefault(id(tensor), []).append(name)
+        names.setdefault(identity_of(tensor), []).append(name)
 
     def read(name: str) -> torch.Tensor:
         return reader[name] if reader and tensors[name].is_meta else tensors[name]
 
     with torch.no_grad():
-        values = {key: read_edit_inputs(edit, read) for key, (_, edit) in edits.items()}
-        for key, (tensor, edit) in edits.items():
+        values = {key: read_edit_inputs(edit, read) for key, edit in edits.items()}
+        for key, edit in edits.items():
+            tensor = tensors[names[key][0]]
             if reader and tensor.is_meta:
                 for name in names[key]:
                     reader.make(name, _lazily_edited(reader.source(name), edit, values[key]))
@@ -66,8 +73,10 @@ def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = F
             wide = apply_edit(tensor.double(), edit, values[key])
             if wide.shape == tensor.shape:
                 tensor.copy_(wide)
-            else:
-                tensor.data = wide.to(tensor.dtype)
+                continue
+            grown = wide.to(tensor.dtype)
+            for name in names[key]:
+                tensors[name].data = grown
     for basis in plan.turned:
         if basis.product:
             insert_product(model.get_submodule(basis.product), basis.rotation(plan.seed))
@@ -76,34 +85,21 @@ def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = F
             _update_size(model, part.parameter, mlp.size, mlp.to)
 
 
-def _joined(
-    tensors: Mapping[str, torch.Tensor], edits: Mapping[str, Edit]
-) -> Iterator[tuple[str, Edit]]:
-    """A name of each edited tensor, with the edit that its names have together."""
-    joined: dict[int, tuple[str, Edit]] = {}
-    for name, edit in edits.items():
-        key = id(tensors[name])
-        earlier = joined.get(key, (name, edit))[1]
-        axes = tuple(dict.fromkeys((*earlier.axes, *edit.axes)))
-        turns = tuple(dict.fromkeys((*earlier.turns, *edit.turns)))
-        joined[key] = name, replace(edit, axes=axes, turns=turns)
-    yield from joined.values()
-
-
 def _require_finite(
     model: nn.Module, plan: Plan, edits: Mapping[str, Edit], reader: WeightsOnDemand | None
 ) -> None:
     """Raise ``BadCheckpoint`` if an edit would write a number that is not finite."""
     tensors = values_of(model)
     for untied in plan.untied:
-        if untied.parameter in tensors:  # edited apart from the tensor that it shares so far
-            tensors[untied.parameter] = tensors[untied.source].detach()
+        if untied.parameter in tensors:
+            tensors[untied.parameter] = tensors[untied.source]
 
     def read(name: str) -> torch.Tensor:
         return reader[name] if reader and tensors[name].is_meta else tensors[name]
 
     with torch.no_grad():
-        for name, edit in _joined(tensors, edits):
+        once = {(identity_of(tensors[name]), edit): name for name, edit in edits.items()}
+        for (_, edit), name in once.items():
             if not read(name).is_meta:
                 require_finite(name, read(name), edit, read_edit_inputs(edit, read), read)
 

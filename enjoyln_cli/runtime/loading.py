@@ -23,6 +23,8 @@ from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.models.classes import locate
+from enjoyln_cli.models.editable import require_editable
+from enjoyln_cli.models.extents import identity_of
 from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.models.load import class_in
 from enjoyln_cli.plan.edits import Edit, Vector, read_edit_inputs
@@ -39,7 +41,6 @@ from enjoyln_cli.runtime.weight_check import (
     layers_of,
     locate_watched,
     require_unquantised,
-    require_values,
     tensor_at,
     with_adapters,
 )
@@ -132,8 +133,9 @@ def refold(model: Holder) -> Holder:
     hidden units, and the mean-subtracting values are restored.
 
     Raises as ``optimize`` does. Raises ``NotCentred`` too if the model was edited (a hook, a layer
-    that is quantised or replaced; a LoRA adapter is centred), if weights are offloaded, or if no
-    unused hidden units are left, and ``BadCheckpoint`` if a centred weight would not be finite.
+    that is quantised or replaced; a LoRA adapter is centred), or if no unused hidden units are
+    left; ``UnsupportedModel`` if weights are offloaded, cannot be written, or share memory with
+    others (see ``models.editable``); and ``BadCheckpoint`` if a centred weight would not be finite.
     Nothing is changed then.
     """
     for inner in models_in(model):
@@ -146,12 +148,10 @@ def _refold(model: nn.Module) -> None:
     watch = watched_weights(model, marker)
     require_unquantised(model, watch.tensors)
     KeepStructure(model, reference).require_structure(model)
-    for path in watch.tensors:
-        if tensor_at(model, path).is_meta:
-            raise NotCentred(
-                f"{path}: is offloaded and cannot be centred; load the model without offloading"
-            )
-        require_values(path, tensor_at(model, path))
+    edits: dict[str, object] = dict.fromkeys(watch.tensors, "its own")
+    for weight in watch.weights:
+        edits[weight.parameter] = edits.get(weight.parameter), weight.axis, weight.scale
+    require_editable(model, edits)
     _require_finite(model, watch)
     mlps = [(layers_of(model, units), units) for units in watch.units]
     trained = []
@@ -231,7 +231,7 @@ def _require_untied(model: nn.Module, marker: Marker) -> None:
         except UnsupportedModel:
             continue  # a replaced layer; ``check_centred`` reports it if it was centred
         tensors = [None if path is None else tensor_at(model, path) for path in paths]
-        if tensors[0] is not None and tensors[0] is tensors[1]:
+        if None not in tensors and identity_of(tensors[0]) == identity_of(tensors[1]):
             raise NotCentred(
                 f"{pair[0]} and {pair[1]} are tied again, so the model computes another function; "
                 "load it with the config that the conversion wrote"

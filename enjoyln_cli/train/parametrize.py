@@ -19,6 +19,8 @@ from enjoyln_cli.calls.calls import ExampleCalls
 from enjoyln_cli.checkpoint.marker import marker_of_plan
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, NothingToFold, UnsupportedModel
 from enjoyln_cli.models.classes import locate
+from enjoyln_cli.models.editable import require_editable
+from enjoyln_cli.models.extents import identity_of
 from enjoyln_cli.models.load import values_of
 from enjoyln_cli.plan.axis import Axis, centre
 from enjoyln_cli.plan.edits import edits_of
@@ -194,27 +196,28 @@ def _by_tensor(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, str, tuple
     """Where to put which parametrisation: each module that holds a centred tensor, its name there.
 
     A tensor that several modules share gets one at each of them. Raises ``UnsupportedModel`` for a
-    tensor that cannot be trained through one.
+    tensor that cannot be trained through one, or whose memory other weights share.
     """
-    tensors = values_of(model)
-    axes: dict[int, dict[Axis, None]] = {}
-    for name, edit in edits_of(plan, held=True).items():
+    tensors, edits = values_of(model), edits_of(plan, held=True)
+    require_editable(model, edits)
+    axes: dict[object, dict[Axis, None]] = {}
+    for name, edit in edits.items():
         if not tensors[name].is_floating_point():
             raise UnsupportedModel(
                 f"{name}: holds {tensors[name].dtype}, which cannot be centred while training; "
                 "load the model in a floating dtype"
             )
-        axes.setdefault(id(tensors[name]), {}).update(dict.fromkeys(edit.axes))
+        axes.setdefault(identity_of(tensors[name]), {}).update(dict.fromkeys(edit.axes))
     places = []
     for module in model.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if id(tensor) in axes:
+            if tensor is not None and identity_of(tensor) in axes:
                 if getattr(module, "sparse", False):
                     raise UnsupportedModel(
                         f"{type(module).__name__}: its sparse gradients cannot be centred; create "
                         "it with sparse=False"
                     )
-                places.append((module, name, tuple(axes[id(tensor)])))
+                places.append((module, name, tuple(axes[identity_of(tensor)])))
     return places
 
 
