@@ -45,7 +45,7 @@ def rotate(
 
     Returns the plan, which says what has turned. Raises ``NothingToFold`` if nothing can turn,
     ``AlreadyFolded`` for a converted model, ``UnsupportedModel`` for a quantised model, a model
-    that is not of transformers or whose weights cannot be edited (see ``models.editable``), and
+    that is not of transformers or whose weights cannot be edited (see ``rewrite.editable``), and
     ``TraceFailed``; nothing is changed then.
     """
     name = type(model).__name__

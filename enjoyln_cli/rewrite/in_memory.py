@@ -14,13 +14,13 @@ from torch import nn
 
 from enjoyln_cli.checkpoint.config import set_entry
 from enjoyln_cli.errors import BadCheckpoint
-from enjoyln_cli.models.editable import require_editable
 from enjoyln_cli.models.extents import identity_of
 from enjoyln_cli.models.load import values_of
 from enjoyln_cli.models.offload import Value, WeightsOnDemand, reader_of
 from enjoyln_cli.plan.edits import Edit, EditInputs, apply_edit, read_edit_inputs
 from enjoyln_cli.plan.needed_tensors import fitting_edits
 from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rewrite.editable import require_editable
 from enjoyln_cli.rewrite.finite import require_finite
 from enjoyln_cli.rewrite.inserted_product import insert_product
 
@@ -36,7 +36,7 @@ def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = F
     Raises ``BadCheckpoint`` if ``model`` lacks a parameter, holds it in another shape, or if an
     edit would write a number that is not finite; and ``UnsupportedModel`` if no call is proven, a
     weight cannot be written, or bytes would change that another weight covers too (see
-    ``models.editable``). Nothing is changed then.
+    ``rewrite.editable``). Nothing is changed then.
     """
     if plan.covered is not None and (plan.writers or plan.turned):
         plan.covered.require_any(type(model).__name__)

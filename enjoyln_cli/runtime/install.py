@@ -70,7 +70,35 @@ def install(
     missing or is not a LayerNorm, or whose calls may not compute its class's ``forward`` (see
     ``models.norm_modules``).
     """
-    norms, ops, unproven = tuple(norms), tuple(ops), tuple(unproven)
+    ops, unproven = tuple(ops), tuple(unproven)
+    swaps, carried = _changes(model, tuple(norms), ops, unproven, covered)
+    for module, cls in swaps:
+        become(module, cls)
+    for path, centrings in carried.items():
+        module = model.get_submodule(path)
+        if not hasattr(module, "centrings"):
+            plain: Any = type(module)
+            become(module, centred_subclass(plain))
+            module.register_forward_hook(be_called)
+        module.centrings = centrings  # type: ignore[assignment]
+    fold = add_entries(model, tuple(entry_inputs), unproven, merged, covered)
+    for module in model.modules():
+        if isinstance(module, Folded) or hasattr(module, "centrings"):
+            module._enjoyln_fold = fold  # type: ignore[assignment]
+    return model
+
+
+def _changes(
+    model: nn.Module,
+    norms: tuple[str, ...],
+    ops: tuple[Centring, ...],
+    unproven: tuple[str, ...],
+    covered: CoveredCalls | None,
+) -> tuple[list[tuple[nn.Module, type]], dict[str, tuple[Centring, ...]]]:
+    """What ``install`` changes: the new class of each norm, and the centrings by module.
+
+    Raises ``UnsupportedModel`` as ``install`` does.
+    """
     if covered is None and OTHER_CALLS in unproven:
         raise UnsupportedModel(
             f"{type(model).__name__}: the plan covers only some calls; pass covered=plan.covered"
@@ -101,21 +129,12 @@ def install(
             carried[place] = (*carried.get(place, ()), op)
     for path, centrings in carried.items():
         _check_forward(model.get_submodule(path), path, centrings)
+    return swaps, carried
 
-    for module, cls in swaps:
-        become(module, cls)
-    for path, centrings in carried.items():
-        module = model.get_submodule(path)
-        if not hasattr(module, "centrings"):
-            plain: Any = type(module)
-            become(module, centred_subclass(plain))
-            module.register_forward_hook(be_called)
-        module.centrings = centrings  # type: ignore[assignment]
-    fold = add_entries(model, tuple(entry_inputs), unproven, merged, covered)
-    for module in model.modules():
-        if isinstance(module, Folded) or hasattr(module, "centrings"):
-            module._enjoyln_fold = fold  # type: ignore[assignment]
-    return model
+
+def require_installable(model: nn.Module, marker: Marker) -> None:
+    """Raise ``UnsupportedModel`` if ``install_marked`` would, before anything is edited."""
+    _changes(model, marker.rmsnorm, marker.centering, marker.unproven, marker.covered)
 
 
 def fold_in_memory(model: nn.Module, plan: Plan) -> nn.Module:
@@ -123,10 +142,12 @@ def fold_in_memory(model: nn.Module, plan: Plan) -> nn.Module:
 
     ``model`` is the one that was analysed, with its hooks. Weights that change later are checked
     before the norms compute RMSNorm again. Returns ``model``. Raises as ``centre_parameters`` and
-    ``install`` do.
+    ``install`` do; nothing is changed then.
     """
+    marker = marker_of_plan(plan)
+    require_installable(model, marker)
     centre_parameters(model, plan)
-    return run_folded(model, marker_of_plan(plan))
+    return run_folded(model, marker)
 
 
 def run_folded(model: Model, marker: Marker, reference: nn.Module | None = None) -> Model:

@@ -23,14 +23,14 @@ from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.models.classes import locate
-from enjoyln_cli.models.editable import require_editable
 from enjoyln_cli.models.extents import identity_of
 from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.models.load import class_in
 from enjoyln_cli.plan.edits import Edit, Vector, read_edit_inputs
 from enjoyln_cli.plan.mean_units import copy_units, intact, room, set_units
+from enjoyln_cli.rewrite.editable import require_editable
 from enjoyln_cli.rewrite.finite import require_finite
-from enjoyln_cli.runtime.install import run_folded
+from enjoyln_cli.runtime.install import require_installable, run_folded
 from enjoyln_cli.runtime.modules import stock_class
 from enjoyln_cli.runtime.structure import KeepStructure
 from enjoyln_cli.runtime.weight_check import (
@@ -111,6 +111,7 @@ def optimize(model: Holder) -> Holder:
     proven = [(inner, marker_of(inner)) for inner in models_in(model)]
     for inner, marker in proven:
         check_centred(inner, watched_weights(inner, marker))
+        require_installable(inner, marker)
     for inner, marker in proven:
         run_folded(inner, marker, unedited(inner))
     return model
@@ -135,7 +136,7 @@ def refold(model: Holder) -> Holder:
     Raises as ``optimize`` does. Raises ``NotCentred`` too if the model was edited (a hook, a layer
     that is quantised or replaced; a LoRA adapter is centred), or if no unused hidden units are
     left; ``UnsupportedModel`` if weights are offloaded, cannot be written, or share memory with
-    others (see ``models.editable``); and ``BadCheckpoint`` if a centred weight would not be finite.
+    others (see ``rewrite.editable``); and ``BadCheckpoint`` if a weight would not be finite.
     Nothing is changed then.
     """
     for inner in models_in(model):
@@ -152,6 +153,7 @@ def _refold(model: nn.Module) -> None:
     for weight in watch.weights:
         edits[weight.parameter] = edits.get(weight.parameter), weight.axis, weight.scale
     require_editable(model, edits)
+    require_installable(model, marker)
     _require_finite(model, watch)
     mlps = [(layers_of(model, units), units) for units in watch.units]
     trained = []

@@ -3,6 +3,9 @@
 Weights change after loading: by training, ``load_state_dict``, adapters, resized embeddings,
 quantisation. At each call, tensors and modules are compared with those of the last check. If they
 have changed, the weights are checked again. If the check fails, the norms compute LayerNorm.
+
+Torch counts changes of a tensor, but fused optimizers are not counted. So the weights are also
+checked after each step of an optimizer that has one of them.
 """
 
 from __future__ import annotations
@@ -11,10 +14,12 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import build
@@ -97,10 +102,29 @@ class KeepCentred(KeepStructure):
         neutral = neutral_parameters(model)
         snapshot = Snapshot([*model.modules()], tensors=self._tensors(model, neutral))
         skip_neutral(model, neutral)
+        _watching.add(self)
         return snapshot
 
     def _tensors(self, model: nn.Module, neutral: Iterable[str] = ()) -> list[Fact]:
         return tensors_at(model, (*self.watch.tensors, *neutral))
+
+
+_watching: WeakSet[KeepCentred] = WeakSet()
+"""All checks that hold a snapshot."""
+
+
+def _look_after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Let each model whose weights ``optimizer`` has stepped check them at its next call."""
+    if not _watching:
+        return
+    stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    for check in [*_watching]:
+        snapshot = check.snapshot
+        if snapshot is not None and not stepped.isdisjoint(map(id, snapshot.tensors.values)):
+            check.snapshot = None
+
+
+register_optimizer_step_post_hook(_look_after_step)
 
 
 def _stands_for(fake: Any, real: torch.Tensor) -> bool:

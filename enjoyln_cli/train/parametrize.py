@@ -19,12 +19,12 @@ from enjoyln_cli.calls.calls import ExampleCalls
 from enjoyln_cli.checkpoint.marker import marker_of_plan
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, NothingToFold, UnsupportedModel
 from enjoyln_cli.models.classes import locate
-from enjoyln_cli.models.editable import require_editable
 from enjoyln_cli.models.extents import identity_of
 from enjoyln_cli.models.load import values_of
 from enjoyln_cli.plan.axis import Axis, centre
 from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rewrite.editable import require_editable
 from enjoyln_cli.rewrite.in_memory import require_fit
 from enjoyln_cli.runtime.entries import entries, entry_of
 from enjoyln_cli.runtime.install import fold_in_memory, install_marked

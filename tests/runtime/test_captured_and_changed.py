@@ -15,6 +15,7 @@ from live_models import computed_rms
 from torch.func import functional_call, grad, vmap
 
 from enjoyln_cli import refold
+from enjoyln_cli.runtime.entries import entries
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.scope import thread
 
@@ -163,6 +164,56 @@ def test_gradients_in_eval_mode_are_those_of_the_stock_class(eight: Path) -> Non
         found = gradients(call, model)
         assert found.keys() == expected.keys()
         assert max(far(found[key], expected[key]) for key in expected) < 1e-9
+
+
+class Own(torch.optim.Optimizer):
+    """Of another library: writes where torch does not count."""
+
+    def __init__(self, parameters: Any, lr: float, fused: bool) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.sub_(group["lr"] * parameter.grad.sign())
+
+
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "Adam": torch.optim.Adam,
+    "Adagrad": torch.optim.Adagrad,
+    "SGD": torch.optim.SGD,
+    "compiled": torch.optim.AdamW,
+    "own": Own,
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_step_that_torch_does_not_count(eight: Path, kind: str) -> None:
+    """In eval mode, where nothing else says that weights may change.
+
+    Gradients have zero mean, so SGD leaves weights centred.
+    """
+    (model, stock), (other, _) = pair("phi", eight), pair("phi", eight)
+    run(model, "phi"), run(other, "phi")
+    looks = [entry.check.snapshot for _, entry in entries(other)]
+    weight = model.model.layers[0].mlp.fc2.weight
+    version = weight._version
+    for one in (model, stock):
+        optimizer = OPTIMIZERS[kind](one.parameters(), lr=0.1, fused=True)  # type: ignore[operator]
+        step = optimizer.step
+        step = torch.compile(step, backend="eager") if kind == "compiled" else step
+        for _ in range(2):
+            one(**inputs("phi")).logits.square().mean().backward()
+            step()
+    centred = kind == "SGD"
+    assert weight._version == version and bool(weight.mean(0).abs().max() < 1e-9) == centred
+    assert far(run(model, "phi"), run(stock, "phi")) < 1e-9
+    assert any(computed_rms(model, lambda: run(model, "phi"))) == centred
+    assert [entry.check.snapshot for _, entry in entries(other)] == looks, "it was not stepped"
+    assert all(computed_rms(refold(model), lambda: run(model, "phi")))
+    assert far(run(model, "phi"), run(stock, "phi")) < 1e-9
 
 
 def test_transforms_of_torch_func_over_inputs_and_weights(eight: Path) -> None:

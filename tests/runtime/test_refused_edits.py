@@ -250,3 +250,17 @@ def test_refold_of_weights_that_cannot_be_written(
     with pytest.raises(UnsupportedModel, match=r"^\S+: .*(inference|expanded|not in memory)"):
         refold(model)
     assert unchanged(model, before)
+
+
+@pytest.mark.parametrize("edit", [fold_in_memory, refold])
+def test_a_norm_that_cannot_change_is_refused_first(
+    eight: Path, edit: Any, plans: dict[bool, Any]
+) -> None:
+    model = pair("phi", eight)[0] if edit is refold else model_of("phi")
+    with torch.no_grad():
+        model.model.layers[0].mlp.fc2.weight += 0.1
+    model.model.final_layernorm.register_forward_hook(lambda module, args, output: output * 2)
+    before = state_of(model)
+    with pytest.raises(UnsupportedModel, match="final_layernorm: a forward hook"):
+        edit(model, *([] if edit is refold else [plans[True]]))
+    assert unchanged(model, before)
