@@ -232,8 +232,8 @@ def _require_untied(model: nn.Module, marker: Marker) -> None:
             paths = [locate(model, name, names, tensor_at) for name in pair]
         except UnsupportedModel:
             continue  # a replaced layer; ``check_centred`` reports it if it was centred
-        tensors = [None if path is None else tensor_at(model, path) for path in paths]
-        if None not in tensors and identity_of(tensors[0]) == identity_of(tensors[1]):
+        tensors = [tensor_at(model, path) for path in paths if path is not None]
+        if len(tensors) == 2 and len({*map(identity_of, tensors)}) == 1:
             raise NotCentred(
                 f"{pair[0]} and {pair[1]} are tied again, so the model computes another function; "
                 "load it with the config that the conversion wrote"

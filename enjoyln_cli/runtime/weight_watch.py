@@ -113,6 +113,7 @@ _watching: WeakSet[KeepCentred] = WeakSet()
 """All checks that hold a snapshot."""
 
 
+@torch.compiler.disable
 def _look_after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Let each model whose weights ``optimizer`` has stepped check them at its next call."""
     if not _watching:

@@ -189,6 +189,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_step_that_torch_does_not_count(eight: Path, kind: str) -> None:
     """In eval mode, where nothing else says that weights may change.

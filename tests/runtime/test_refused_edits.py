@@ -93,11 +93,11 @@ def slices_side_by_side(model: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "share"),
     [
+        ("phi", equal_layers),
+        ("phi", head_over_the_embedding),
         ("gpt2", assign),
         ("llama", assign),
         ("t5", assign),
-        ("phi", head_over_the_embedding),
-        ("phi", equal_layers),
         ("phi", slices_side_by_side),
     ],
 )
