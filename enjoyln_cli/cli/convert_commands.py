@@ -16,6 +16,7 @@ from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
     look_up,
     read_data,
+    refuse_ignored,
     require_choice,
     require_convertible,
     require_folded,
@@ -103,6 +104,9 @@ model_options = all_of(
 """MODEL, OUT, and the options for what is proven about MODEL."""
 
 
+USED_WITH_LIKE = {"like", "out", "force", "quiet", "token", "cache_dir"}
+"""The options of ``fold`` and ``rotate`` that ``--like`` takes."""
+
 like_option = click.option(
     "--like",
     type=OLD_FOLDER,
@@ -188,6 +192,7 @@ def _edit_like(
     **options: Any,
 ) -> None:
     """Edit an adapter, a prompt or a draft model for the result ``like``."""
+    refuse_ignored(USED_WITH_LIKE, "with --like")
     if out is None:
         raise click.UsageError("Missing option '-o' / '--out'.")
     require_folded(like)
@@ -220,10 +225,12 @@ def _convert(
     data = {name: value for name, value in options.pop("data", {}).items() if value}
     if data and isinstance(options["samples"], Path):
         raise click.UsageError("--samples with a file cannot be combined with other inputs.")
-    if not (options["verify"] or choice) and (options["samples"] or options["seconds"] or data):
+    is_checked = options["verify"] and not dry_run
+    if not (is_checked or choice) and (options["samples"] or options["seconds"] or data):
         option = "--seconds" if options["seconds"] else "--samples"
         option = f"--{next(iter(data)).removesuffix('s')}" if data else option
-        raise click.UsageError(f"{option} needs the check; drop --no-verify.")
+        without = "--dry-run" if dry_run else "--no-verify"
+        raise click.UsageError(f"{option} needs the check; drop {without}.")
     if options["seconds"] is None:
         del options["seconds"]
     require_model(model, require_convertible)

@@ -5,7 +5,7 @@ The library checks them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,19 @@ def require_folded(out: str | Path) -> None:
 def require_new_folder(out: Path, model: str | Path, *, force: bool, resume: bool = False) -> None:
     """Refuse ``out`` if it cannot be made, or if it is not apart from the directory ``model``."""
     check_place(out, source=local_folder(str(model)), force=force, resume=resume)
+
+
+def refuse_ignored(used: Collection[str], by: str) -> None:
+    """Refuse options on the command line of which nothing would come; ``used`` are the others.
+
+    ``by`` says what does not use them. Names are those of the command's parameters.
+    """
+    context = click.get_current_context()
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        is_passed = source is click.core.ParameterSource.COMMANDLINE
+        if isinstance(option, click.Option) and is_passed and option.name not in used:
+            raise click.UsageError(f"{max(option.opts, key=len)} has no effect {by}; leave it out.")
 
 
 def data_sources(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
     look_up,
     read_data,
+    refuse_ignored,
     require_folded,
     require_model,
     require_new_folder,
@@ -40,7 +41,14 @@ from enjoyln_cli.cli.options import (
     quiet_option,
 )
 from enjoyln_cli.comparison.data_files import UserData
-from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.quantisation.schemes import FORMATS, OPENVINO, SCHEMES, require_scheme
+
+USED_FOR_QUANTISED = {
+    *("against", "accept", "text", "images", "audio", "tokens", "quiet", "as_json"),
+    *("revision", "token", "cache_dir", "trust_remote_code"),
+}
+"""The options of ``verify`` for a quantised result."""
 
 
 @help.command()
@@ -84,6 +92,8 @@ def verify(out: Path, data: Options, quiet: bool, as_json: bool, **options: Any)
     OUT may have changed since it was written.
     """
     is_quantised = (out / QUANTISATION_FILE).is_file()
+    if is_quantised:
+        refuse_ignored(USED_FOR_QUANTISED, "on a result of `enjoyln quantize`")
     require_one_source(data, options["samples"], is_needed=is_quantised)
     from enjoyln_cli.cli.progress import watch_job
 
@@ -214,6 +224,8 @@ def quantize(
     require_model(model, config.require_unquantised)
     require_new_folder(out, model, force=options["force"])
     require_scheme(scheme, form)
+    if keep and form == OPENVINO:
+        raise UnsupportedModel(f"--keep does not work for {form}")
     own = read_data(data)
     with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:
         look_up(model, config.require_unquantised, opening["revision"], access=opening["access"])

@@ -9,7 +9,13 @@ from typing import Any, Literal
 import click
 
 from enjoyln_cli.cli import help
-from enjoyln_cli.cli.early_checks import look_up, require_convertible, require_model, with_origin
+from enjoyln_cli.cli.early_checks import (
+    look_up,
+    refuse_ignored,
+    require_convertible,
+    require_model,
+    with_origin,
+)
 from enjoyln_cli.cli.group import complain
 from enjoyln_cli.cli.options import (
     NEW_FILE,
@@ -78,6 +84,12 @@ def report(
         raise click.UsageError(f"{chosen[0]} takes one MODEL.")
     if len(chosen) > 1:
         raise click.UsageError(f"{chosen[0]} and {chosen[1]} cannot be combined.")
+    if paper and (chosen or mappings):
+        raise click.UsageError(f"--paper cannot be combined with {[*chosen, '--mappings'][0]}.")
+    if types:
+        from_hub = {"revision", "token", "cache_dir", "trust_remote_code"}
+        used = {each.name for each in click.get_current_context().command.params} - from_hub
+        refuse_ignored({name for name in used if name}, "with --model-type")
     if why and as_json:
         raise click.UsageError("--why cannot be combined with --json.")
     if mappings and (chosen or as_json or len(models or types) > 1):
