@@ -268,7 +268,10 @@ def _reads_given_value(search: _MergeSearch, position: int, reader: Node) -> boo
 
 def _layers_obstacle(search: _MergeSearch, uses: list[Use], biased: bool) -> LayerObstacle | None:
     """Why the parameters of the linear layers cannot change; ``None`` if they can."""
-    elsewhere_reason = "a linear layer that reads it has a parameter that is also used elsewhere"
+    elsewhere_reason = (
+        "a linear layer after it shares a parameter with another layer (--untie separates tied "
+        "weights)"
+    )
     own: dict[str, set[tuple[int, Node]]] = {}
     known = {pair for use in uses for pair in use.between}
     for use in uses:

@@ -31,7 +31,9 @@ from enjoyln_cli.runtime.modules import RMSNorm
 
 AFFINE, BIAS = Options(merge="affine"), Options(merge="bias")
 NO_BIAS = "a linear layer that reads it has no bias to merge its bias into"
-ELSEWHERE = "a linear layer that reads it has a parameter that is also used elsewhere"
+ELSEWHERE = (
+    "a linear layer after it shares a parameter with another layer (--untie separates tied weights)"
+)
 
 
 # Live models with random weights and biases, so that nothing passes by chance.

@@ -148,7 +148,8 @@ def test_a_tied_head_turns_with_its_embedding_if_no_weight_is_in_between() -> No
     assert (kept.kind, kept.culprit) == ("stream", "transformer.norm_f")
     assert kept.reason == (
         "the weight of a norm acts on single features, and cannot be merged into linear layers: a "
-        "linear layer that reads it has a parameter that is also used elsewhere"
+        "linear layer after it shares a parameter with another layer (--untie separates tied "
+        "weights)"
     )
 
     def run(m: Any, ids: torch.Tensor) -> torch.Tensor:

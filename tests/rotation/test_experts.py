@@ -156,7 +156,9 @@ TAKES: dict[str, Read] = {
 }
 READ = "its result is read by {}, which is not a linear layer"
 COMPUTED = "its result is read by linear, whose weight is computed or also used elsewhere"
-ELSEWHERE = "a linear layer that reads it has a parameter that is also used elsewhere"
+ELSEWHERE = (
+    "a linear layer after it shares a parameter with another layer (--untie separates tied weights)"
+)
 REFUSES: dict[str, tuple[Read, str]] = {
     "a weight that is used again": (
         lambda m, y, chosen: one_by_one(m.stack[chosen], y) + m.stack.sum(), ELSEWHERE,
