@@ -51,6 +51,8 @@ class Runner:
     """Runs ``model`` on one batch."""
     event: Event = default_listener
     """Receives a warning if inputs are made up."""
+    covers: Callable[[Batch], bool] = lambda batch: True
+    """Whether the proof covers the call with a batch."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def _seeded_batches(runner: Runner, rows: int, seed: int, is_cut: bool) -> tuple
         at_once = min(at_once, max(2, rows // FEWEST_BATCHES))
     plain = inputs.seeded_batches(model, rows, seed, dtype, at_once)
     late = _last_positions(runner, plain[-1], seed) if len(plain) > 1 else None
-    masked = _masked_patches(model, plain[0], seed)
+    masked = [batch for batch in _masked_patches(model, plain[0], seed) if runner.covers(batch)]
     if not is_cut:
         return [*plain[: -1 if late else None], *([late] if late else []), *masked], 0
     special = [*([late] if late else []), *masked][: len(plain) - 1]
@@ -139,6 +141,8 @@ def _last_positions(runner: Runner, batch: Batch, seed: int) -> Batch | None:
     """A batch like ``batch`` at the model's last positions; ``None`` if none can be run."""
     model = runner.model
     for late in inputs.at_last_positions(model, batch, seed, runner.dtype, runner.unproven):
+        if not runner.covers(late):
+            continue
         row = inputs.first_rows(late, 1)
         plain = {name: value for name, value in row.items() if name in batch}
         try:

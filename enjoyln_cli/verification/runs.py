@@ -39,7 +39,7 @@ from enjoyln_cli.comparison.metrics import (
 )
 from enjoyln_cli.comparison.output_meaning import divergence
 from enjoyln_cli.comparison.pace import Pace
-from enjoyln_cli.comparison.run import Outputs
+from enjoyln_cli.comparison.run import Outputs, cache_flag
 from enjoyln_cli.comparison.sampling import Examples, Runner, choose
 from enjoyln_cli.comparison.text_scores import perplexity
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
@@ -233,6 +233,12 @@ def _scored(dtype: torch.dtype) -> tuple[str, str]:
 
 
 def _runner(pair: CheckpointPair, model: Any) -> Runner:
+    covered = pair.marker.covered
+    proven = covered.calls_of(model) if covered else None
+
+    def covers(batch: Batch) -> bool:
+        return proven is None or not proven.uncovered((), {**batch, **cache_flag(model)})
+
     return Runner(
         model,
         pair.folded.source.path,
@@ -241,6 +247,7 @@ def _runner(pair: CheckpointPair, model: Any) -> Runner:
         pair.folded.trust_remote_code,
         lambda batch: pair.run(model, batch),
         pair.event,
+        covers,
     )
 
 

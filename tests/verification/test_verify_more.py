@@ -299,3 +299,32 @@ def test_what_cannot_be_kept_is_shown_all_the_same(
     assert result.exit_code == 0 and "original" in result.stdout
     warning = f"warning: {out / 'enjoyln_verify.json'} is not written: Permission denied"
     assert warning in result.stderr.splitlines()
+
+
+OWN_CODE = """
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+class OwnConfig(GPT2Config):
+    model_type = "own"
+
+
+class OwnModel(GPT2LMHeadModel):
+    config_class = OwnConfig
+"""
+
+
+@pytest.mark.slow
+def test_a_check_makes_only_calls_that_are_proven(tmp_path: Path) -> None:
+    """A model with code of its own refuses any other call, such as one with ``position_ids``."""
+    source = with_config(
+        CHECKPOINTS / "gpt2",
+        tmp_path / "own",
+        model_type="own",
+        architectures=["OwnModel"],
+        auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},
+    )
+    (source / "own.py").write_text(OWN_CODE)
+    made = enjoyln_cli.fold(source, tmp_path / "out", trust_remote_code=True)
+    assert made.verification is not None and made.verification.passed
+    assert made.plan.covered is not None
