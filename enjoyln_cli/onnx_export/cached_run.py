@@ -68,7 +68,9 @@ class Generation:
         counted = (mask.cumsum(1) - 1).clamp(min=0)[:, -size:]
         found = self.decoder({**self.known, IDS: ids, MASK: mask, POSITIONS: counted})
         logits = found.pop(LOGITS)
-        self.known |= {name.replace(PRESENT, CACHE, 1): value for name, value in found.items()}
+        self.known |= {  # a cross attention's keys and values are returned once
+            name.replace(PRESENT, CACHE, 1): value for name, value in found.items() if value.numel()
+        }
         self.done += size
         return logits
 

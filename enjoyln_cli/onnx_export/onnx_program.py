@@ -75,7 +75,7 @@ def traced_program(call: ProgramCall, opset: int, parameters: Container[str]) ->
             model = program.model
             _parameters_to_inputs(model.graph, parameters)
             if call.cross:
-                keep_cross_cache(model, call.cross)
+                keep_cross_cache(model, call.cross, is_parameter)
             simplify(model)
             _compute_in_float32(model.graph)
     except (torch.OutOfMemoryError, MemoryError):

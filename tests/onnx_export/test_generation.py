@@ -93,7 +93,7 @@ def read(session: onnxruntime.InferenceSession, known: Feed, rows: int) -> tuple
     } | known
     names = [one.name for one in session.get_outputs()]
     found = dict(zip(names, session.run(names, {n: known[n] for n in inputs}), strict=True))
-    cache = {n.replace("present", "past_key_values"): v for n, v in found.items()}
+    cache = {n.replace("present", "past_key_values"): v for n, v in found.items() if v.size}
     return found["logits"], {**known, **cache}
 
 
@@ -191,14 +191,16 @@ def test_cross_attention_is_cached_and_no_weight_is_stored_twice(tmp_path: Path)
     name = "past_key_values.0.encoder.key"
     assert after[name].shape == (2, 3, 6, 7)
     empty = {n: v[:, :, :0] for n, v in after.items() if ".decoder." in n}
-    again, kept = read(decoder, {**after, **empty, "encoder_hidden_states": states(2)}, 2)
-    np.testing.assert_array_equal(kept[name], after[name])
+    other = {"encoder_hidden_states": -known["encoder_hidden_states"]}
+    again, kept = read(decoder, {**after, **empty, **other}, 2)
+    assert kept[name] is after[name]  # returned once
     np.testing.assert_allclose(again, logits, rtol=1e-5, atol=1e-5)
+    changed, _ = read(decoder, {**known, **other}, 2)
+    assert abs(changed - logits).max() > 0.01
     graph = onnx.load(tmp_path / "onnx" / "decoder_model_merged.onnx").graph
-    (choice,) = [node for node in graph.node if node.op_type == "If"]
-    branches = {one.name: one.g for one in choice.attribute}
-    assert {node.op_type for node in branches["else_branch"].node} == {"Identity"}
-    assert not any(branch.initializer for branch in branches.values())
+    choices = [node for node in graph.node if node.op_type == "If"]
+    branches = [one.g for node in choices for one in node.attribute]
+    assert len(choices) == 1 + 2 and not any(branch.initializer for branch in branches)
     sizes = [len(one.raw_data) for one in graph.initializer]
     parameters = {
         value.data_ptr(): value.numel()
@@ -206,10 +208,6 @@ def test_cross_attention_is_cached_and_no_weight_is_stored_twice(tmp_path: Path)
         if "encoder." not in name.removeprefix("model.").removeprefix("decoder.")
     }
     assert sum(sizes) < 4 * sum(parameters.values()) + 10_000
-
-
-def states(rows: int) -> Any:
-    return np.random.default_rng(1).standard_normal((rows, 6, 21), np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +230,7 @@ def test_a_converted_decoder_is_checked_and_generates(phi: Exported) -> None:
     assert [check.runtime.split()[0] for check in phi.checks] == [*RUNTIMES]
     for check in phi.checks:
         assert not check.failure and 0 < check.ratio < 4 and check.chance <= 2
-        assert check.same_tokens == check.generated > 50
+        assert check.same_tokens == check.generated == 32
     original = transformers.PhiForCausalLM.from_pretrained(folder.parent / "source").float().eval()
     session = onnxruntime.InferenceSession(folder / "onnx" / "model.onnx")
     require_same_tokens(original, session, 500)
