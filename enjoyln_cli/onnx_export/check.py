@@ -293,31 +293,37 @@ def batches_to_generate(
     """
     prefix = DECODER if model.config.is_encoder_decoder else ""
     longest = min(LONGEST_ROW, positions(model.config.get_text_config()))
+    padding = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
     pairs = seeded_batches(model, ROWS_AT_ONCE, seed, dtype, ROWS)
     batches = []
     for batch in (*pairs, batch_of(model, 1, longest, dtype)):
         batch = {n: v.flip(1) if n in (IDS, MASK) else v for n, v in batch.items()}
-        if prefix:  # a length of its own
-            batch[f"{DECODER}{IDS}"] = batch[f"{DECODER}{IDS}"][:, :-SHORTER]
+        if prefix:  # a length of its own, and no padding: some decoders count positions by it
+            ids = batch[f"{DECODER}{IDS}"][:, :-SHORTER]
+            batch[f"{DECODER}{IDS}"] = torch.where(ids == (padding or 0), ids[:, -1:], ids)
         elif {MASK, POSITIONS} <= {*batch, *accepted_by(model)}:
             batch[POSITIONS] = (batch[MASK].cumsum(1) - 1).clamp(min=0)
         batches.append(batch)
     generated = sum(STEPS)
     if batches[0][f"{prefix}{IDS}"].shape[1] > generated:
         few = slice(0, CONTINUED)
-        batches[few] = [_continued(model, batch, f"{prefix}{IDS}") for batch in batches[few]]
+        batches[few] = [
+            _continued(model, batch, f"{prefix}{IDS}", padding) for batch in batches[few]
+        ]
     else:
         generated = 0
     outputs = tuple(name for name in call.outputs if name in (LOGITS, ENCODED_OUTPUT))
     return CheckedBatches(batches, outputs, generated)
 
 
-def _continued(model: Any, batch: Batch, name: str) -> Batch:
+def _continued(model: Any, batch: Batch, name: str, padding: int | None) -> Batch:
     """The batch with the most probable tokens in place of the last ones of its rows."""
     ids = batch[name].clone()
     beside = {MASK, POSITIONS} if name == IDS else set()
     for at in range(ids.shape[1] - sum(STEPS), ids.shape[1]):
         known = {n: v[:, :at] if n in beside else v for n, v in batch.items()}
-        logits = run(model, [{**known, name: ids[:, :at]}])[0][LOGITS]
-        ids[:, at] = logits[:, -1].argmax(-1)
+        logits = run(model, [{**known, name: ids[:, :at]}])[0][LOGITS][:, -1]
+        if padding is not None:
+            logits[:, padding] = -math.inf
+        ids[:, at] = logits.argmax(-1)
     return {**batch, name: ids}

@@ -255,10 +255,11 @@ def test_the_names_and_files_are_those_that_clients_read(phi: Exported) -> None:
 
 
 @pytest.mark.slow
-def test_a_converted_encoder_and_decoder_are_checked(tmp_path: Path) -> None:
-    model = small("WhisperForConditionalGeneration", WHISPER)
-    model.save_pretrained(tmp_path / "in")
-    fold(tmp_path / "in", tmp_path / "out", verify=False, options=Options(untie=True))
+@pytest.mark.parametrize("name", ["Whisper", "M2M100"])
+def test_a_converted_encoder_and_decoder_are_checked(name: str, tmp_path: Path) -> None:
+    """M2M100 counts positions by the tokens that are no padding."""
+    small(*ENCODER_DECODERS[name]).save_pretrained(tmp_path / "in")
+    fold(tmp_path / "in", tmp_path / "out", verify=False, options=Options())
     found = export(tmp_path / "out", tmp_path / "onnx")
     assert found.files == ("onnx/encoder_model.onnx", "onnx/decoder_model_merged.onnx")
     assert len(found.checks) == len(RUNTIMES)
