@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -49,6 +49,10 @@ USED_FOR_QUANTISED = {
     *("revision", "token", "cache_dir", "trust_remote_code"),
 }
 """The options of ``verify`` for a quantised result."""
+
+if TYPE_CHECKING:
+    from enjoyln_cli.cli.progress import Watch
+    from enjoyln_cli.quantisation.written_result import QuantisedCheck
 
 
 @help.command()
@@ -125,7 +129,7 @@ def verify(out: Path, data: Options, quiet: bool, as_json: bool, **options: Any)
         raise click.exceptions.Exit(1)
 
 
-def _verify_quantised(out: Path, own: UserData, watch: Any, options: Options) -> Any:
+def _verify_quantised(out: Path, own: UserData, watch: Watch, options: Options) -> QuantisedCheck:
     from enjoyln_cli.conversion.inspect import Opening
     from enjoyln_cli.quantisation.written_result import verify_quantised
 
