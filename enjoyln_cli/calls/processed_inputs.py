@@ -123,7 +123,10 @@ def _prepared(
     load: Callable[[str | Path], Any],
     prepare: Callable[[Any, str | Path], Mapping[str, Any]],
 ) -> list[Prepared]:
-    """What ``prepare`` makes of each loaded file, without what ``forward`` does not take."""
+    """What ``prepare`` makes of each loaded file, without what ``forward`` does not take.
+
+    Raises ``UnsupportedModel``, which names the file, if that fails or has NaN in it.
+    """
     accepted, batches = accepted_by(model), []
     for file in files:
         step = "read"
@@ -136,13 +139,14 @@ def _prepared(
             raise cannot_read(what, error) from error
         except Exception as error:  # each processor has code of its own
             raise UnsupportedModel(f"{file} cannot be {step}: {first_line(error)}") from error
-        batches.append(
-            {
-                name: value.to(dtype) if value.is_floating_point() else value
-                for name, value in made.items()
-                if name in accepted and isinstance(value, torch.Tensor)
-            }
-        )
+        batch = {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in made.items()
+            if name in accepted and isinstance(value, torch.Tensor)
+        }
+        if any(value.isnan().any() for value in batch.values()):
+            raise UnsupportedModel(f"{file} has NaN in it; leave it out")
+        batches.append(batch)
     if not batches[0]:
         raise _cannot_run_on(what, model)
     return batches

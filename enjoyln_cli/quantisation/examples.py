@@ -67,7 +67,7 @@ def split(
 
     Candidates are compared on the first half, and the result is measured on the second.
     ``folder`` has the tokenizer or processor. Raises ``UnsupportedModel`` if there are fewer than
-    ``FEWEST`` inputs for a half, if an input has NaN in it, or if the model cannot run on them.
+    ``FEWEST`` inputs for a half, or if the model cannot run on them.
     """
     kind = None if data.images else head_kind(model)
     own = _inputs(model, folder, data, 2 * most, kind, trust_remote_code)
@@ -177,11 +177,9 @@ def _names(data: UserData, kind: str | None, count: int) -> list[str]:
 
 
 def _distinct(rows: Sequence[Batch], names: Sequence[str]) -> list[Example]:
-    """The rows as examples, equal ones once. Raises ``UnsupportedModel`` for NaN, by its name."""
+    """The rows as examples, equal ones once."""
     found: dict[str, Example] = {}
     for row, name in zip(rows, names, strict=True):
-        if any(value.is_floating_point() and value.isnan().any() for value in row.values()):
-            raise UnsupportedModel(f"{name} has NaN in it; leave it out")
         parts = (part for key in sorted(row) for part in (key.encode(), _bytes_of(row[key])))
         digest = digest_of_bytes(parts)[:DIGITS]
         found.setdefault(digest, Example(row, name=name, digest=digest))

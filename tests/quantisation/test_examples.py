@@ -34,7 +34,7 @@ from transformers.utils.import_utils import (
 )
 from vision_language import PATCHES, pictures, vision_language_model
 
-from enjoyln_cli.calls.processed_inputs import cannot_read
+from enjoyln_cli.calls.processed_inputs import cannot_read, from_audio
 from enjoyln_cli.comparison.data_files import UserData, read_user_data, token_lists
 from enjoyln_cli.comparison.text_scores import NOT_PREDICTED
 from enjoyln_cli.errors import UnsupportedModel
@@ -185,6 +185,10 @@ def test_a_recording_of_nan_and_a_broken_picture_are_named(tmp_path: Path) -> No
         image.effect_noise((40 + at, 50), 80).convert("RGB").save(pictures / f"{at}.png")
     with pytest.raises(UnsupportedModel, match=r"audio/5.wav has NaN in it; leave it out"):
         split(whisper, tmp_path, read_user_data(audio=audio), 4, False)
+    recordings = read_user_data(audio=audio).audio
+    with pytest.raises(UnsupportedModel, match=r"audio/5.wav has NaN in it"):
+        from_audio(whisper, recordings, tmp_path, torch.float32)
+    assert len(from_audio(whisper, recordings[:5], tmp_path, torch.float32)) == 5
     whole = (pictures / "6.png").read_bytes()
     (pictures / "6.png").write_bytes(whole[:-200])
     vit = AutoModelForImageClassification.from_pretrained(CHECKPOINTS / "vit").eval()
