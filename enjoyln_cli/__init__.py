@@ -8,6 +8,7 @@
     quantize(model, out, data)   quantise it, rotated if that is better on the data
     load_recipe(file)  read what was done, or what to do
 
+    load_onnx(dir)         an exported or quantised model, which generates and goes into pipelines
     from_pretrained(out)   the converted checkpoint, running RMSNorm
     optimize(model)        the same for a model that is loaded already
     rotate(model)          rotate the features of a loaded model, so that it quantises better
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.onnx_export.export import export
     from enjoyln_cli.plan.plan import Options
     from enjoyln_cli.publish.push import push
+    from enjoyln_cli.quantisation.load_onnx import load_onnx
     from enjoyln_cli.quantisation.quantize import quantize
     from enjoyln_cli.recipe.read import load_recipe
     from enjoyln_cli.rewrite.in_memory import centre_parameters
@@ -83,6 +85,7 @@ __all__ = [
     "fold",
     "fold_in_memory",
     "from_pretrained",
+    "load_onnx",
     "load_recipe",
     "optimize",
     "push",
@@ -102,6 +105,7 @@ _LAZY = {
     "fold": ("enjoyln_cli.conversion.fold", "convert"),
     "fold_in_memory": ("enjoyln_cli.runtime.install", "fold_in_memory"),
     "from_pretrained": ("enjoyln_cli.runtime.loading", "from_pretrained"),
+    "load_onnx": ("enjoyln_cli.quantisation.load_onnx", "load_onnx"),
     "load_recipe": ("enjoyln_cli.recipe.read", "load_recipe"),
     "optimize": ("enjoyln_cli.runtime.loading", "optimize"),
     "push": ("enjoyln_cli.publish.push", "push"),

@@ -28,7 +28,7 @@ from enjoyln_cli.comparison.data_files import read_user_data
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.quantisation.measure import Compute
 from enjoyln_cli.quantisation.quantize import load_result, quantize
-from enjoyln_cli.quantisation.schemes import FORMATS
+from enjoyln_cli.quantisers.schemes import FORMATS
 
 MOST_TOKENS = 64
 PROMPT = ("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>")
@@ -108,7 +108,9 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{untied[cost]:.3g}" if untied else "",
         "" if top1 is None else f"{top1:.3f}",
         f"{row['size'] / 1e6:.1f} of {row['float_size'] / 1e6:.1f} MB",
-        f"{row['milliseconds'] / row['float_milliseconds']:.2f}" if row["milliseconds"] else "",
+        f"{row['speed']['milliseconds'] / row['float_speed']['milliseconds']:.2f}"
+        if row["speed"]
+        else "",
         "" if words is None else f"{words:.1f} % ({row['float_word_errors']:.1f} %)",
     ]
 

@@ -43,6 +43,7 @@ FOLDERS = (
     "conversion",
     "train",
     "onnx_export",
+    "quantisers",
     "quantisation",
     "matrix_choice",
     "cli",
@@ -63,7 +64,7 @@ OWNERS = {
         "cli.push_command",
         "cli.report_command",
     },
-    "compressed_tensors": {"quantisation.quantised_checkpoints"},
+    "compressed_tensors": {"quantisers.quantised_checkpoints"},
     "huggingface_hub": {
         "checkpoint.download",
         "publish.push",
@@ -72,16 +73,16 @@ OWNERS = {
     },
     "llmcompressor": {
         "quantisation.llm_compressor_modifier",
-        "quantisation.quantised_checkpoints",
+        "quantisers.quantised_checkpoints",
     },
     "networkx": {"proof.min_cut"},
     "olive": {"quantisation.olive_pass"},
-    "onnxruntime": {"onnx_export.runtimes", "quantisation.onnxruntime_quantiser"},
+    "onnxruntime": {"onnx_export.runtimes", "quantisers.onnxruntime_quantiser"},
     "onnxscript": {"onnx_export.onnx_program"},
     "openvino": {"onnx_export.runtimes"},
     "pydantic": {"plan.schema"},
     "rich": {"cli.console", "cli.progress", "cli.output_lines"},
-    "torchao": {"quantisation.quantised_checkpoints"},
+    "torchao": {"quantisers.quantised_checkpoints"},
     "yaml": {"recipe.yaml_text"},
 }
 """Each library, and the modules that may import it."""

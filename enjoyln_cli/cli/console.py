@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.proof.explain import Tree
     from enjoyln_cli.publish.push import Upload
     from enjoyln_cli.quantisation.measure import Differences
-    from enjoyln_cli.quantisation.quantize import Quantised
+    from enjoyln_cli.quantisation.quantised import Quantised
     from enjoyln_cli.quantisation.written_result import QuantisedCheck
     from enjoyln_cli.verification.verify import Verification
 
@@ -268,10 +268,13 @@ def write_quantised(result: Quantised) -> None:
     if chosen.weights and original.weights:
         counts = (f"{w.in_float:,} of {w.total:,}" for w in (chosen.weights, original.weights))
         table.add_row("weights that are not quantised", *counts)
-    if result.milliseconds and result.float_milliseconds:
-        times = result.milliseconds, result.float_milliseconds
-        call, before = (f"{number(ms)} ms" for ms in times)
-        table.add_row(f"a call, {counted(result.threads, 'thread')}", call, "", before)
+    if result.speed and result.float_speed:
+        both, threads = (result.speed, result.float_speed), counted(result.threads, "thread")
+        times, before = (f"{number(speed.milliseconds)} ms" for speed in both)
+        table.add_row(f"{result.speed.what}, {threads}", times, "", before)
+        if result.speed.token_milliseconds:
+            times, before = (f"{number(speed.token_milliseconds)} ms" for speed in both)
+            table.add_row("one more token", times, "", before)
     _show(table)
     say(f"error {number(result.held_out.error)} (limit {result.max_error:g})", "green")
 

@@ -52,7 +52,7 @@ from enjoyln_cli.cli.options import (
     untie_option,
 )
 from enjoyln_cli.fs.staging import learning_state
-from enjoyln_cli.quantisation.schemes import SIMULATED
+from enjoyln_cli.quantisers.schemes import SIMULATED
 
 if TYPE_CHECKING:
     from enjoyln_cli.cli.progress import Watch

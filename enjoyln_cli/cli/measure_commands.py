@@ -42,7 +42,7 @@ from enjoyln_cli.cli.options import (
 )
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.quantisation.schemes import FORMATS, OPENVINO, SCHEMES, require_scheme
+from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, OPENVINO, SCHEMES, require_scheme
 
 USED_FOR_QUANTISED = {
     *("against", "accept", "text", "images", "audio", "tokens", "quiet", "as_json"),
@@ -254,6 +254,8 @@ def quantize(
         write_json(result.to_json())
     elif not quiet:
         write_quantised(result)
-        is_checkpoint = FORMATS[form].is_checkpoint
-        loader = result.model_class if is_checkpoint else "exporters.ExportedModel"
-        say(f'next: transformers.{loader}.from_pretrained("{out}") loads it')
+        name = "exporters.ExportedModel" if form == OPENVINO else result.model_class
+        loader = f"transformers.{name}.from_pretrained"
+        if form == ONNX:
+            loader = "enjoyln_cli.load_onnx"
+        say(f'next: {loader}("{out}") loads it')

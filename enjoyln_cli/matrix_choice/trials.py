@@ -32,7 +32,7 @@ from enjoyln_cli.quantisation.measure import (
     differences,
     exact_halves,
 )
-from enjoyln_cli.quantisation.schemes import SIMULATED
+from enjoyln_cli.quantisers.schemes import SIMULATED
 from enjoyln_cli.text import counted, first_line, number
 
 INPUTS_IN_A_HALF = 32

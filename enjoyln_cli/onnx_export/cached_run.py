@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -31,12 +31,15 @@ ENCODED_OUTPUT = f"encoder_{STATES}"
 
 
 def load_programs(
-    folder: Path, suffix: str = "", runtime: str = "onnxruntime"
+    folder: Path, suffix: str = "", runtime: str = "onnxruntime", threads: int = 0
 ) -> dict[str, LoadedProgram]:
-    """The programs in a directory that ``programs.save`` has written, loaded in a runtime."""
+    """The programs in a directory that ``programs.save`` has written, loaded in a runtime.
+
+    0 leaves the number of ``threads`` to the runtime.
+    """
     files = {name: folder / "onnx" / f"{name}{suffix}.onnx" for name in (MODEL, ENCODER, MERGED)}
     load = RUNTIMES[runtime]
-    return {name: load(file) for name, file in files.items() if file.exists()}
+    return {name: load(file, threads) for name, file in files.items() if file.exists()}
 
 
 def is_cached(name: str) -> bool:
@@ -55,6 +58,10 @@ class Generation:
     """The number of tokens in the cache."""
     encoded: Batch = field(default_factory=dict)
     """The outputs of the encoder, with the names that they have in transformers."""
+
+    def again(self) -> Generation:
+        """The same state, which reading tokens does not change."""
+        return replace(self, known=dict(self.known))
 
     def logits(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Read new tokens and return the logits of each, of shape ``(rows, tokens, vocabulary)``.

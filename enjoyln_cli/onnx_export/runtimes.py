@@ -70,12 +70,13 @@ def in_onnxruntime(file: Path, threads: int = 0) -> LoadedProgram:
     return LoadedProgram(run, inputs)
 
 
-def in_openvino(file: Path) -> LoadedProgram:
+def in_openvino(file: Path, threads: int = 0) -> LoadedProgram:
     """The file as a program that OpenVINO computes, in float32 or the dtype of the file."""
     import openvino
 
     core = openvino.Core()
     exact = {"INFERENCE_PRECISION_HINT": "f32"}  # by default, some CPUs compute in bfloat16
+    exact |= {"INFERENCE_NUM_THREADS": str(threads)} if threads else {}
     model = core.compile_model(core.read_model(file), "CPU", exact)
     inputs = {
         name: (
@@ -97,7 +98,7 @@ def in_openvino(file: Path) -> LoadedProgram:
     return LoadedProgram(run, inputs)
 
 
-RUNTIMES: dict[str, Callable[[Path], LoadedProgram]] = {
+RUNTIMES: dict[str, Callable[[Path, int], LoadedProgram]] = {
     "onnxruntime": in_onnxruntime,
     "openvino": in_openvino,
 }

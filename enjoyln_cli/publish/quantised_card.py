@@ -72,16 +72,21 @@ def state(out: Path, place: str, complaint: str = "") -> Values:
     record, verdict = read_object(out / QUANTISATION_FILE), read_object(out / VERIFY_FILE)
     place = json.dumps(place, ensure_ascii=False)[1:-1]  # escaped for use between quotes
     form, name = record.get("format"), record.get("model_class")
-    library, loader = "transformers.exporters", "ExportedModel"
-    if form not in ("onnx", "openvino"):
-        library, loader = "transformers", str(name)
+    library, loader = "transformers", str(name)
+    if form == "openvino":
+        library, loader = "transformers.exporters", "ExportedModel"
+    load = f'from {library} import {loader}\n\nmodel = {loader}.from_pretrained("{place}")'
+    if form == "onnx":
+        download = "from huggingface_hub import snapshot_download\n\n" if "/" in place else ""
+        where = f'snapshot_download("{place}")' if download else f'"{place}"'
+        load = f"import enjoyln_cli\n{download}\nmodel = enjoyln_cli.load_onnx({where})"
     return {
         "complaint": complaint,
         "rows": rows(record),
         "inputs": counted(int(record.get("inputs") or 0), "input"),
         "summary": str(verdict.get("summary", "")),
         "record": QUANTISATION_FILE,
-        "load": f'from {library} import {loader}\n\nmodel = {loader}.from_pretrained("{place}")',
+        "load": load,
     }
 
 
@@ -99,11 +104,11 @@ def rows(record: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
                 ("perplexity", *map(number, scores), number(record["perplexity"]))  # type: ignore[arg-type]
             )
         found.append(("size", size(record["size"]), "", size(record["float_size"])))
-        if record["milliseconds"] is not None:
-            times = (f"{number(record[key])} ms" for key in ("milliseconds", "float_milliseconds"))
-            call = f"a call, {counted(record['threads'], 'thread')}"
-            quantised, exact = times
-            found.append((call, quantised, "", exact))
+        if record["speed"] is not None:
+            both = (record["speed"]["milliseconds"], record["float_speed"]["milliseconds"])
+            quantised, exact = (f"{number(time)} ms" for time in both)
+            what = f"{record['speed']['what']}, {counted(record['threads'], 'thread')}"
+            found.append((what, quantised, "", exact))
     except (KeyError, TypeError, ValueError, AttributeError):
         return []
     return found

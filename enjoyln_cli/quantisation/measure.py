@@ -40,7 +40,7 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event
 from enjoyln_cli.models.outputs import match_names
 from enjoyln_cli.quantisation.examples import Example, split
-from enjoyln_cli.quantisation.schemes import QuantisationScheme
+from enjoyln_cli.quantisers.schemes import QuantisationScheme
 
 Outputs = dict[str, torch.Tensor]
 Compute = Callable[[Batch], Outputs]

@@ -27,8 +27,8 @@ from enjoyln_cli.fs.whole_file import read_object
 from enjoyln_cli.quantisation.candidates import FloatModel
 from enjoyln_cli.quantisation.examples import FEWEST, Example, split
 from enjoyln_cli.quantisation.measure import Differences, differences, exact_outputs, perplexity_in
-from enjoyln_cli.quantisation.quantize import load_result
-from enjoyln_cli.quantisation.schemes import require_scheme
+from enjoyln_cli.quantisation.workshop import load_result
+from enjoyln_cli.quantisers.schemes import QuantisationScheme, require_scheme
 from enjoyln_cli.rewrite.written_files import record_verdict, written_files
 from enjoyln_cli.text import counted, number
 
@@ -44,6 +44,7 @@ class Record:
     revision: str | None
     model_class: str
     form: str
+    scheme: QuantisationScheme
     outputs: tuple[str, ...]
     error: float
     max_error: float
@@ -107,12 +108,13 @@ def verify_quantised(
 def _record(out: Path) -> Record:
     content: Mapping[str, Any] = read_object(out / QUANTISATION_FILE)
     try:
-        require_scheme(content["scheme"], content["format"], to_run=True)
+        scheme = require_scheme(content["scheme"], content["format"], to_run=True)
         return Record(
             source=str(content["source"]),
             revision=content["revision"],
             model_class=str(content["model_class"]),
             form=str(content["format"]),
+            scheme=scheme,
             outputs=tuple(map(str, content["outputs"])),
             error=float(content["held_out"]["error"]),
             max_error=float(content["max_error"]),
@@ -143,7 +145,8 @@ def _measured(
     examples, is_same = _to_measure_on([*halves[0], *halves[1]], record)
     with TemporaryDirectory() as scratch:
         exact = exact_outputs(original, examples, record.outputs, Path(scratch), embed, on_progress)
-        found = differences(load_result(out, record.form, type(original)), exact)
+        compute = load_result(out, record.form, type(original), record.scheme.suffix)
+        found = differences(compute, exact)
         perplexity = perplexity_in(exact)
     times = SAME_INPUTS if is_same else OTHER_INPUTS
     limit = min(times * record.error, record.max_error)

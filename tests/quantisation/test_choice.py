@@ -26,8 +26,11 @@ from enjoyln_cli.quantisation.measure import (
     costly_layers,
     differences,
 )
-from enjoyln_cli.quantisation.quantize import Compared, Measured, best, require_gain
-from enjoyln_cli.quantisation.schemes import SCHEMES
+from enjoyln_cli.quantisation.quantised import Compared
+from enjoyln_cli.quantisation.quantize import best, require_gain
+from enjoyln_cli.quantisation.speed import Speed
+from enjoyln_cli.quantisation.workshop import Measured
+from enjoyln_cli.quantisers.schemes import SCHEMES
 
 FLOAT_SIZE = 1000
 
@@ -123,7 +126,8 @@ def test_a_slower_result_that_is_no_smaller_is_refused(
     milliseconds: float | None, size: int, is_refused: bool
 ) -> None:
     same = measured(PLAIN)
-    timed = Measured(same, same, milliseconds, milliseconds and 1.0)
+    times = (Speed(milliseconds), Speed(1.0)) if milliseconds else ()
+    timed = Measured(same, same, *times)
     with pytest.raises(VerificationFailed, match="no smaller") if is_refused else nullcontext():
         require_gain(timed, size, FLOAT_SIZE)
 

@@ -8,14 +8,15 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from commands import ignore
 from tiny_models import WHISPER, live
 from transformers import WhisperConfig
 
 from enjoyln_cli.checkpoint.reader import open_subject
-from enjoyln_cli.onnx_export import transformers_exporter
-from enjoyln_cli.quantisation import exported
+from enjoyln_cli.onnx_export.programs import save
 from enjoyln_cli.quantisation.candidates import FloatModel, candidates, rotation_plan
-from enjoyln_cli.quantisation.schemes import ONNX, SCHEMES
+from enjoyln_cli.quantisers.onnx_forms import OnnxForms, load, quantised
+from enjoyln_cli.quantisers.schemes import SCHEMES
 
 
 @pytest.mark.slow
@@ -44,11 +45,15 @@ def test_the_product_in_an_onnx_file_stays_in_float32(tmp_path: Path) -> None:
         return float((logits - exact).norm() / exact.norm())
 
     assert max(map(error, others)) < 1e-5
-    made = exported.exported(model, batch, ONNX)
-    small = exported.quantised(made, ONNX, SCHEMES["w8a8-static"], batch, [batch], (), True)
-    transformers_exporter.save(small, tmp_path / "out", model.config)
-    assert 1e-4 < error(exported.load(tmp_path / "out", ONNX)(batch)["logits"]) < 0.3
-    graph = onnx.load(tmp_path / "out" / "model.onnx").graph
+    static, forms, keys = SCHEMES["w8a8-static"], OnnxForms(batch, batch, ignore), []
+    for form in (original, rotated, added):
+        model = FloatModel(subject, name).load(form.plan)
+        small = quantised(forms.programs(model, form.plan), static, [batch], ())
+        keys.append(len(forms.traced))
+    assert keys == [1, 1, 2]  # only the product has another structure
+    save(small, tmp_path / "out", static.suffix)
+    assert 1e-4 < error(load(tmp_path / "out", static.suffix)(batch)["logits"]) < 0.3
+    graph = onnx.load(tmp_path / "out" / "onnx" / "encoder_model_int8.onnx").graph
     stored = {one.name: onnx.numpy_helper.to_array(one) for one in graph.initializer}
     read = (stored.get(node.input[1]) for node in graph.node if node.op_type == "MatMul")
     (matrix,) = [one for one in read if one is not None]

@@ -32,9 +32,9 @@ from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.quantisation.candidates import candidates, stored_class
-from enjoyln_cli.quantisation.quantised_checkpoints import WeightCount, write
-from enjoyln_cli.quantisation.quantize import load_result
-from enjoyln_cli.quantisation.schemes import FORMATS, SCHEMES, require_scheme
+from enjoyln_cli.quantisation.workshop import load_result
+from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount, write
+from enjoyln_cli.quantisers.schemes import FORMATS, SCHEMES, require_scheme
 
 LICENCE = ROOT / "LICENSE"
 LIBRARIES = {"torchao": "torchao", "compressed-tensors": "llmcompressor"}
@@ -166,7 +166,7 @@ def test_a_model_with_outliers_is_rotated_and_verified(form: str, tmp_path: Path
     table = 2 * 509 * 72  # the embedding and the head, which is a tensor of its own
     assert table < rotated["weights"]["in_float"] < 1.2 * table
     assert f"{rotated['weights']['in_float']:,} of {rotated['weights']['total']:,}" in shown
-    assert (found["milliseconds"] is None) == (form == "compressed-tensors")
+    assert (found["speed"] is None) == (form == "compressed-tensors")
     original = (CHECKPOINTS / "opt" / "tokenizer.json").read_bytes()
     assert (out / "tokenizer.json").read_bytes() == original
     again = json.loads(good("verify", out, *data, "--json"))
@@ -207,4 +207,4 @@ def test_a_damaged_result_is_refused(form: str, tmp_path: Path) -> None:
     small_opt().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"none")
     with pytest.raises(BadCheckpoint, match="cannot be loaded"):
-        load_result(tmp_path, form, OPTForCausalLM)
+        load_result(tmp_path, form, OPTForCausalLM, "")

@@ -23,23 +23,30 @@ class QuantisationScheme:
     """Whether the scales of inputs are fixed, from the ranges that the user's data show."""
     max_error: float
     """Default for the largest relative error of the outputs that the result may have."""
+    suffix: str
+    """What the names of ONNX files end with: those of transformers.js, where it has the scheme."""
     group: int | None = None
     """How many weights, or inputs, share a scale, if the name of the scheme says so."""
 
+    def rounds_untied_heads(self, form: str) -> bool:
+        """Whether a head is rounded in another way if it has a copy of the embedding's weights."""
+        is_dynamic = self.input_bits and not (self.is_static or self.group or self.weight_bits == 4)
+        return not (FORMATS[form].is_checkpoint or (form == ONNX and is_dynamic))
+
 
 SCHEMES: Mapping[str, QuantisationScheme] = {
-    "w8a8": QuantisationScheme(8, 8, False, 0.15),
-    "w8a8-static": QuantisationScheme(8, 8, True, 0.15),
-    "w8a8-g32": QuantisationScheme(8, 8, False, 0.05, group=32),
-    "w8a16": QuantisationScheme(8, None, False, 0.05),
-    "w4a8": QuantisationScheme(4, 8, False, 0.3),
-    "w4a16": QuantisationScheme(4, None, False, 0.3),
+    "w8a8": QuantisationScheme(8, 8, False, 0.15, "_quantized"),
+    "w8a8-static": QuantisationScheme(8, 8, True, 0.15, "_int8"),
+    "w8a8-g32": QuantisationScheme(8, 8, False, 0.05, "_w8a8_g32", group=32),
+    "w8a16": QuantisationScheme(8, None, False, 0.05, "_w8a16"),
+    "w4a8": QuantisationScheme(4, 8, False, 0.3, "_w4a8"),
+    "w4a16": QuantisationScheme(4, None, False, 0.3, "_q4"),
 }
 
 
 SIMULATED: Mapping[str, QuantisationScheme] = {
     **{name: scheme for name, scheme in SCHEMES.items() if scheme.group is None},
-    "w4a4": QuantisationScheme(4, 4, False, 0.5),
+    "w4a4": QuantisationScheme(4, 4, False, 0.5, "_w4a4"),
 }
 """What ``enjoyln rotate`` can simulate: schemes without groups, and one that no format stores."""
 

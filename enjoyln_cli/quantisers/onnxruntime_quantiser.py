@@ -1,23 +1,24 @@
-"""ONNX programs, quantised by onnxruntime's own quantisers: dynamic, static, or in groups."""
+"""ONNX programs, quantised: dynamic products by ``dynamic_int8``, others by onnxruntime's tools."""
 
 from __future__ import annotations
 
+import io
 import platform
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from enjoyln_cli.comparison.batches import Batch
-from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export.onnx_program import module_of
-from enjoyln_cli.quantisation.schemes import QuantisationScheme
+from enjoyln_cli.quantisers.dynamic_int8 import round_weights
+from enjoyln_cli.quantisers.schemes import QuantisationScheme
 from enjoyln_cli.rewrite.inserted_product import NAME
 
 PRODUCTS = ("MatMul", "Gemm")
-TABLES = ("Gather",)
-"""Embeddings are rounded to 8 bits as well: they are most of a small model's bytes."""
 GROUP = 32
 """How many weights share a scale, where they are scaled in groups."""
 ROUNDED = ("MatMulInteger", "MatMulNBits", "QuantizeLinear")
@@ -25,45 +26,27 @@ ROUNDED = ("MatMulInteger", "MatMulNBits", "QuantizeLinear")
 
 
 def quantised(
-    program: Any,
-    scheme: QuantisationScheme,
-    batch: Batch,
-    calibration: Sequence[Batch],
-    keep: Sequence[str],
+    program: Any, scheme: QuantisationScheme, calibration: Sequence[Batch], keep: Sequence[str]
 ) -> Any:
-    """The ``onnx_ir.Model`` of a model in float32, quantised.
+    """An ``onnx_ir.Model`` in float32, quantised; it may be changed in place.
 
     ``keep`` are paths of layers, or patterns, that stay in float32 (in 8 bits if ``scheme`` has
-    4). ``calibration`` are inputs for a static scheme. Raises ``UnsupportedModel`` if the model has
-    no layer that would be quantised.
+    4). ``calibration`` are inputs of the program, for a static scheme. Embeddings are rounded to 8
+    bits as well: they are most of a small model's bytes.
     """
-    from transformers.exporters import (
-        ExportFormat,
-        OnnxRuntimeDynamicConfig,
-        OnnxRuntimeQuantizer,
-        OnnxRuntimeStaticConfig,
-    )
-
     kept = _nodes_in(program, (*keep, f"*.{NAME}"))
-    settings: dict[str, Any] = {
-        "per_channel": True,
-        "reduce_range": sums_saturate(),
-        "nodes_to_exclude": kept,
-        "extra_options": {"MatMulConstBOnly": True},
-    }
-    in_groups = scheme.group or scheme.weight_bits == 4 or scheme.input_bits is None
-    products = [] if in_groups or scheme.is_static else PRODUCTS
-    config = OnnxRuntimeDynamicConfig(op_types_to_quantize=[*TABLES, *products], **settings)
-    program = OnnxRuntimeQuantizer(config).quantize(program, batch, ExportFormat.ONNX)
-    if in_groups:
-        program = _in_groups(program, scheme, kept)
-    if scheme.is_static:
-        fixed = OnnxRuntimeStaticConfig(op_types_to_quantize=[*PRODUCTS], **settings)
-        quantizer = OnnxRuntimeQuantizer(fixed, list(calibration))
-        program = quantizer.quantize(program, batch, ExportFormat.ONNX)
-    if not any(node.op_type in ROUNDED for node in program.graph):
-        raise UnsupportedModel("the model has no linear layer that this scheme quantises")
-    return program
+    in_groups = bool(scheme.group) or scheme.weight_bits == 4 or scheme.input_bits is None
+    dynamic = not (in_groups or scheme.is_static)
+    round_weights(program, products=dynamic, kept=kept, reduced=sums_saturate())
+    with silent(), redirect_stdout(io.StringIO()):
+        if in_groups:
+            return _in_groups(program, scheme, kept)
+        return _static(program, calibration, kept) if scheme.is_static else program
+
+
+def is_rounded(program: Any) -> bool:
+    """Whether a program has a quantised product."""
+    return any(node.op_type in ROUNDED for node in program.graph.all_nodes())
 
 
 def sums_saturate() -> bool:
@@ -80,13 +63,32 @@ def _nodes_in(program: Any, patterns: Sequence[str]) -> list[str]:
 
     Each ``Gemm`` becomes a ``MatMul`` in onnxruntime's quantisers, which gets a longer name.
     """
-    products = (node for node in program.graph if node.op_type in PRODUCTS)
+    products = (node for node in program.graph.all_nodes() if node.op_type in PRODUCTS)
     return [
         name
         for node in products
-        if any(fnmatchcase(module_of(node), pattern) for pattern in patterns)
+        if any(fnmatchcase(module_of(node).removeprefix("model."), one) for one in patterns)
         for name in (str(node.name), f"{node.name}_MatMul")
     ]
+
+
+def _static(program: Any, calibration: Sequence[Batch], kept: list[str]) -> Any:
+    """The program with weights and inputs of products in 8 bits, scaled by ``calibration``."""
+    from transformers.exporters import (
+        ExportFormat,
+        OnnxRuntimeQuantizer,
+        OnnxRuntimeStaticConfig,
+    )
+
+    fixed = OnnxRuntimeStaticConfig(
+        op_types_to_quantize=[*PRODUCTS],
+        per_channel=True,
+        reduce_range=sums_saturate(),
+        nodes_to_exclude=kept,
+        extra_options={"MatMulConstBOnly": True},
+    )
+    quantizer = OnnxRuntimeQuantizer(fixed, list(calibration))
+    return quantizer.quantize(program, calibration[0], ExportFormat.ONNX)
 
 
 def _in_groups(program: Any, scheme: QuantisationScheme, kept: list[str]) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from enjoyln_cli.comparison.batches import Batch
-from enjoyln_cli.quantisation.schemes import QuantisationScheme
+from enjoyln_cli.quantisers.schemes import QuantisationScheme
 
 GROUP = 32
 """Weights of 4 bits share a scale in groups of this many."""

@@ -1,0 +1,235 @@
+"""ONNX programs as the transformers model that they were made from: it generates, in pipelines too.
+
+The model has its own class and no weights. Its ``forward``, and that of its encoder, run the
+programs; all else is transformers' code: ``generate``, the preparation of inputs, the checks of
+pipelines. The cache that ``generate`` hands around holds what the programs return.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import field, make_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
+from enjoyln_cli.models.classes import classes_for
+from enjoyln_cli.models.load import silent
+from enjoyln_cli.onnx_export.cached_calls import (
+    ENCODED,
+    ENCODED_MASK,
+    ENCODER,
+    LOGITS,
+    MERGED,
+    MODEL,
+    POSITIONS,
+    STATES,
+    TYPES,
+)
+from enjoyln_cli.onnx_export.cached_run import is_cached, load_programs
+from enjoyln_cli.onnx_export.call import DECODER, IDS, MASK
+from enjoyln_cli.onnx_export.cross_cache import PRESENT
+from enjoyln_cli.onnx_export.programs import FOLDER
+from enjoyln_cli.onnx_export.runtimes import LoadedProgram
+from enjoyln_cli.plan.cache_argument import CACHE, cache_argument
+
+Programs = Mapping[str, LoadedProgram]
+
+
+def load_onnx(folder: str | Path, precision: str | None = None, *, threads: int = 0) -> Any:
+    """The model that ``enjoyln export`` or ``quantize`` has written to ``folder``, on the CPU.
+
+    It is used like the original: called, in ``pipeline``, and with ``generate`` if it generates.
+    ``precision`` is what the names of its files in ``folder/onnx`` end with (``quantized``, ``q4``,
+    ``fp16``, and nothing for float32), by default that of the only files there. 0 leaves the number
+    of ``threads`` to onnxruntime.
+
+    Raises ``ModelNotFound`` if there are no such files, and ``UnsupportedModel`` if there are
+    several and ``precision`` is not given.
+    """
+    import transformers
+
+    folder = Path(folder)
+    suffix = _suffix(folder, precision)
+    programs = load_programs(folder, suffix, threads=threads)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind: Any = classes_for(config)[0]
+    with torch.device("meta"), silent():
+        model = kind._from_config(config)
+    model.eval()
+    model.name_or_path = str(folder)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    dtype = torch.float16 if suffix == "_fp16" else torch.float32
+    has_cache = any(is_cached(name) for one in programs.values() for name in one.inputs)
+    model.__class__ = _class_of_programs(kind, dtype, has_cache)
+    _run_in(model, functools.partial(_forward, model, programs))
+    if ENCODER in programs:
+        encoder = model.get_encoder()
+        _run_in(encoder, functools.partial(_encode, programs[ENCODER], encoder.main_input_name))
+    return model
+
+
+def _suffix(folder: Path, precision: str | None) -> str:
+    """What the names of the program files end with, before ``.onnx``."""
+    files = (folder / FOLDER).glob("*.onnx")
+    stems = [file.stem for file in files]
+    found = sorted(
+        {
+            stem.removeprefix(name)
+            for stem in stems
+            for name in (MODEL, MERGED)
+            if stem == name or stem.startswith(f"{name}_")
+        }
+    )
+    if precision is None and len(found) == 1:
+        return found[0]
+    known = [suffix.removeprefix("_") or "fp32" for suffix in found]
+    if precision is not None and (precision or "fp32") in known:
+        return found[known.index(precision or "fp32")]
+    if not found:
+        raise ModelNotFound(f"{folder / FOLDER} has no program of a model")
+    if precision is None:
+        raise UnsupportedModel(f"{folder} has several precisions: pass one of {', '.join(known)}")
+    raise ModelNotFound(f"{folder} has no precision {precision}, only {', '.join(known)}")
+
+
+def _class_of_programs(kind: Any, dtype: torch.dtype, has_cache: bool) -> Any:
+    """The class ``kind`` for a model without weights: it is on the CPU, and stays there."""
+
+    def refuse(self: Any, *_: Any, **__: Any) -> Any:
+        raise UnsupportedModel(f"the program of this {kind.__name__} has no cache to generate with")
+
+    cpu = torch.device("cpu")
+    changes: dict[str, Any] = {
+        "device": property(lambda self: cpu),
+        "dtype": property(lambda self: dtype),
+        "to": lambda self, *_, **__: self,
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+    }
+    if not has_cache and hasattr(kind, "generate"):
+        changes["generate"] = refuse
+    return type(kind.__name__, (kind,), changes)
+
+
+def _run_in(module: nn.Module, run: Any) -> None:
+    """Let ``module`` compute by ``run``, which transformers takes for its own ``forward``."""
+    functools.update_wrapper(run, type(module).forward)
+    module.forward = run
+
+
+def _output(values: Mapping[str, Any]) -> Any:
+    """The values as an output of transformers, with names and an order."""
+    return _output_class(tuple(values))(**values)
+
+
+@functools.cache
+def _output_class(names: tuple[str, ...]) -> Any:
+    from transformers.utils import ModelOutput
+
+    fields = [(name, Any, field(default=None)) for name in names]
+    return make_dataclass("ProgramOutput", fields, bases=(ModelOutput,))
+
+
+def _encode(program: LoadedProgram, main: str, *args: Any, **inputs: Any) -> Any:
+    """The states that an encoder returns."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    given = {**dict(zip((main,), args, strict=False)), **inputs}
+    return BaseModelOutput(last_hidden_state=program(_ready(program, given))[STATES])
+
+
+def _forward(model: Any, programs: Programs, *args: Any, **inputs: Any) -> Any:
+    """What the model returns for one call of ``forward``."""
+    given = {**dict(zip((model.main_input_name,), args, strict=False)), **inputs}
+    if MODEL in programs and not any(map(is_cached, programs[MODEL].inputs)):
+        program = programs[MODEL]
+        return _output(program(_ready(program, given)))
+    decoder, feed, encoded = programs.get(MERGED), given, None
+    if decoder is None:
+        decoder = programs[MODEL]
+    else:
+        encoded = given.get("encoder_outputs")
+        if encoded is None:
+            read = {name: given[name] for name in programs[ENCODER].inputs if name in given}
+            encoded = model.get_encoder()(**read)
+        feed = {IDS: given[f"{DECODER}{IDS}"], ENCODED: encoded[0]}
+        if given.get(MASK) is not None:
+            feed[ENCODED_MASK] = given[MASK]
+    name = cache_argument(type(model).forward) or CACHE
+    cache = given.get(name)
+    cache = _new_cache(encoded is not None) if cache is None else cache
+    found = decoder(_ready(decoder, {**feed, **_read(cache, decoder, len(feed[IDS]))}))
+    logits = found.pop(LOGITS)
+    _write(cache, found)
+    values = {LOGITS: logits, name: cache}
+    if encoded is not None:
+        values["encoder_last_hidden_state"] = encoded[0]
+    return _output(values)
+
+
+def _ready(program: LoadedProgram, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The inputs of a program. What is not given is made as transformers makes it."""
+    found = {name: given[name] for name in program.inputs if given.get(name) is not None}
+    past = next((held.shape[2] for name, held in found.items() if is_cached(name)), 0)
+    for name in (name for name in program.inputs if name not in found):
+        if name == ENCODED_MASK:
+            found[name] = torch.ones(given[ENCODED].shape[:2], dtype=torch.int64)
+        elif name in (MASK, POSITIONS, TYPES) and IDS in found:
+            rows, size = found[IDS].shape
+            whole = torch.ones(rows, past + size, dtype=torch.int64)
+            counted = whole.cumsum(1)[:, past:] - 1
+            found[name] = {MASK: whole, POSITIONS: counted, TYPES: torch.zeros_like(counted)}[name]
+        else:
+            raise UnsupportedModel(f"the program needs the input {name}")
+    return found
+
+
+def _new_cache(has_cross_attention: bool) -> Any:
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    alone = DynamicCache()
+    return EncoderDecoderCache(alone, DynamicCache()) if has_cross_attention else alone
+
+
+def _parts(cache: Any) -> dict[str, Any]:
+    """The caches of a decoder's attentions, by what stands before the key in a name."""
+    if not hasattr(cache, "self_attention_cache"):
+        return {"": cache}
+    return {"decoder.": cache.self_attention_cache, "encoder.": cache.cross_attention_cache}
+
+
+def _read(cache: Any, decoder: LoadedProgram, rows: int) -> dict[str, torch.Tensor]:
+    """The cache as inputs of a program, empty where no tokens are in it."""
+    found = {name: decoder.empty(name, rows) for name in decoder.inputs if is_cached(name)}
+    for part, held in _parts(cache).items():
+        for at, layer in enumerate(held.layers):
+            if layer.is_initialized and layer.keys.numel():
+                found[f"{CACHE}.{at}.{part}key"] = layer.keys
+                found[f"{CACHE}.{at}.{part}value"] = layer.values
+    return found
+
+
+def _write(cache: Any, found: Mapping[str, torch.Tensor]) -> None:
+    """Let the cache hold the keys and values that a program has returned."""
+    from transformers.cache_utils import DynamicLayer
+
+    for part, held in _parts(cache).items():
+        at = 0
+        while (key := f"{PRESENT}.{at}.{part}key") in found:
+            if at == len(held.layers):
+                held.layers.append(DynamicLayer())
+            layer = held.layers[at]
+            if not layer.is_initialized:
+                layer.lazy_initialization(found[key], found[key])
+            layer.keys, layer.values = found[key], found[f"{PRESENT}.{at}.{part}value"]
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = layer.keys.shape[2]
+            if part == "encoder.":
+                cache.is_updated[at] = True
+            at += 1

@@ -1,0 +1,86 @@
+"""How fast a result is beside float32: a call, or for a model that generates a whole generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.timing import time_rounds
+from enjoyln_cli.onnx_export.cached_run import begin, greedy, is_cached, load_programs
+from enjoyln_cli.onnx_export.call import DECODER, IDS, MASK
+from enjoyln_cli.text import counted
+
+ROUNDS, GENERATIONS = 15, 3
+"""How often a call, and a whole generation, is timed."""
+SECONDS = 10.0
+MOST_GENERATED = 32
+EQUAL = 1.05
+"""Times that differ by less are taken for equal."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Median times of one input."""
+
+    milliseconds: float
+    what: str = "a call"
+    """What takes so long: a call, or for a model that generates ``generating 31 tokens``."""
+    token_milliseconds: float | None = None
+    """Of one more token, with those before it in the cache."""
+
+    def is_slower_than(self, other: Speed) -> bool:
+        """Whether it takes clearly longer."""
+        return self.milliseconds > EQUAL * other.milliseconds
+
+
+def speeds(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Speed]:
+    """The median times of some calls, which take turns."""
+    return {name: Speed(time) for name, time in _milliseconds(calls).items()}
+
+
+def speeds_of_programs(places: Mapping[str, tuple[Path, str]], batch: Batch) -> dict[str, Speed]:
+    """The times of ONNX programs, each in a folder with a suffix, for one input of the model.
+
+    Programs with a cache generate greedily. Those behind an encoder begin with the first token of
+    the decoder, others with the first half of the tokens.
+    """
+    threads = torch.get_num_threads()
+    programs = {name: load_programs(*place, threads=threads) for name, place in places.items()}
+    one = next(iter(programs.values()))
+    if not any(is_cached(name) for program in one.values() for name in program.inputs):
+        return speeds(
+            {name: partial(next(iter(p.values())), batch) for name, p in programs.items()}
+        )
+    prefix = DECODER if f"{DECODER}{IDS}" in batch else ""
+    ids = batch[f"{prefix}{IDS}"]
+    half = 1 if prefix else max(1, ids.shape[1] // 2)
+    tokens = max(1, min(MOST_GENERATED, ids.shape[1] - half))
+    prompt = {**batch, f"{prefix}{IDS}": ids[:, :half]}
+    if not prefix:
+        prompt.pop(MASK, None)
+    generations = {name: partial(greedy, p, prompt, tokens) for name, p in programs.items()}
+    whole = _milliseconds(generations, GENERATIONS)
+    states = {name: begin(p, prompt) for name, p in programs.items()}
+    for state in states.values():
+        state.logits(ids[:, :-1])
+
+    def token(name: str) -> None:
+        states[name].again().logits(ids[:, -1:])
+
+    each = _milliseconds({name: partial(token, name) for name in programs})
+    what = f"generating {counted(tokens, 'token')}"
+    return {name: Speed(whole[name], what, each[name]) for name in programs}
+
+
+def _milliseconds(
+    calls: Mapping[str, Callable[[], Any]], repeats: int = ROUNDS
+) -> dict[str, float]:
+    rounds = time_rounds(calls, repeats, SECONDS)
+    return {name: 1000 * median(seconds) for name, seconds in rounds.items()}

@@ -1,0 +1,159 @@
+"""Write the forms of a model in a format, run them in the program that it is for, and time them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.events import Event
+from enjoyln_cli.onnx_export import transformers_exporter
+from enjoyln_cli.onnx_export.programs import save
+from enjoyln_cli.quantisation.candidates import ORIGINAL, FloatModel, TurnedForm
+from enjoyln_cli.quantisation.examples import Example, traced_batch
+from enjoyln_cli.quantisation.measure import Compute, Differences, ExactOutputs, differences
+from enjoyln_cli.quantisation.speed import Speed, speeds, speeds_of_programs
+from enjoyln_cli.quantisers import onnx_forms, openvino_program, quantised_checkpoints
+from enjoyln_cli.quantisers.onnx_forms import OnnxForms
+from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount
+from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, QuantisationScheme
+from enjoyln_cli.text import first_line
+from enjoyln_cli.verification.verify import compute_dtype
+
+FLOAT = "float"
+"""The folder of the original in float32."""
+
+
+@dataclass
+class Workshop:
+    """Writes candidates into a scratch directory, one folder each."""
+
+    folder: Path
+    form: str
+    scheme: QuantisationScheme
+    keep: tuple[str, ...]
+    original: FloatModel
+    forms: OnnxForms | None = field(default=None, init=False)
+    """What ONNX files are made from."""
+
+    def place(self, name: str) -> Path:
+        """The folder of a candidate."""
+        return self.folder / name.replace(" ", "_")
+
+    def suffix(self, name: str) -> str:
+        """What the names of a candidate's ONNX files end with."""
+        return "" if name == FLOAT else self.scheme.suffix
+
+    def size(self, name: str) -> int:
+        """Bytes of the programs and weights of a candidate."""
+        files = (file for file in self.place(name).rglob("*") if file.is_file())
+        return sum(file.stat().st_size for file in files if file.suffix != ".json")
+
+    def trace(self, model: Any, examples: Sequence[Example], event: Event) -> None:
+        """Export the original ``model`` as ONNX programs, which all candidates fill."""
+        self.forms = OnnxForms(examples[0].batch, traced_batch(model, examples[0]), event)
+        self.forms.programs(model, None)
+
+    def write(self, candidate: TurnedForm, examples: Sequence[Example]) -> WeightCount | None:
+        """Write a candidate, quantised; of the original also what it is in float32."""
+        model, folder = self.original.load(candidate.plan), self.place(candidate.name)
+        float_folder = self.place(FLOAT) if candidate.plan is None else None
+        if FORMATS[self.form].is_checkpoint:
+            dtype = compute_dtype(self.original.subject.checkpoint, None)
+            return quantised_checkpoints.write(
+                model, self.form, self.scheme, dtype, self.keep, folder, float_folder
+            )
+        calibration = [example.batch for example in examples]
+        if self.forms:
+            keep = (*self.keep, *head_of(model)) if self.scheme.weight_bits == 4 else self.keep
+            programs = self.forms.programs(model, candidate.plan)
+            if float_folder:
+                save(programs, float_folder)
+            small = onnx_forms.quantised(programs, self.scheme, calibration, keep)
+            save(small, folder, self.scheme.suffix)
+            return None
+        batch = traced_batch(model, examples[0])
+        made = openvino_program.exported(model, batch)
+        small = openvino_program.quantised(
+            made, self.scheme, batch, calibration, candidate.is_rotated
+        )
+        transformers_exporter.save(small, folder, model.config)
+        if float_folder:
+            transformers_exporter.save(made, float_folder, model.config)
+        return None
+
+    def load(self, name: str) -> Compute:
+        """A candidate, or ``FLOAT``, in the program that runs it."""
+        kind = self.original.class_of_model
+        return load_result(self.place(name), self.form, kind, self.suffix(name))
+
+    def speeds(self, names: Sequence[str], example: Example) -> dict[str, Speed]:
+        """The times of candidates on one input; they take turns."""
+        if self.form == ONNX:
+            places = {name: (self.place(name), self.suffix(name)) for name in names}
+            return speeds_of_programs(places, example.batch)
+        return speeds({name: partial(self.load(name), example.batch) for name in names})
+
+
+def load_result(folder: Path, form: str, model_class: Any, suffix: str) -> Compute:
+    """A quantised model of the class ``model_class``, in the program that runs it.
+
+    ``suffix`` is that of ONNX files. Raises ``BadCheckpoint`` if it cannot be loaded.
+    """
+    try:
+        if FORMATS[form].is_checkpoint:
+            return quantised_checkpoints.load(folder, model_class)
+        return onnx_forms.load(folder, suffix) if form == ONNX else openvino_program.load(folder)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # the libraries do not check files, and may raise anything
+        raise BadCheckpoint(f"{folder} cannot be loaded: {first_line(error)}") from error
+
+
+def head_of(model: Any) -> list[str]:
+    """The path of the layer that computes the logits, which needs 8 bits; empty if there is none.
+
+    A head that is tied to the embedding has the embedding's 8 bits.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return [name for name, module in model.named_modules() if module is head]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The candidate that is written, on the second half of the data."""
+
+    chosen: Differences
+    plain: Differences
+    """Of the original, quantised in the same way."""
+    speed: Speed | None = None
+    """``None`` if it was not timed."""
+    float_speed: Speed | None = None
+    """Of the original in float32, in the same program; both take turns."""
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether it is clearly slower than in float32."""
+        both = self.speed, self.float_speed
+        return bool(both[0] and both[1] and both[0].is_slower_than(both[1]))
+
+
+def measure(
+    work: Workshop, chosen: TurnedForm, held_out: ExactOutputs, limit: float, event: Event
+) -> Measured:
+    """Run the chosen candidate on the second half of the data, beside the original.
+
+    Nothing is timed if the error is above the ``limit``.
+    """
+    found = {name: differences(work.load(name), held_out) for name in {ORIGINAL, chosen.name}}
+    measured, plain = found[chosen.name], found[ORIGINAL]
+    if not (FORMATS[work.form].is_timed and measured.error <= limit):
+        return Measured(measured, plain)
+    event("stage", "timing")
+    times = work.speeds((FLOAT, chosen.name), held_out.examples[0])
+    return Measured(measured, plain, times[chosen.name], times[FLOAT])

@@ -1,0 +1,200 @@
+"""ONNX programs with weights of 8 bits, and inputs of products that are rounded in each call.
+
+A weight ``W`` of shape ``(inputs, outputs)`` becomes integers ``Q`` and one scale for each output:
+
+    s_j = max_i |W_ij| / top,    Q_ij = round(W_ij / s_j),    x W = (x_q Q) * (s_x s_j)
+
+A table that is read by rows has one scale for each row. A head that is tied to it reads the same
+integers: what is a row to the one is an output to the other. So nothing is stored twice. The
+operators are those that onnxruntime fuses into one: ``DynamicQuantizeLinear``, ``MatMulInteger``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+TOP, REDUCED_TOP = 127, 64
+"""The largest integer, and that of processors whose sums of products saturate."""
+ROWS, COLUMNS = 0, 1
+"""The dimension of a stored weight that has one scale for each of its elements."""
+FLOAT = 1
+"""``onnx.TensorProto.FLOAT``."""
+
+
+@dataclass
+class Rounding:
+    """The weights of one program, as they are rounded."""
+
+    graph: Any
+    """The ``onnx_ir.Graph`` that owns the weights."""
+    top: int
+    stored: dict[tuple[Any, int], tuple[Any, Any]] = field(default_factory=dict)
+    """The integers and the scales, by the weight in float32 and its dimension."""
+    inputs: dict[tuple[Any, Any], Any] = field(default_factory=dict)
+    """The node that rounds an input of products, by the graph that it stands in."""
+    numbers: Iterator[int] = field(default_factory=count)
+    """Numbers for the names of new nodes."""
+
+    def weight(self, value: Any, dimension: int) -> tuple[Any, Any]:
+        """The integers of a weight and their scales, with two dimensions."""
+        if (value, dimension) not in self.stored:
+            integers, scales = rounded(value.const_value.numpy(), dimension, self.top)
+            self.stored[value, dimension] = (
+                self.constant(f"{value.name}.int8", integers),
+                self.constant(f"{value.name}.scale", scales),
+            )
+        return self.stored[value, dimension]
+
+    def constant(self, name: str, array: np.ndarray[Any, Any]) -> Any:
+        """A new weight of the program."""
+        import onnx_ir
+
+        while name in self.graph.initializers:
+            name += "_"
+        tensor = onnx_ir.tensor(array, name=name)
+        shape = onnx_ir.Shape(array.shape)
+        value = onnx_ir.Value(
+            name=name, shape=shape, type=onnx_ir.TensorType(tensor.dtype), const_value=tensor
+        )
+        self.graph.register_initializer(value)
+        return value
+
+    def node(self, kind: str, inputs: list[Any], outputs: int = 1, **attributes: Any) -> Any:
+        """A new node, whose name no other graph of the program has."""
+        import onnx_ir
+
+        name = f"int8.{kind}.{next(self.numbers)}"
+        results = [onnx_ir.Value(name=f"{name}.{at}") for at in range(outputs)]
+        return onnx_ir.node(kind, inputs, attributes, outputs=results, name=name)
+
+
+def rounded(
+    weight: np.ndarray[Any, Any], dimension: int, top: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Integers of the shape of ``weight``, and scales, of size 1 in the other dimension."""
+    largest = np.abs(weight).max(axis=1 - dimension, keepdims=True)
+    scales = np.where(largest > 0, largest / top, 1.0).astype(np.float32)
+    integers = np.clip(np.rint(weight / scales), -top, top).astype(np.int8)
+    return integers, scales
+
+
+def round_weights(
+    program: Any, *, products: bool, kept: Container[str] = (), reduced: bool = False
+) -> None:
+    """Round the tables of an ``onnx_ir.Model`` and, with ``products``, its products, in place.
+
+    ``kept`` are names of nodes that stay in float32, ``reduced`` says that weights get 7 bits. What
+    else reads a rounded table reads it as numbers again.
+    """
+    rounding = Rounding(program.graph, REDUCED_TOP if reduced else TOP)
+    for node in list(program.graph.all_nodes()):
+        if node.op_type == "Gather" and _is_weight(node.inputs[0]) and _axis(node) == 0:
+            _round_table(node, rounding)
+        elif products and node.name not in kept:
+            _round_product(node, rounding)
+    _read_integers(rounding)
+
+
+def _is_weight(value: Any) -> bool:
+    """Whether a value is a stored matrix in float32."""
+    return (
+        value is not None
+        and value.is_initializer()
+        and value.const_value is not None
+        and value.const_value.dtype == FLOAT
+        and len(value.const_value.shape) == 2
+    )
+
+
+def _axis(node: Any) -> int:
+    axis = node.attributes.get("axis")
+    return axis.as_int() if axis else 0
+
+
+def _round_table(node: Any, rounding: Rounding) -> None:
+    """Read rows of integers, and the scales of these rows."""
+    integers, scales = rounding.weight(node.inputs[0], ROWS)
+    rows = rounding.node("Gather", [integers, node.inputs[1]])
+    their_scales = rounding.node("Gather", [scales, node.inputs[1]])
+    numbers = rounding.node("Cast", [rows.outputs[0]], to=FLOAT)
+    result = rounding.node("Mul", [numbers.outputs[0], their_scales.outputs[0]])
+    _replace(node, [rows, their_scales, numbers, result])
+
+
+def _round_product(node: Any, rounding: Rounding) -> None:
+    """Multiply integers, if a node is a product with a stored matrix."""
+    found = _matrix_of(node)
+    if found is None:
+        return
+    weight, dimension = found
+    integers, scales = rounding.weight(weight, dimension)
+    before = []
+    if dimension == ROWS:  # stored with an output in each row
+        turned = rounding.node("Transpose", [integers], perm=[1, 0])
+        turned_scales = rounding.node("Transpose", [scales], perm=[1, 0])
+        before = [turned, turned_scales]
+        (integers,), (scales,) = turned.outputs, turned_scales.outputs
+    source = node.inputs[0]
+    if (node.graph, source) not in rounding.inputs:
+        made = rounding.node("DynamicQuantizeLinear", [source], outputs=3)
+        rounding.inputs[node.graph, source] = made
+        before.append(made)
+    numbers, scale, zero = rounding.inputs[node.graph, source].outputs
+    sums = rounding.node("MatMulInteger", [numbers, integers, zero])
+    wide = rounding.node("Cast", [sums.outputs[0]], to=FLOAT)
+    both = rounding.node("Mul", [scale, scales])
+    result = rounding.node("Mul", [wide.outputs[0], both.outputs[0]])
+    after = []
+    if node.op_type == "Gemm" and len(node.inputs) > 2:
+        after = [rounding.node("Add", [result.outputs[0], node.inputs[2]])]
+    _replace(node, [*before, sums, wide, both, result, *after])
+
+
+def _matrix_of(node: Any) -> tuple[Any, int] | None:
+    """The stored matrix of a product, and the dimension of its outputs; ``None`` for others."""
+    if node.op_type not in ("MatMul", "Gemm"):
+        return None
+    right, dimension = node.inputs[1], COLUMNS
+    if node.op_type == "Gemm":
+        numbers = {name: value.value for name, value in node.attributes.items()}
+        if numbers.get("transA") or {numbers.get("alpha", 1), numbers.get("beta", 1)} != {1}:
+            return None
+        dimension = ROWS if numbers.get("transB") else COLUMNS
+    maker = right.producer() if right is not None else None
+    if maker is not None and maker.op_type == "Transpose" and dimension == COLUMNS:
+        right, dimension = maker.inputs[0], ROWS
+    return (right, dimension) if _is_weight(right) else None
+
+
+def _replace(node: Any, nodes: list[Any]) -> None:
+    """Put ``nodes`` in the place of ``node``; the last of them computes its result."""
+    old, new = node.outputs[0], nodes[-1].outputs[0]
+    new.shape, new.type = old.shape, old.type
+    name, old.name = old.name, f"{old.name}.float"
+    for made in nodes:
+        made.metadata_props.update(node.metadata_props)
+    node.graph.insert_before(node, nodes)
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    node.graph.remove(node, safe=True)
+    new.name = name
+
+
+def _read_integers(rounding: Rounding) -> None:
+    """Let all readers of a rounded weight read its integers, and remove what nothing reads."""
+    for (value, _), (integers, scales) in rounding.stored.items():
+        for user, _ in list(value.uses()):
+            if user.op_type == "Transpose" and not user.outputs[0].uses():
+                user.graph.remove(user, safe=True)
+        if value.uses():
+            numbers = rounding.node("Cast", [integers], to=FLOAT)
+            result = rounding.node("Mul", [numbers.outputs[0], scales])
+            first = next(iter(rounding.graph))
+            rounding.graph.insert_before(first, [numbers, result])
+            value.replace_all_uses_with(result.outputs[0])
+        if not value.uses() and value.name in rounding.graph.initializers:
+            del rounding.graph.initializers[value.name]

@@ -1,0 +1,167 @@
+"""Forms of a model as ONNX programs: traced once, filled with the weights of each form.
+
+A rotation changes weights and no structure, so all forms share one trace. A form has a trace of its
+own if it has a product that others lack, or if the config entries that its untied head needs change
+what the model computes. If the cache of a model cannot be exported, or if data have other inputs
+than its config tells, it is one program of a whole call, which is exported anew for each form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from enjoyln_cli.checkpoint.config import set_entry
+from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.run import run
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.events import Event
+from enjoyln_cli.models.classes import apply_experts, leave_out_cache
+from enjoyln_cli.onnx_export import transformers_exporter
+from enjoyln_cli.onnx_export.cached_calls import MODEL
+from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
+from enjoyln_cli.onnx_export.call import call_to_export
+from enjoyln_cli.onnx_export.onnx_program import fold_transposed_weights
+from enjoyln_cli.onnx_export.programs import Programs, programs_of, save, with_weights
+from enjoyln_cli.onnx_export.runtimes import LoadedProgram, Run
+from enjoyln_cli.plan.plan import Plan, Setting
+from enjoyln_cli.quantisers import onnxruntime_quantiser
+from enjoyln_cli.quantisers.schemes import QuantisationScheme
+
+Structure = tuple[Any, ...]
+
+
+@dataclass
+class OnnxForms:
+    """The programs of the forms of one model."""
+
+    sample: Batch
+    """One input of the model."""
+    traced_sample: Batch
+    """The same, as a whole call is traced."""
+    event: Event
+    is_one_call: bool = field(default=False, init=False)
+    """Whether the programs are traced from the sample, without a cache."""
+    traced: dict[Structure, Programs] = field(default_factory=dict)
+    harmless: set[tuple[Setting, ...]] = field(default_factory=set)
+    """Config entries that were found to change no output."""
+
+    def programs(self, model: Any, plan: Plan | None) -> Programs:
+        """The programs of ``model`` in float32, which was edited by ``plan``.
+
+        Raises ``UnsupportedModel`` if the model cannot be exported.
+        """
+        structure = self._structure(model, plan)
+        if structure in self.traced:
+            return with_weights(self.traced[structure], model)
+        apply_experts(model, "batched_mm")
+        if not self.is_one_call:
+            try:
+                _require_same_inputs(model, self.sample)
+                made = programs_of(model, torch.float32)
+            except UnsupportedModel as error:
+                self.is_one_call = True
+                if model.can_generate():
+                    self.event("warning", f"exported without a cache: {error}")
+            else:
+                self.traced[structure] = replace(made, models={})
+                return made
+        return _one_call(model, self.traced_sample)
+
+    def _structure(self, model: Any, plan: Plan | None) -> Structure:
+        if plan is None:
+            return ()
+        products = tuple((basis.product, basis.size) for basis in plan.turned if basis.product)
+        if plan.settings and plan.settings not in self.harmless:
+            if not _same_outputs(model, plan.settings, self.sample):
+                return (*products, *plan.settings)
+            self.harmless.add(plan.settings)
+        return products
+
+
+def _require_same_inputs(model: Any, sample: Batch) -> None:
+    """Raise ``UnsupportedModel`` if a model that generates nothing reads other inputs of the user.
+
+    Its programs take the inputs that its config tells.
+    """
+    if model.can_generate():
+        return
+    told = {*call_to_export(model, (), torch.float32).batch}
+    if told != {*sample}:
+        raise UnsupportedModel(f"the data have {', '.join(sample)}")
+
+
+def _one_call(model: Any, batch: Batch) -> Programs:
+    """One program of a whole call with the inputs of ``batch``."""
+    from transformers.exporters import OnnxConfig, OnnxExporter
+
+    leave_out_cache(model)
+    config = OnnxConfig(dynamic=True)
+    program = transformers_exporter.exported(OnnxExporter(), model, batch, config).program
+    fold_transposed_weights(program)
+    return Programs({MODEL: program}, {})
+
+
+def _same_outputs(model: Any, settings: Sequence[Setting], sample: Batch) -> bool:
+    """Whether a model computes the same with these flags of its config as without them."""
+    (after,) = run(model, [sample])
+    try:
+        for setting in settings:
+            set_entry(model.config, setting.name, not setting.value)
+        (before,) = run(model, [sample])
+    finally:
+        for setting in settings:
+            set_entry(model.config, setting.name, setting.value)
+    return all(torch.equal(after[name], before[name]) for name in after)
+
+
+def quantised(
+    programs: Programs,
+    scheme: QuantisationScheme,
+    calibration: Sequence[Batch],
+    keep: Sequence[str],
+) -> Programs:
+    """The programs, quantised by ``scheme``.
+
+    ``keep`` are paths of layers, or patterns, that stay in float32 (in 8 bits if ``scheme`` has
+    4). ``calibration`` are inputs of the model, for a static scheme. Raises ``UnsupportedModel`` if
+    no program has a layer that would be quantised.
+    """
+    calls = _calls(programs, calibration) if scheme.is_static else {}
+    small = {
+        name: onnxruntime_quantiser.quantised(program.clone(), scheme, calls.get(name, ()), keep)
+        for name, program in programs.models.items()
+    }
+    if not any(map(onnxruntime_quantiser.is_rounded, small.values())):
+        raise UnsupportedModel("the model has no linear layer that this scheme quantises")
+    return replace(programs, models=small)
+
+
+def _calls(programs: Programs, batches: Sequence[Batch]) -> dict[str, list[Batch]]:
+    """The inputs that each program gets if they compute ``batches`` one after the other."""
+    found: dict[str, list[Batch]] = {name: [] for name in programs.models}
+
+    def noting(name: str, program: LoadedProgram) -> LoadedProgram:
+        def noted(batch: Batch) -> Batch:
+            found[name].append({one: batch[one] for one in program.inputs})
+            return program.run(batch)
+
+        return replace(program, run=noted)
+
+    with TemporaryDirectory() as folder:
+        save(programs, Path(folder))
+        loaded = load_programs(Path(folder), threads=torch.get_num_threads())
+        compute = whole_rows({name: noting(name, one) for name, one in loaded.items()})
+        for batch in batches:
+            compute(batch)
+    return found
+
+
+def load(folder: Path, suffix: str) -> Run:
+    """What was written to ``folder``, as a function of whole rows that onnxruntime computes."""
+    return whole_rows(load_programs(folder, suffix, threads=torch.get_num_threads()))

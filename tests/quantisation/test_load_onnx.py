@@ -1,0 +1,130 @@
+"""Programs as the model that they were made from: called, in ``generate``, in pipelines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live_models import CHECKPOINTS, shaken
+from tiny_models import BERT, VIT, WHISPER
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    ViTConfig,
+    ViTForImageClassification,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+    pipeline,
+)
+
+import enjoyln_cli
+from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
+from enjoyln_cli.onnx_export.programs import programs_of, save
+from enjoyln_cli.quantisers.dynamic_int8 import round_weights
+
+pytestmark = pytest.mark.slow
+TEXTS = ["You may copy and distribute the", "This licence"]
+
+
+def written(model: Any, folder: Path) -> Any:
+    """A model as programs, loaded again."""
+    save(programs_of(model, torch.float32), folder)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    return enjoyln_cli.load_onnx(folder)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """The model, and a folder with its programs in float32 and in 8 bits."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2").eval()
+    programs = programs_of(model, torch.float32)
+    save(programs, folder)
+    small = {name: one.clone() for name, one in programs.models.items()}
+    for one in small.values():
+        round_weights(one, products=True)
+    save(replace(programs, models=small), folder, "_quantized")
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    return model, folder
+
+
+def padded() -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "gpt2", padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer, tokenizer(TEXTS, return_tensors="pt", padding=True)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_decoder_generates_what_the_original_does(beams: int, gpt2: tuple[Any, Path]) -> None:
+    (original, folder), (_, inputs) = gpt2, padded()
+    settings = {"max_new_tokens": 24, "do_sample": False, "num_beams": beams}
+    loaded = enjoyln_cli.load_onnx(folder, "fp32")
+    assert type(loaded).__name__ == "GPT2LMHeadModel" and loaded.device.type == "cpu"
+    tokens = loaded.generate(**inputs, **settings)
+    assert torch.equal(tokens, original.generate(**inputs, **settings))
+
+
+def test_in_8_bits_it_generates_nearly_the_same(gpt2: tuple[Any, Path]) -> None:
+    (original, folder), (tokenizer, inputs) = gpt2, padded()
+    loaded = enjoyln_cli.load_onnx(folder, "quantized")
+    with torch.no_grad():
+        exact = original(**inputs).logits
+    assert 1e-4 < float((loaded(**inputs).logits - exact).norm() / exact.norm()) < 0.03
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    same = loaded.generate(**inputs, **settings) == original.generate(**inputs, **settings)
+    assert float(same.float().mean()) > 0.8
+    write = pipeline("text-generation", model=loaded, tokenizer=tokenizer, max_new_tokens=5)
+    (made,) = write(TEXTS[0])
+    assert made["generated_text"].startswith(TEXTS[0])
+
+
+def test_a_precision_has_to_be_chosen_among_several(gpt2: tuple[Any, Path], tmp_path: Path) -> None:
+    _, folder = gpt2
+    with pytest.raises(UnsupportedModel, match="pass one of fp32, quantized"):
+        enjoyln_cli.load_onnx(folder)
+    with pytest.raises(ModelNotFound, match="no precision quantised, only fp32, quantized"):
+        enjoyln_cli.load_onnx(folder, "quantised")
+    with pytest.raises(ModelNotFound, match="no program"):
+        enjoyln_cli.load_onnx(tmp_path)
+
+
+def test_an_encoder_with_its_decoder_generates(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    original = shaken(WhisperForConditionalGeneration(WhisperConfig(**WHISPER)))
+    loaded = written(original, tmp_path)
+    features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(1))
+    settings = {"max_new_tokens": 9, "do_sample": False}
+    tokens = loaded.generate(features, **settings)
+    assert torch.equal(tokens, original.generate(features, **settings))
+    ids = torch.tensor([[1, 5, 9], [1, 7, 2]])
+    with torch.no_grad():
+        exact = original(features, decoder_input_ids=ids).logits
+    found = loaded(features, decoder_input_ids=ids).logits
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
+
+
+def test_models_that_do_not_generate(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    encoder = shaken(BertModel(BertConfig(**BERT)))
+    ids = torch.tensor([[5, 6, 7, 8], [9, 3, 0, 0]])
+    mask = (ids > 0).long()
+    with torch.no_grad():
+        exact = encoder(ids, attention_mask=mask).last_hidden_state
+    found = written(encoder, tmp_path / "bert")(ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+    classifier = shaken(ViTForImageClassification(ViTConfig(**VIT)))
+    size = classifier.config.image_size
+    pixels = torch.randn(2, classifier.config.num_channels, size, size)
+    with torch.no_grad():
+        exact = classifier(pixels).logits
+    found = written(classifier, tmp_path / "vit")(pixel_values=pixels).logits
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
