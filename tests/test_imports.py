@@ -24,6 +24,7 @@ FOLDERS = (
     "fs",
     "events",
     "plan",
+    "edits",
     "checkpoint",
     "kernels",
     "models",

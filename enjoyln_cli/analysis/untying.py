@@ -18,9 +18,9 @@ from enjoyln_cli.analysis import stored_names
 from enjoyln_cli.analysis.stored_names import Candidate, Shape
 from enjoyln_cli.checkpoint.config import set_entry, with_entries
 from enjoyln_cli.checkpoint.reader import Checkpoint
+from enjoyln_cli.edits.planned_edits import edits_of
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models import classes
-from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Basis, Plan, Setting, UntiedParameter
 
 FLAG = "tie_word_embeddings"

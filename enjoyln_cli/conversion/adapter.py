@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,19 +30,13 @@ from torch import nn
 from enjoyln_cli.checkpoint.file_roles import read_json
 from enjoyln_cli.checkpoint.reader import Subject, read_tensor
 from enjoyln_cli.checkpoint.result_files import ADAPTER_CONFIG
+from enjoyln_cli.edits.edit import Edit
+from enjoyln_cli.edits.finite import in_dtype, rounded
+from enjoyln_cli.edits.linear_steps import repeated
+from enjoyln_cli.edits.planned_edits import edits_of
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.models.classes import build, locate
 from enjoyln_cli.models.load import class_of
-from enjoyln_cli.plan.axis import on_dimension
-from enjoyln_cli.plan.edits import (
-    Append,
-    Edit,
-    EditInputs,
-    edits_of,
-    read_edit_inputs,
-    repeated,
-)
-from enjoyln_cli.rewrite.finite import in_dtype, rounded
 from enjoyln_cli.runtime.weight_check import tensor_at
 
 if TYPE_CHECKING:
@@ -102,7 +96,7 @@ def edit_adapter(folder: str | Path, plan: Plan, original: Subject) -> Adapter:
         where = base.path_of(path)
         edit = base.edits.get(f"{where}.weight", Edit())
         by = base.biases.get(where)
-        if not edit.changes and by is None:
+        if not edit.steps and by is None:
             continue
         out = base.output_dim(where)
         if "lora_A.weight" not in parts or "lora_B.weight" not in parts or out is None:
@@ -112,16 +106,16 @@ def edit_adapter(folder: str | Path, plan: Plan, original: Subject) -> Adapter:
             )
         a, b = (tensors[parts[f"lora_{name}.weight"]] for name in "AB")
         base.require_fit(where, out, a, b)
-        rows, columns = _along(edit, out, 0), _along(edit, 1 - out, 1)
+        rows, columns = edit.along(out, 0), edit.along(1 - out, 1)
 
         def change(name: str, x: torch.Tensor, along: Edit) -> torch.Tensor:
-            return rounded(name, x, along, read_edit_inputs(along, base.read))
+            return rounded(name, x, along.loaded(base.read))
 
         for part, value, along in (("lora_B.weight", b, rows), ("lora_A.weight", a, columns)):
             edited[parts[part]] = change(parts[part], value, along)
         if by is not None:
             bias, reader = by
-            vector = repeated(base.read(bias).double().flatten(), reader)
+            vector = repeated(base.read(bias).double().flatten(), reader.outer, reader.inner)
             shift = b.double() @ (a.double() @ vector)
             shifts[path] = change(path, shift, rows)
         if name := parts.get("lora_B.bias"):
@@ -148,12 +142,12 @@ def _edited_prompt(
             f"{folder}: has vectors of shape {list(prompt.shape)}, which do not fit {name} of "
             f"{list(shape)}; pass the prompt that was trained on the original"
         )
-    if replace(edit, axes=(), turns=()).changes or edit.mixed_dims - {1}:
+    if not edit.is_linear_map or edit.mixed_dims - {1}:
         raise UnsupportedModel(
             f"{folder}: {name} is edited in another way than row by row, so no prompt can be; "
             "train the prompt on the result"
         )
-    return {"prompt_embeddings": rounded("prompt_embeddings", prompt, edit, EditInputs())}
+    return {"prompt_embeddings": rounded("prompt_embeddings", prompt, edit)}
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
@@ -235,22 +229,6 @@ def _biases(
     return biases
 
 
-def _along(edit: Edit, dim: int, to: int) -> Edit:
-    """The part of ``edit`` that acts along dimension ``dim``, as an edit along dimension ``to``."""
-    times, scale, append = edit.times, edit.scale, edit.append
-    return Edit(
-        times=tuple(replace(vector, dim=to) for vector in times if vector.dim == dim),
-        scale=replace(scale, dim=to) if scale and scale.dim == dim else None,
-        axes=tuple(on_dimension(axis, to) for axis in edit.axes if axis.dim == dim),
-        turns=tuple(
-            replace(turn, axis=on_dimension(turn.axis, to))
-            for turn in edit.turns
-            if turn.axis.dim == dim
-        ),
-        append=Append(to, (0.0,) * len(append.values)) if append and append.dim == dim else None,
-    )
-
-
 class EditedBase:
     """The base model: its edits by parameter, and the values that they use."""
 
@@ -308,9 +286,9 @@ class EditedBase:
     def edit_whole(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """A tensor that the adapter stores whole (``modules_to_save``, biases), edited."""
         edit = self.edits.get(self.path_of(name, tensor_at), Edit())
-        if replace(edit, axes=()).changes or (edit.axes and value.ndim <= edit.axes[0].dim):
+        if not edit.is_linear_map or any(dim >= value.ndim for dim in edit.mixed_dims):
             raise UnsupportedModel(
                 f"{name}: the adapter has its own values of it, which the fold would have to edit "
                 "together with others; merge the adapter into the original and fold the result"
             )
-        return rounded(name, value, edit, read_edit_inputs(edit, self.read))
+        return rounded(name, value, edit)

@@ -16,7 +16,7 @@ Drafts that write what the target's head reads cannot turn, and are refused (EAG
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +29,13 @@ from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint, read_tens
 from enjoyln_cli.checkpoint.result_files import ADAPTER_CONFIG
 from enjoyln_cli.checkpoint.source import Source, carried_files, open_source
 from enjoyln_cli.conversion.adapter import EditedBase
+from enjoyln_cli.edits.edit import Edit
+from enjoyln_cli.edits.finite import rounded
+from enjoyln_cli.edits.linear_steps import RotateAxis, Scale
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.edits import Edit, EditInputs, Turn, Vector
+from enjoyln_cli.plan.orthogonal_matrices import Rotation
 from enjoyln_cli.rewrite.directory import copy_files
-from enjoyln_cli.rewrite.finite import rounded
 from enjoyln_cli.runtime.weight_check import tensor_at
 
 if TYPE_CHECKING:
@@ -106,9 +108,9 @@ def edit_draft(
     if _is_table_of_target(tensors, original, table):
         reads += _reads_of_embeddings(checkpoint, layer, edit, stream)
         if TABLE in tensors:
-            tensors[TABLE] = rounded(TABLE, tensors[TABLE], edit, EditInputs())
+            tensors[TABLE] = rounded(TABLE, tensors[TABLE], edit)
     for read in reads:
-        tensors[read.weight] = _turned(tensors, read, edit.turns[0])
+        tensors[read.weight] = _turned(tensors, read, stream.rotation(plan.seed))
     for norm in {read.norm for read in reads if read.norm}:
         tensors[norm] = torch.ones_like(tensors[norm])
     return Draft(source, carried_files(source), tensors)
@@ -197,7 +199,7 @@ def _reads_of_embeddings(
     """How the first layer reads embeddings of the target, whose table was changed by ``edit``."""
     model, config = checkpoint.source.model, checkpoint.raw_config
     kind = config.get("transformer_layer_config", config).get("model_type")
-    if kind not in RMS_NORM or replace(edit, turns=()).changes or len(edit.turns) != 1:
+    if kind not in RMS_NORM or [type(step) for step in edit.steps] != [RotateAxis]:
         raise UnsupportedModel(
             f"{model} reads the embeddings of the target, and its model_type {kind} is not one of "
             f"{', '.join(RMS_NORM)}, or the embeddings were not only rotated; {_TRAIN}"
@@ -213,14 +215,13 @@ def _reads_of_embeddings(
     return [Read(name, 1, f"{layer}.input_layernorm.weight") for name in names]
 
 
-def _turned(tensors: dict[str, Any], read: Read, turn: Turn) -> torch.Tensor:
+def _turned(tensors: dict[str, Any], read: Read, rotation: Rotation) -> torch.Tensor:
     """A weight of the draft for features of the target that have turned."""
     weight = tensors[read.weight].clone()
-    axis = Axis(1, 0, read.groups, turn.rotation.size, 1)
-    edit, inputs = Edit(turns=(Turn(axis, turn.rotation),)), EditInputs()
+    axis = Axis(1, 0, read.groups, rotation.size, 1)
+    edit = Edit((RotateAxis(axis, rotation),))
     if read.norm:
-        edit = replace(edit, times=(Vector(read.norm, 1),))
-        inputs = EditInputs(times=(tensors[read.norm].double(),))
+        edit = edit.adding(Scale(read.norm, 1))
     columns = weight.narrow(1, 0, axis.length)
-    columns.copy_(rounded(read.weight, columns, edit, inputs))
+    columns.copy_(rounded(read.weight, columns, edit.loaded(tensors.__getitem__)))
     return weight

@@ -21,10 +21,10 @@ from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.checkpoint.result_files import MATRIX_FILE
 from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.conversion.inspect import Opening, open_unfolded
+from enjoyln_cli.edits.planned_edits import edits_of
 from enjoyln_cli.errors import NothingToFold
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, count_finished, work_of
-from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import PLAIN, Options
 from enjoyln_cli.report.notes import suggestion
 from enjoyln_cli.rewrite.directory import WRITE_DEFAULTS, FoldResult, WriteOptions, fold_checkpoint

@@ -81,7 +81,7 @@ class NamedParameter:
 
 @dataclass(frozen=True)
 class BakedNorm:
-    """The norm behind an embedding table that takes its place: see ``plan.baked_rows``."""
+    """The norm behind an embedding table that takes its place: see ``edits.baked_rows``."""
 
     weight: NamedParameter
     """The norm's weight, which becomes one number."""

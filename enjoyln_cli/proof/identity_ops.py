@@ -14,7 +14,7 @@ Only ops that keep features apart may stand in between, so that scaling before o
 the same result.
 
 A norm behind an embedding table: ``norm(E_t)`` is a function of the token t alone, so a table E'
-can hold what the norm makes of it (see ``plan.baked_rows``). With the new table, lookup and norm
+can hold what the norm makes of it (see ``edits.baked_rows``). With the new table, lookup and norm
 together are one lookup of the wanted rows. This is exact if nothing else reads the table, or the
 norm's weight and bias:
 

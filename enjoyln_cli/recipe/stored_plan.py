@@ -12,11 +12,12 @@ from dataclasses import replace
 
 from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.checkpoint.result_files import PLAN_FILE
+from enjoyln_cli.edits.edit import Edit
+from enjoyln_cli.edits.needed_tensors import fitting_edits
+from enjoyln_cli.edits.planned_edits import edits_of
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.covered_calls import CoveredCalls
-from enjoyln_cli.plan.edits import Edit, edits_of
-from enjoyln_cli.plan.needed_tensors import fitting_edits
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.text import first_line
 

@@ -1,6 +1,6 @@
 """Carry out a plan on a checkpoint's files.
 
-The plan has decided which norms fold, and ``plan.edits`` which tensors change. This module decides
+The plan has decided which norms fold, and ``edits`` how its tensors change. This module decides
 what a converted directory consists of: the weights, the source's other files unchanged,
 ``config.json`` with the plan's settings and the ``enjoyln`` entry (the marker),
 ``enjoyln_recipe.yaml`` and reports. In a pipeline, this is the transformer's folder, and the other
@@ -37,10 +37,10 @@ from enjoyln_cli.checkpoint.result_files import (
     RECIPE_FILE,
 )
 from enjoyln_cli.checkpoint.source import Source, require_unchanged
+from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.errors import VerificationFailed
 from enjoyln_cli.fs.digests import digest_of_data, digest_of_file
 from enjoyln_cli.fs.staging import staged_output
-from enjoyln_cli.plan.edits import Edit
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import plan_text
 from enjoyln_cli.rewrite.journal import Journal

@@ -1,28 +1,20 @@
 """Apply an edit to a tensor of any size, for example a mapped file: piece by piece.
 
 Decides along which dimension a tensor is divided, so that the edit changes each part independently
-of the others (``divide``), what the edit of one part is (``edit_of_part``), and that only a piece
-that fits into a core's cache is in float64 at a time (``apply_in_pieces``).
+of the others (``divide``), and that only a piece that fits into a core's cache is in float64 at a
+time (``apply_in_pieces``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
 from math import prod
 
 import torch
 
-from enjoyln_cli.plan.axis import Axis, blocks
-from enjoyln_cli.plan.edits import (
-    Edit,
-    EditInputs,
-    Vector,
-    apply_edit,
-    to_float64,
-)
+from enjoyln_cli.edits.edit import Edit
+from enjoyln_cli.edits.linear_steps import to_float64
 
 PIECE = 1 << 16
 """About how many elements ``apply_in_pieces`` converts at once; they stay in a core's cache."""
@@ -33,14 +25,9 @@ RUN = 32
 
 
 def apply_in_pieces(
-    x: torch.Tensor,
-    edit: Edit,
-    values: EditInputs,
-    out: torch.Tensor,
-    *,
-    allow_nonfinite: bool,
+    x: torch.Tensor, edit: Edit, out: torch.Tensor, *, allow_nonfinite: bool
 ) -> None:
-    """Write ``x`` after ``edit``, which appends nothing, to ``out``, rounded once.
+    """Write ``x`` after the loaded ``edit``, which appends nothing, to ``out``, rounded once.
 
     Both tensors have the same shape, and any floating dtype. Only a piece of ``x`` is in float64 at
     a time. An edit that mixes several dimensions may need much of ``x`` in each piece: then one
@@ -53,9 +40,9 @@ def apply_in_pieces(
     passes = [edit] if unit * x.numel() <= SINGLE_PASS * x.shape[dim] else _passes(edit)
     for some in passes[:-1]:
         wide = torch.empty(x.shape, dtype=torch.float64)
-        _apply_pass(x, some, values, wide, allow_nonfinite)
-        x, values = wide, EditInputs()
-    _apply_pass(x, passes[-1], values, out, allow_nonfinite)
+        _apply_pass(x, some, wide, allow_nonfinite)
+        x = wide
+    _apply_pass(x, passes[-1], out, allow_nonfinite)
 
 
 def _passes(edit: Edit) -> list[Edit]:
@@ -63,21 +50,12 @@ def _passes(edit: Edit) -> list[Edit]:
 
     Steps that mix different dimensions commute.
     """
+
+    def mixing(*dims: tuple[int, ...]) -> Edit:
+        return edit.only(lambda step: step.mixed_dims in dims)
+
     first, *others = sorted(edit.mixed_dims) or [0]
-    alone = replace(edit, times=(), plus=(), scale=None, bake=None)
-    return [_on_dimension(edit, first), *(_on_dimension(alone, dim) for dim in others)]
-
-
-def _on_dimension(edit: Edit, dim: int) -> Edit:
-    """The edit without the steps that mix other dimensions."""
-    return _with_axes(edit, lambda axis: [axis] if axis.dim == dim else [])
-
-
-def _with_axes(edit: Edit, change: Callable[[Axis], list[Axis]]) -> Edit:
-    """The edit with each axis replaced by those that ``change`` returns for it."""
-    axes = [new for axis in edit.axes for new in change(axis)]
-    turns = [replace(turn, axis=new) for turn in edit.turns for new in change(turn.axis)]
-    return replace(edit, axes=tuple(axes), turns=tuple(turns))
+    return [mixing((), (first,)), *(mixing((dim,)) for dim in others)]
 
 
 def _cut(shape: tuple[int, ...], edit: Edit) -> tuple[int, int]:
@@ -87,13 +65,9 @@ def _cut(shape: tuple[int, ...], edit: Edit) -> tuple[int, int]:
     the smallest. A dimension that the edit mixes is cut between groups, if all have the same size
     and begin at its multiples; otherwise it stays whole.
     """
-    units = list(shape) if edit.plus else [1] * len(shape)
-    if edit.bake is not None:
-        units[1] = shape[1]
-    for axis in (*edit.axes, *(turn.axis for turn in edit.turns)):
-        group, dim = axis.size * axis.inner, axis.dim
-        regular = units[dim] in (1, group) and not (axis.start % group or axis.step % group)
-        units[dim] = group if regular else shape[dim]
+    units = [1] * len(shape)
+    for dim, unit in (pair for step in edit.steps for pair in step.unit(shape).items()):
+        units[dim] = unit if units[dim] in (1, unit) else shape[dim]
     count = prod(shape)
     dim = next(
         (d for d, unit in enumerate(units) if unit * count <= PIECE * shape[d]),
@@ -115,64 +89,28 @@ def divide(edit: Edit, shape: tuple[int, ...], most: int) -> Iterator[tuple[int,
         yield dim, first, min(count * unit, length - first)
 
 
-def edit_of_part(edit: Edit, dim: int, first: int, count: int) -> Edit:
-    """The edit of a part from ``divide``."""
-
-    def multiplied(vector: Vector) -> Vector:
-        if vector.outputs is None or vector.dim == dim:
-            return vector
-        start, stop = (min(max(at - first, 0), count) for at in vector.outputs)
-        return replace(vector, outputs=(start, stop))
-
-    if any(vector.outputs for vector in edit.times):
-        edit = replace(edit, times=tuple(map(multiplied, edit.times)))
-    if dim not in edit.mixed_dims:
-        return edit
-    return _with_axes(edit, partial(_within, dim=dim, first=first, count=count))
-
-
-def _within(axis: Axis, dim: int, first: int, count: int) -> list[Axis]:
-    """The groups of ``axis`` in ``count`` slices along ``dim``, which hold whole groups."""
-    if axis.dim != dim:
-        return [axis]
-    apart = axis.step or axis.size * axis.inner
-    begin = max(0, -((axis.start - first) // apart))
-    end = min(axis.outer, -((axis.start - first - count) // apart))
-    if begin >= end:
-        return []
-    start, step = axis.start + begin * apart - first, axis.step if end - begin > 1 else 0
-    return [replace(axis, start=start, outer=end - begin, step=step)]
-
-
-def _apply_pass(
-    x: torch.Tensor, edit: Edit, values: EditInputs, out: torch.Tensor, allow_nonfinite: bool
-) -> None:
-    """Apply an edit that appends nothing, in pieces along one dimension."""
+def _apply_pass(x: torch.Tensor, edit: Edit, out: torch.Tensor, allow_nonfinite: bool) -> None:
+    """Apply a loaded edit that appends nothing, in pieces along one dimension."""
     room = torch.empty(0, dtype=torch.float64)
     for dim, first, count in divide(edit, tuple(x.shape), PIECE):
-        part = edit_of_part(edit, dim, first, count)
-        inputs = values.part(edit, dim, first, count)
-        front = part.turns[0].axis.dim if part.turns else 0  # the first dimension turns fastest
+        part = edit.part(dim, first, count)
+        front = next((step.front for step in part.steps if step.front is not None), 0)
         source = x.narrow(dim, first, count).movedim(front, 0).contiguous()
         if room.numel() < source.numel():
             room = torch.empty(source.numel(), dtype=torch.float64)
         wide = to_float64(source, room[: source.numel()].view(source.shape)).movedim(0, front)
-        wide = apply_edit(wide, part, inputs, in_place=True)
+        wide = part.apply(wide, in_place=True)
         wide = wide.movedim(front, 0)
         rounded = wide.to(out.dtype)
         out.narrow(dim, first, count).copy_(rounded.movedim(0, front))
         if math.isfinite(rounded.sum(dtype=torch.promote_types(out.dtype, torch.float32))):
             continue  # an infinite or undefined element would make the sum one
-        if not allow_nonfinite and not _computed(part, wide.movedim(0, front)).isfinite().all():
+        if not allow_nonfinite and not _is_finite(part, wide.movedim(0, front)):
             raise FloatingPointError
         if (rounded.isinf() & wide.isfinite()).any():
             raise OverflowError
 
 
-def _computed(edit: Edit, x: torch.Tensor) -> torch.Tensor:
-    """The elements of ``x`` that the edit computes; flat."""
-    if edit.times or edit.plus or edit.scale or edit.bake or edit.level:
-        return x.flatten()
-    axes = (*edit.axes, *(block for turn in edit.turns for block in blocks(turn.axis)))
-    parts = [x.narrow(axis.dim, axis.start, axis.length).flatten() for axis in axes]
-    return torch.cat(parts or [x.new_empty(0)])
+def _is_finite(edit: Edit, x: torch.Tensor) -> bool:
+    """Whether the elements of ``x`` that the edit computes are finite."""
+    return all(bool(y.isfinite().all()) for step in edit.steps for y in step.computed(x))

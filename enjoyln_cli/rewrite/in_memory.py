@@ -1,6 +1,6 @@
 """Carry out a plan on a model in memory.
 
-The edits are those of ``plan.edits``, as for files. Offloaded weights are edited when they are
+The edits are the same as for files. Offloaded weights are edited when they are
 read. A model that is not the one that was analysed is not changed.
 """
 
@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from enjoyln_cli.checkpoint.config import set_entry
+from enjoyln_cli.edits.edit import Edit
+from enjoyln_cli.edits.finite import require_finite
+from enjoyln_cli.edits.needed_tensors import fitting_edits
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.models.extents import identity_of
 from enjoyln_cli.models.load import values_of
 from enjoyln_cli.models.offload import Value, WeightsOnDemand, reader_of
-from enjoyln_cli.plan.edits import Edit, EditInputs, apply_edit, read_edit_inputs
-from enjoyln_cli.plan.needed_tensors import fitting_edits
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.editable import require_editable
-from enjoyln_cli.rewrite.finite import require_finite
 from enjoyln_cli.rewrite.inserted_product import insert_product
 
 
@@ -62,15 +62,15 @@ def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = F
         return reader[name] if reader and tensors[name].is_meta else tensors[name]
 
     with torch.no_grad():
-        values = {key: read_edit_inputs(edit, read) for key, edit in edits.items()}
+        edits = {key: edit.loaded(read) for key, edit in edits.items()}
         for key, edit in edits.items():
             tensor = tensors[names[key][0]]
             if reader and tensor.is_meta:
                 for name in names[key]:
-                    reader.make(name, _lazily_edited(reader.source(name), edit, values[key]))
+                    reader.make(name, _lazily_edited(reader.source(name), edit))
                 tensor.data = tensor.new_empty(edit.shape(tuple(tensor.shape)))
                 continue
-            wide = apply_edit(tensor.double(), edit, values[key])
+            wide = edit.apply(tensor.double())
             if wide.shape == tensor.shape:
                 tensor.copy_(wide)
                 continue
@@ -101,7 +101,7 @@ def _require_finite(
         once = {(identity_of(tensors[name]), edit): name for name, edit in edits.items()}
         for (_, edit), name in once.items():
             if not read(name).is_meta:
-                require_finite(name, read(name), edit, read_edit_inputs(edit, read), read)
+                require_finite(name, read(name), edit.loaded(read), read)
 
 
 def require_fit(model: nn.Module, plan: Plan) -> Mapping[str, Edit]:
@@ -119,9 +119,9 @@ def require_fit(model: nn.Module, plan: Plan) -> Mapping[str, Edit]:
         ) from None
 
 
-def _lazily_edited(source: Value, edit: Edit, values: EditInputs) -> Value:
-    """A reader of an offloaded weight that applies ``edit`` after reading."""
-    return lambda: apply_edit(source().double(), edit, values)
+def _lazily_edited(source: Value, edit: Edit) -> Value:
+    """A reader of an offloaded weight that applies the loaded ``edit`` after reading."""
+    return lambda: edit.apply(source().double())
 
 
 def _update_size(model: nn.Module, parameter: str, size: int, to: int) -> None:

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from enjoyln_cli.checkpoint.reader import Checkpoint
+from enjoyln_cli.edits.edit import Edit
+from enjoyln_cli.edits.needed_tensors import fitting_edits
 from enjoyln_cli.errors import BadCheckpoint, NothingToFold, UnsupportedModel
-from enjoyln_cli.plan.edits import Edit
-from enjoyln_cli.plan.needed_tensors import fitting_edits
 from enjoyln_cli.plan.plan import Plan
 
 

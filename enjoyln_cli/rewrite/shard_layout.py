@@ -17,8 +17,8 @@ import torch
 
 from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS, StoredTensor
 from enjoyln_cli.checkpoint.reader import Checkpoint
+from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.errors import OutputError
-from enjoyln_cli.plan.edits import Edit
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 from mmap import ACCESS_WRITE
@@ -25,9 +25,10 @@ from mmap import ACCESS_WRITE
 import torch
 
 from enjoyln_cli.checkpoint.headers import FLOATS, bytes_of, map_tensor, mapped, read_at
+from enjoyln_cli.edits.edit import Edit
+from enjoyln_cli.edits.new_values import Append
 from enjoyln_cli.errors import BadCheckpoint
-from enjoyln_cli.plan.edits import Append, Edit, EditInputs, appended_slices
-from enjoyln_cli.rewrite.edit_pieces import apply_in_pieces, divide, edit_of_part
+from enjoyln_cli.rewrite.edit_pieces import apply_in_pieces, divide
 from enjoyln_cli.rewrite.shard_layout import Slot
 
 PART = 1 << 22
@@ -75,21 +76,21 @@ class TensorFiles:
 
 
 def parts_of(
-    files: TensorFiles, edit: Edit, inputs: Callable[[], EditInputs], allow_nonfinite: bool
+    files: TensorFiles, edit: Edit, load: Callable[[Edit], Edit], allow_nonfinite: bool
 ) -> Iterator[TensorPart]:
     """The parts that write a tensor after ``edit``.
 
-    ``inputs`` reads what the edit takes from other tensors. With ``allow_nonfinite``, NaN and Inf
-    spread over their group, as the LayerNorm after it would spread them. Elements that the edit
-    leaves alone are not checked.
+    ``load`` returns the edit with what it takes from other tensors. With ``allow_nonfinite``, NaN
+    and Inf spread over their group, as the LayerNorm after it would spread them. Elements that the
+    edit leaves alone are not checked.
 
     Writing a part raises ``BadCheckpoint`` if edited elements are NaN or Inf (without
     ``allow_nonfinite``), if values are out of the range of the new dtype, and if the file ends
     early.
     """
     slot = files.slot
-    if edit.changes or slot.dtype != slot.stored.dtype:
-        yield from _edited_parts(files, edit, inputs, allow_nonfinite)
+    if edit.steps or slot.dtype != slot.stored.dtype:
+        yield from _edited_parts(files, edit, load, allow_nonfinite)
         return
     for first in range(0, slot.nbytes, COPIED):
         count = min(COPIED, slot.nbytes - first)
@@ -125,26 +126,25 @@ def write_bytes(file: int, data: memoryview, at: int) -> None:
 
 
 def _edited_parts(
-    files: TensorFiles, edit: Edit, inputs: Callable[[], EditInputs], allow_nonfinite: bool
+    files: TensorFiles, edit: Edit, load: Callable[[Edit], Edit], allow_nonfinite: bool
 ) -> Iterator[TensorPart]:
     """The parts of a tensor whose elements go through float64; appended slices are one part."""
     slot = files.slot
     shape, itemsize = slot.stored.shape or (1,), FLOATS[slot.dtype].itemsize
-    values = cache(inputs)
+    loaded = cache(load)
     if edit.append is not None:
         append, appended = edit.append, prod(slot.shape) - prod(shape)
         yield TensorPart(appended * itemsize, lambda: _append_slices(files.new(), shape, append))
-    unappended = replace(edit, append=None)
+    unappended = edit.without_append
 
     def write(dim: int, first: int, count: int) -> None:
         x = files.stored().view(shape).narrow(dim, first, count)
         y = without_appended(files.new(), shape).narrow(dim, first, count)
-        part = edit_of_part(unappended, dim, first, count)
-        inputs_of_part = values().part(unappended, dim, first, count)
+        part = loaded(unappended).part(dim, first, count)
         where = f"{slot.name} in {slot.stored.file}"
         try:
             with _WHOLE if x.numel() > 2 * PART else nullcontext():
-                apply_in_pieces(x, part, inputs_of_part, y, allow_nonfinite=allow_nonfinite)
+                apply_in_pieces(x, part, y, allow_nonfinite=allow_nonfinite)
         except OverflowError:
             raise BadCheckpoint(
                 f"{where} has values beyond {slot.dtype}; choose a wider dtype, such as --dtype "
@@ -164,7 +164,7 @@ def _edited_parts(
 def _append_slices(new: torch.Tensor, shape: tuple[int, ...], append: Append) -> None:
     """Fill the slices of a new tensor that a tensor of ``shape`` does not have."""
     added = new.narrow(append.dim, shape[append.dim], len(append.values))
-    added.copy_(appended_slices(shape, append))
+    added.copy_(append.slices(shape))
 
 
 def without_appended(new: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

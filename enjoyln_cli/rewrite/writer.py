@@ -20,11 +20,10 @@ import torch
 
 from enjoyln_cli.checkpoint.headers import FLOATS, StoredTensor, load_bin
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor
+from enjoyln_cli.edits.edit import Edit
+from enjoyln_cli.edits.finite import unusable_input
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.models.memory import give_back
-from enjoyln_cli.plan.edits import Edit, EditInputs, read_edit_inputs
-from enjoyln_cli.plan.needed_tensors import require_fit
-from enjoyln_cli.rewrite.finite import unusable_input
 from enjoyln_cli.rewrite.journal import Journal, note, resume_shards
 from enjoyln_cli.rewrite.shard_layout import Shard, index, layout
 from enjoyln_cli.rewrite.tensor_parts import (
@@ -79,8 +78,8 @@ def write_shards(
 
     def edited(files: TensorFiles) -> Iterator[TensorPart]:
         edit = edits.get(files.slot.name, Edit())
-        inputs = partial(_inputs_of, checkpoint, edit, allow_nonfinite)
-        return parts_of(files, edit, inputs, allow_nonfinite)
+        load = partial(_loaded_edit, checkpoint, allow_nonfinite)
+        return parts_of(files, edit, load, allow_nonfinite)
 
     def finish(path: Path) -> None:
         if journal:
@@ -203,8 +202,10 @@ def _cores() -> int:
 
 
 def _check_edits(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> None:
+    shapes = {name: stored.shape for name, stored in checkpoint.tensors.items()}
     try:
-        require_fit(edits, {name: stored.shape for name, stored in checkpoint.tensors.items()})
+        for name, edit in edits.items():
+            edit.require_fit(name, shapes)
     except ValueError as error:
         raise BadCheckpoint(str(error)) from None
     for name, edit in edits.items():
@@ -224,19 +225,18 @@ def _write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _inputs_of(checkpoint: Checkpoint, edit: Edit, allow_nonfinite: bool) -> EditInputs:
-    """What ``edit`` takes from other tensors.
+def _loaded_edit(checkpoint: Checkpoint, allow_nonfinite: bool, edit: Edit) -> Edit:
+    """``edit`` with what it takes from other tensors.
 
     Raises ``BadCheckpoint`` that names the tensor if that is NaN or Inf, unless they are allowed.
     """
-
     read = partial(read_tensor, checkpoint)
-    inputs = read_edit_inputs(edit, read)
-    if not allow_nonfinite and (unusable := unusable_input(edit, inputs, read)):
+    loaded = edit.loaded(read)
+    if not allow_nonfinite and (unusable := unusable_input(loaded, read)):
         raise BadCheckpoint(
             f"{unusable} and cannot be merged; repair it, or pass --allow-nonfinite"
         )
-    return inputs
+    return loaded
 
 
 def _open(path: Path, flags: int, stack: ExitStack) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,15 +20,16 @@ from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.edits.edit import Edit
+from enjoyln_cli.edits.finite import require_finite
+from enjoyln_cli.edits.linear_steps import CentreAxis, LayerScale
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.models.classes import locate
 from enjoyln_cli.models.extents import identity_of
 from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.models.load import class_in
-from enjoyln_cli.plan.edits import Edit, Vector, read_edit_inputs
 from enjoyln_cli.plan.mean_units import copy_units, intact, room, set_units
 from enjoyln_cli.rewrite.editable import require_editable
-from enjoyln_cli.rewrite.finite import require_finite
 from enjoyln_cli.runtime.install import require_installable, run_folded
 from enjoyln_cli.runtime.modules import stock_class
 from enjoyln_cli.runtime.structure import KeepStructure
@@ -244,8 +244,7 @@ def _require_finite(model: nn.Module, watch: WatchList) -> None:
     """Raise ``BadCheckpoint`` if centring a weight of ``watch`` would not leave it finite."""
     read = partial(tensor_at, model)
     for weight in with_adapters(model, watch).weights:
-        edit = Edit(axes=(weight.axis,))
+        edit = Edit((CentreAxis(weight.axis),))
         if weight.scale:
-            edit = replace(edit, scale=Vector(weight.scale, weight.axis.dim))
-        values = read_edit_inputs(edit, read)
-        require_finite(weight.parameter, read(weight.parameter), edit, values, read)
+            edit = edit.adding(LayerScale(weight.scale, weight.axis.dim))
+        require_finite(weight.parameter, read(weight.parameter), edit.loaded(read), read)

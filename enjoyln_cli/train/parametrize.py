@@ -17,12 +17,13 @@ from torch.nn.utils import parametrize
 
 from enjoyln_cli.calls.calls import ExampleCalls
 from enjoyln_cli.checkpoint.marker import marker_of_plan
+from enjoyln_cli.edits.linear_steps import CentreAxis
+from enjoyln_cli.edits.planned_edits import edits_of
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, NothingToFold, UnsupportedModel
 from enjoyln_cli.models.classes import locate
 from enjoyln_cli.models.extents import identity_of
 from enjoyln_cli.models.load import values_of
 from enjoyln_cli.plan.axis import Axis, centre
-from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.editable import require_editable
 from enjoyln_cli.rewrite.in_memory import require_fit
@@ -207,7 +208,8 @@ def _by_tensor(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, str, tuple
                 f"{name}: holds {tensors[name].dtype}, which cannot be centred while training; "
                 "load the model in a floating dtype"
             )
-        axes.setdefault(identity_of(tensors[name]), {}).update(dict.fromkeys(edit.axes))
+        centred = [step.axis for step in edit.steps if isinstance(step, CentreAxis)]
+        axes.setdefault(identity_of(tensors[name]), {}).update(dict.fromkeys(centred))
     places = []
     for module in model.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):

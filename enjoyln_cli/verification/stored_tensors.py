@@ -16,22 +16,17 @@ accepted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor
+from enjoyln_cli.edits.edit import Edit
+from enjoyln_cli.edits.linear_steps import CentreAxis
+from enjoyln_cli.edits.step import Step
 from enjoyln_cli.plan.axis import group_means
-from enjoyln_cli.plan.baked_rows import size_of_baked_rows
-from enjoyln_cli.plan.edits import (
-    Edit,
-    EditInputs,
-    appended_slices,
-    apply_edit,
-    read_edit_inputs,
-)
-from enjoyln_cli.rewrite.edit_pieces import divide, edit_of_part
+from enjoyln_cli.rewrite.edit_pieces import divide
 from enjoyln_cli.rewrite.tensor_parts import without_appended
 from enjoyln_cli.text import listed_briefly
 
@@ -59,15 +54,15 @@ def check_tensors(
         shape = edit.shape(tuple(old.shape))
         if shape != new.shape or old.is_floating_point() != new.is_floating_point():
             wrong.append(name)
-        elif edit.fill is not None or not edit.changes:
-            same = old if edit.fill is None else torch.full_like(old, edit.fill)
-            if not _same_bytes(same.to(new.dtype), new):
+        elif not edit.steps:
+            if not _same_bytes(old.to(new.dtype), new):
                 wrong.append(name)
         else:
             if not _is_edited(original, edit, old, new):
                 wrong.append(name)
-            if edit.axes:
-                drift[name] = _drift(without_appended(new, tuple(old.shape)), edit)
+            centring = edit.only(_centres)
+            if centring.steps:
+                drift[name] = _drift(without_appended(new, tuple(old.shape)), centring)
     if wrong:
         failures.append(
             f"{listed_briefly(wrong)}: not what the plan makes of the original's tensor"
@@ -86,60 +81,29 @@ def _is_edited(original: Checkpoint, edit: Edit, old: torch.Tensor, new: torch.T
     if edit.append:
         length = old.shape[edit.append.dim]
         appended = new.narrow(edit.append.dim, length, len(edit.append.values))
-        expected = appended_slices(tuple(old.shape), edit.append).to(new.dtype)
+        expected = edit.append.slices(tuple(old.shape)).to(new.dtype)
         if not torch.equal(appended, expected):
             return False
     new = without_appended(new, tuple(old.shape))
     old, new = torch.atleast_1d(old), torch.atleast_1d(new)
-    edit = replace(edit, append=None)
-    values = read_edit_inputs(edit, lambda other: read_tensor(original, other))
-    sizes = _absolute(edit, values, lambda other: read_tensor(original, other))
-    terms = 1 + sum(original.tensors[product.matrix].shape[product.dim] for product in edit.plus)
+    read = partial(read_tensor, original)
+    edit = edit.without_append.loaded(read).sized(read)
+    terms = 1 + sum(step.terms for step in edit.steps)
     terms += sum(old.shape[dim] for dim in edit.mixed_dims)
     return all(
-        _is_rounded(
-            old.narrow(*bounds),
-            new.narrow(*bounds),
-            edit_of_part(edit, *bounds),
-            values.part(edit, *bounds),
-            sizes.part(edit, *bounds),
-            terms,
-        )
+        _is_rounded(old.narrow(*bounds), new.narrow(*bounds), edit.part(*bounds), terms)
         for bounds in divide(edit, tuple(old.shape), SLICE)
     )
 
 
-def _absolute(edit: Edit, values: EditInputs, read: Callable[[str], torch.Tensor]) -> EditInputs:
-    """``values`` without signs; a product is summed without the signs of its terms."""
+def _is_rounded(old: torch.Tensor, new: torch.Tensor, edit: Edit, terms: int) -> bool:
+    """Whether ``new`` is a result of the loaded ``edit`` in float64, rounded to its dtype.
 
-    plus = read_edit_inputs(Edit(plus=edit.plus), lambda name: read(name).abs()).plus
-    scale = None if values.scale is None else values.scale.abs()
-    return replace(values, times=tuple(map(torch.abs, values.times)), plus=plus, scale=scale)
-
-
-def _is_rounded(
-    old: torch.Tensor,
-    new: torch.Tensor,
-    edit: Edit,
-    values: EditInputs,
-    sizes: EditInputs,
-    terms: int,
-) -> bool:
-    """Whether ``new`` is a result of ``edit`` in float64, rounded to its dtype.
-
-    ``sizes`` are the absolute ``values``, and ``terms`` is how many numbers each element is a sum
-    of. Where the result is NaN or infinite, because the original is, ``new`` must be the same.
+    ``terms`` is how many numbers each element is a sum of. Where the result is NaN or infinite,
+    because the original is, ``new`` must be the same.
     """
-    exact = apply_edit(old.double(), edit, values)
-    if edit.bake and values.gain is not None and values.bias is not None:
-        norm = values.gain, values.bias, values.level, edit.bake.eps
-        size = size_of_baked_rows(old.double(), *norm).expand(old.shape)
-    else:
-        unmixed = replace(edit, axes=(), turns=())
-        size = apply_edit(old.double().abs(), unmixed, sizes)
-    size = torch.where(size.isfinite(), size, 0.0)
-    if edit.mixed_dims and not edit.bake:
-        size = size.norm(dim=tuple(edit.mixed_dims), keepdim=True).expand(old.shape)
+    wide = old.double()
+    exact, size = edit.apply(wide), edit.bound(wide)
     margin = 2 * terms * torch.finfo(torch.float64).eps * size
     if new.dtype.itemsize == 2:  # torch rounds to 16 bits by way of float32
         margin = margin + torch.finfo(torch.float32).eps * exact.abs()
@@ -149,17 +113,22 @@ def _is_rounded(
     return bool((right | (wide == exact) | (wide.isnan() & exact.isnan())).all())
 
 
-def _drift(tensor: torch.Tensor, edit: Edit) -> float:
+def _centres(step: Step) -> bool:
+    """Whether a step only centres."""
+    return type(step) is CentreAxis
+
+
+def _drift(tensor: torch.Tensor, centring: Edit) -> float:
     """Root mean square of the means of all centred groups, divided by that of their elements."""
-    centring = Edit(axes=edit.axes)
     means: list[torch.Tensor] = []
     squares, count = 0.0, 0
     for bounds in divide(centring, tuple(tensor.shape), SLICE):
         wide = tensor.narrow(*bounds).double()
-        for axis in edit_of_part(centring, *bounds).axes:
-            covered = wide.narrow(axis.dim, axis.start, axis.length)
-            means.append(group_means(wide, axis).flatten())
-            squares, count = squares + float(covered.square().sum()), count + covered.numel()
+        for step in centring.part(*bounds).steps:
+            if isinstance(step, CentreAxis):
+                means.append(group_means(wide, step.axis).flatten())
+            for covered in step.computed(wide):
+                squares, count = squares + float(covered.square().sum()), count + covered.numel()
     if not squares:
         return 0.0
     return math.sqrt(float(torch.cat(means).square().mean()) * count / squares)

@@ -46,10 +46,10 @@ from enjoyln_cli.clock import Clock, Progress, no_progress
 from enjoyln_cli.comparison.data_files import read_user_data, seconds_of
 from enjoyln_cli.comparison.embedding import embedder
 from enjoyln_cli.comparison.pace import Pace
+from enjoyln_cli.edits.planned_edits import edits_of
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.plan import schema
-from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import read_plan
 from enjoyln_cli.rewrite.written_files import record_verdict, written_files

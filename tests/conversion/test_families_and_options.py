@@ -15,7 +15,7 @@ from stored_files import stored_plan
 from verify_cases import FAMILIES
 
 from enjoyln_cli import Options, UnsupportedModel, fold, from_pretrained, load_recipe, verify
-from enjoyln_cli.plan.edits import edits_of
+from enjoyln_cli.edits.planned_edits import edits_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.read import parse_recipe

@@ -25,6 +25,7 @@ from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.checkpoint.reader import open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.conversion.fold import convert
+from enjoyln_cli.edits import linear_steps
 from enjoyln_cli.errors import (
     BadCheckpoint,
     EnjoyLNError,
@@ -32,7 +33,7 @@ from enjoyln_cli.errors import (
     RecipeError,
     VerificationFailed,
 )
-from enjoyln_cli.plan import edits, orthogonal_matrices
+from enjoyln_cli.plan import orthogonal_matrices
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.orthogonal_matrices import Rotation
 from enjoyln_cli.plan.plan import Options, Plan
@@ -139,7 +140,7 @@ def signed(x: torch.Tensor, axis: Axis, q: Rotation) -> torch.Tensor:
 def test_a_wrong_matrix_does_not_pass(
     wrong: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(edits, "rotate", wrong)
+    monkeypatch.setattr(linear_steps, "rotate", wrong)
     with pytest.raises(VerificationFailed, match="the edits change the function: identity error"):
         convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=ROTATED, samples=2)
     assert not (tmp_path / "out").exists()

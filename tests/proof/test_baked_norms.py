@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 import enjoyln_cli
 from enjoyln_cli import fold, verify
 from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
+from enjoyln_cli.edits.baked_rows import EncodeRows, NormRows, baked_rows, level_of, normed_rows
+from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.errors import UnprovenCall
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.baked_rows import baked_rows, level_of, normed_rows, size_of_baked_rows
 from enjoyln_cli.plan.orthogonal_matrices import Rotation, rotate
 from enjoyln_cli.plan.plan import Options, Plan
 
@@ -68,7 +69,11 @@ def test_no_element_is_further_off_than_its_bound() -> None:
     exact = baked_rows(normed_rows(table, gain, bias, 1e-5), level, 1e-5)
     coarse = normed_rows(table.float(), gain.float(), bias.float(), 1e-5)
     off = (baked_rows(coarse, level, 1e-5) - exact).abs().amax(-1, keepdim=True)
-    bound = size_of_baked_rows(table, gain, bias, level, 1e-5)
+    norm = ("table", "gain", "bias", 1e-5)
+    held = {"table": table, "gain": gain, "bias": bias}
+    edit = Edit((NormRows(*norm), EncodeRows(*norm))).loaded(held.__getitem__)
+    torch.testing.assert_close(edit.apply(table), exact, rtol=0, atol=1e-15)
+    bound = edit.bound(table)
     assert (off <= 26 * torch.finfo(torch.float32).eps * bound).all()
 
 

@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from stored_files import opened
 
+from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.plan.axis import Axis, centre, feature_axis
-from enjoyln_cli.plan.edits import Edit, EditInputs
 from enjoyln_cli.rewrite import edit_pieces, tensor_parts
 from enjoyln_cli.rewrite.shard_layout import layout
 from enjoyln_cli.rewrite.tensor_parts import TensorFiles, parts_of
@@ -83,7 +83,9 @@ def test_a_file_that_is_cut_short_meanwhile_is_refused(
     with path.open("rb") as source, new.open("r+b") as target:
         for slot in shard.slots:
             files = TensorFiles(slot, source.fileno(), target.fileno())
-            first, *_, last = parts_of(files, edits.get(slot.name, Edit()), EditInputs, False)
+            first, *_, last = parts_of(
+                files, edits.get(slot.name, Edit()), lambda edit: edit, False
+            )
             first.write()
             os.truncate(path, slot.offset)
             with pytest.raises(BadCheckpoint, match=f"model.safetensors ends inside {slot.name}"):

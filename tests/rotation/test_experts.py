@@ -21,9 +21,9 @@ from transformers import CONFIG_MAPPING
 
 from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
 from enjoyln_cli.conversion.fold import convert
+from enjoyln_cli.edits.planned_edits import edits_of
 from enjoyln_cli.models.arithmetic import Float64
 from enjoyln_cli.models.classes import apply_experts
-from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Options
 
 ROTATED = Options(fold=False, rotate=True)

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from stored_files import opened
 
-from enjoyln_cli.plan.axis import Axis, centre
-from enjoyln_cli.plan.edits import Edit
+from enjoyln_cli.edits.edit import Edit
+from enjoyln_cli.edits.linear_steps import CentreAxis
+from enjoyln_cli.plan.axis import Axis, blocks, centre
 from enjoyln_cli.plan.plan import Centring, Plan, Verdict, Writer
 from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
 
@@ -52,7 +53,10 @@ EDITS: dict[str, tuple[Axis, ...]] = {
 
 def centring(axes: dict[str, tuple[Axis, ...]]) -> dict[str, Edit]:
     """Edits that centre, and nothing else."""
-    return {name: Edit(axes=over) for name, over in axes.items()}
+    return {
+        name: Edit(tuple(CentreAxis(block) for axis in over for block in blocks(axis)))
+        for name, over in axes.items()
+    }
 
 
 def state(dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:

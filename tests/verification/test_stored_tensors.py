@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.edits.edit import Edit
+from enjoyln_cli.edits.linear_steps import AddProduct, CentreAxis, RotateAxis, Scale
+from enjoyln_cli.edits.new_values import Fill
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.edits import Edit, Product, Turn, Vector
 from enjoyln_cli.plan.orthogonal_matrices import GivenMatrix, Rotation, matrix
 from enjoyln_cli.rewrite.writer import write_shards
 from enjoyln_cli.verification.stored_tensors import check_tensors
@@ -26,7 +28,7 @@ def whole(dim: int, size: int) -> Axis:
 
 
 def turned(dim: int, rotation: Rotation) -> Edit:
-    return Edit(turns=(Turn(whole(dim, rotation.size), rotation),))
+    return Edit((RotateAxis(whole(dim, rotation.size), rotation),))
 
 
 def tensors(size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -47,11 +49,11 @@ def edits_for(size: int, rotation: Rotation) -> dict[str, Edit]:
     """The edits of a stream: what writes it, and what reads it behind a norm."""
     return {
         "table": turned(1, rotation),
-        "writer": replace(turned(0, rotation), axes=(whole(0, size),)),
-        "reader": replace(turned(1, rotation), times=(Vector("gamma", 1),)),
-        "bias": Edit(plus=(Product("reader", 1, "beta"),)),
-        "gamma": Edit(fill=1.0),
-        "beta": replace(turned(0, rotation), times=(Vector("gamma", 0, divides=True),)),
+        "writer": turned(0, rotation).adding(CentreAxis(whole(0, size))),
+        "reader": turned(1, rotation).adding(Scale("gamma", 1)),
+        "bias": Edit((AddProduct("reader", 1, "beta"),)),
+        "gamma": Edit((Fill(1.0),)),
+        "beta": turned(0, rotation).adding(Scale("gamma", 0, divides=True)),
     }
 
 
@@ -109,8 +111,8 @@ def test_float32_becomes_16_bits_in_one_rounding(dtype: str, tmp_path: Path) -> 
 def test_a_tensor_turned_along_both_dimensions(dtype: str, tmp_path: Path) -> None:
     """A projection of values: the stream along one dimension, three heads along the other."""
     stream, heads = Rotation(576, 0, "stream", True), Rotation(64, 0, "values", False)
-    turns = (Turn(whole(0, 576), stream), Turn(Axis(1, 64, 3, 64, 1), heads))
-    edits = {"weight": Edit(times=(Vector("gamma", 0),), turns=turns)}
+    turns = (RotateAxis(whole(0, 576), stream), RotateAxis(Axis(1, 64, 3, 64, 1), heads))
+    edits = {"weight": Edit((Scale("gamma", 0), *turns))}
     torch.manual_seed(0)
     held = {"weight": torch.randn(576, 330).to(LOW[dtype]), "gamma": torch.rand(576) + 0.5}
     original = stored(tmp_path / "in", held)
@@ -186,7 +188,7 @@ def test_cancelling_sums_have_a_margin_of_their_terms(tmp_path: Path) -> None:
     weight[:, 0] -= (weight @ beta.double()) / beta[0].double()
     held = {"weight": weight, "beta": beta.double(), "bias": torch.ones(8, dtype=torch.float64)}
     original = stored(tmp_path / "in", held)
-    edits = {"bias": Edit(plus=(Product("weight", 1, "beta"),))}
+    edits = {"bias": Edit((AddProduct("weight", 1, "beta"),))}
     backwards = (weight.flip(1) * beta.double().flip(0)).cumsum(1)[:, -1]
     result = stored(tmp_path / "out", held | {"bias": held["bias"] + backwards})
     assert check_tensors(original, result, edits)[1] == []

@@ -13,16 +13,12 @@ from edit_cases import EDITS, IN, NEW, tensors
 from fold_cases import same, store, written
 from stored_files import opened
 
+from enjoyln_cli.edits.edit import Edit
+from enjoyln_cli.edits.linear_steps import AddProduct, CentreAxis, LayerScale, RotateAxis, Scale
+from enjoyln_cli.edits.new_values import Append, Fill
+from enjoyln_cli.edits.step import Step
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.axis import Axis, blocks
-from enjoyln_cli.plan.edits import (
-    Edit,
-    Product,
-    Turn,
-    Vector,
-    apply_edit,
-    read_edit_inputs,
-)
 from enjoyln_cli.plan.orthogonal_matrices import Rotation
 from enjoyln_cli.plan.orthogonal_matrices import matrix as dense
 from enjoyln_cli.rewrite import edit_pieces, tensor_parts
@@ -37,45 +33,46 @@ def inside(outputs: tuple[int, int], length: int) -> torch.Tensor:
 
 
 def by_definition(held: dict[str, torch.Tensor], name: str, edit: Edit) -> torch.Tensor:
-    """The edited tensor, from the formulas in the docstring of ``plan.edits``."""
+    """The edited tensor, from the formulas in the docstrings of the steps."""
     x = held[edit.source or name].double()
-    if edit.fill is not None:
-        return torch.full_like(x, edit.fill)
-    for times in edit.times:
-        gain = held[times.tensor].double() + times.offset
-        gain = gain[[at // times.inner % len(gain) for at in range(x.shape[times.dim])]]
-        scaled = x * gain.reshape([-1 if d == times.dim else 1 for d in range(x.ndim)])
-        if times.outputs:
-            among = inside(times.outputs, x.shape[1 - times.dim])
-            scaled = torch.where(among.unsqueeze(times.dim), scaled, x)
-        x = scaled
-    for plus in edit.plus:
-        matrix, by = held[plus.matrix].double(), held[plus.by].double()
-        by = by[[at // plus.inner % len(by) for at in range(matrix.shape[plus.dim])]]
-        added = matrix @ by if plus.dim == 1 else by @ matrix
-        x = x + (added * inside(plus.outputs, len(added)) if plus.outputs else added)
-    if edit.scale:
-        scale = held[edit.scale.tensor].double()
-        x = x * scale.reshape([-1 if d == edit.scale.dim else 1 for d in range(x.ndim)])
-    for axis in edit.axes:
-        part = x.narrow(axis.dim, axis.start, axis.length)
-        groups = part.unflatten(axis.dim, (axis.outer, axis.size, axis.inner))
-        x = x.clone()
-        x.narrow(axis.dim, axis.start, axis.length).copy_(
-            (groups - groups.mean(axis.dim + 1, keepdim=True)).flatten(axis.dim, axis.dim + 2)
-        )
-    for turn in edit.turns:
-        dim, x = turn.axis.dim, x.clone()
-        q = dense(turn.rotation)
-        for axis in blocks(turn.axis):
-            part = x.narrow(dim, axis.start, axis.length)
-            groups = part.unflatten(dim, (axis.outer, axis.size, axis.inner)).movedim(dim + 1, -1)
-            part.copy_((groups @ q.T).movedim(-1, dim + 1).flatten(dim, dim + 2))
-    if edit.append:
-        at = edit.append.dim
-        for value in edit.append.values:
-            x = torch.cat([x, torch.full_like(x.narrow(at, 0, 1), value)], at)
+    for step in edit.steps:
+        x = after(step, x, held)
     return x
+
+
+def after(step: Step, x: torch.Tensor, held: dict[str, torch.Tensor]) -> torch.Tensor:
+    match step:
+        case Fill():
+            return torch.full_like(x, step.number)
+        case Scale():
+            gain = held[step.vector].double() + step.offset
+            gain = gain[[at // step.inner % len(gain) for at in range(x.shape[step.dim])]]
+            scaled = x * gain.reshape([-1 if d == step.dim else 1 for d in range(x.ndim)])
+            if not step.outputs:
+                return scaled
+            among = inside(step.outputs, x.shape[1 - step.dim])
+            return torch.where(among.unsqueeze(step.dim), scaled, x)
+        case AddProduct():
+            matrix, by = held[step.matrix].double(), held[step.by].double()
+            by = by[[at // step.inner % len(by) for at in range(matrix.shape[step.dim])]]
+            added = matrix @ by if step.dim == 1 else by @ matrix
+            return x + (added * inside(step.outputs, len(added)) if step.outputs else added)
+        case CentreAxis():
+            dim, x = step.axis.dim, x.clone()
+            size = step.axis.size
+            q = torch.eye(size, dtype=torch.float64) - 1 / size
+            if isinstance(step, RotateAxis):
+                q = dense(step.rotation)
+            for axis in blocks(step.axis):
+                part = x.narrow(dim, axis.start, axis.length)
+                groups = part.unflatten(dim, (axis.outer, size, axis.inner)).movedim(dim + 1, -1)
+                part.copy_((groups @ q.T).movedim(-1, dim + 1).flatten(dim, dim + 2))
+            return x
+        case Append():
+            for value in step.values:
+                x = torch.cat([x, torch.full_like(x.narrow(step.dim, 0, 1), value)], step.dim)
+            return x
+    raise AssertionError(step)
 
 
 @pytest.fixture(params=[(1 << 22, 1 << 16), (200, 50), (4000, 40)], ids=["whole", "cut", "pieces"])
@@ -117,29 +114,29 @@ def test_another_dtype_and_memory(tmp_path: Path, case: str, divided: None) -> N
     exact = by_definition(held, name, edit)
     assert same(written(tmp_path / "out")[name], exact.half())
     source = held[edit.source or name].double()
-    in_memory = apply_edit(source, edit, read_edit_inputs(edit, held.__getitem__))
+    in_memory = edit.loaded(held.__getitem__).apply(source)
     torch.testing.assert_close(in_memory, exact, rtol=0, atol=1e-14)
 
 
-def turn(axis: Axis, fixes_ones: bool = True) -> Turn:
-    return Turn(axis, Rotation(axis.size, 1, "a basis", fixes_ones))
+def turn(axis: Axis, fixes_ones: bool = True) -> RotateAxis:
+    return RotateAxis(axis, Rotation(axis.size, 1, "a basis", fixes_ones))
 
 
 INPUTS, OUTPUTS = turn(Axis(1, 0, 1, 26, 1)), turn(Axis(0, 0, 1, 37, 1))
 HEADS = turn(Axis(0, 4, 4, 4, 1, 8))
 TURNED = {
-    "inputs": ("w", Edit(times=(Vector("g", 1),), turns=(INPUTS,))),
-    "inputs, by signs": ("w", Edit(turns=(turn(Axis(1, 0, 1, 26, 1), False),))),
-    "outputs": ("w", Edit(scale=Vector("s", 0), axes=(OUTPUTS.axis,), turns=(OUTPUTS,))),
-    "outputs of a transposed weight": ("t", Edit(turns=(turn(Axis(1, 0, 1, 37, 1), False),))),
-    "heads apart": ("w", Edit(turns=(HEADS,))),
-    "heads apart that are not multiples": ("w", Edit(turns=(turn(Axis(0, 4, 3, 5, 1, 12)),))),
-    "heads side by side": ("w", Edit(turns=(turn(Axis(0, 1, 2, 16, 1)),))),
-    "heads and inputs": ("w", Edit(times=(Vector("g", 1),), turns=(HEADS, INPUTS))),
-    "inputs, then heads": ("w", Edit(turns=(INPUTS, HEADS))),
-    "tokens that alternate": ("w", Edit(turns=(turn(Axis(1, 0, 1, 13, 2)),))),
-    "experts": ("e", Edit(turns=(turn(Axis(1, 0, 1, 37, 1)), turn(Axis(2, 0, 1, 26, 1), False)))),
-    "a bias": ("b", Edit(turns=(OUTPUTS,))),
+    "inputs": ("w", Edit((Scale("g", 1), INPUTS))),
+    "inputs, by signs": ("w", Edit((turn(Axis(1, 0, 1, 26, 1), False),))),
+    "outputs": ("w", Edit((LayerScale("s", 0), CentreAxis(OUTPUTS.axis), OUTPUTS))),
+    "outputs of a transposed weight": ("t", Edit((turn(Axis(1, 0, 1, 37, 1), False),))),
+    "heads apart": ("w", Edit((HEADS,))),
+    "heads apart that are not multiples": ("w", Edit((turn(Axis(0, 4, 3, 5, 1, 12)),))),
+    "heads side by side": ("w", Edit((turn(Axis(0, 1, 2, 16, 1)),))),
+    "heads and inputs": ("w", Edit((Scale("g", 1), HEADS, INPUTS))),
+    "inputs, then heads": ("w", Edit((INPUTS, HEADS))),
+    "tokens that alternate": ("w", Edit((turn(Axis(1, 0, 1, 13, 2)),))),
+    "experts": ("e", Edit((turn(Axis(1, 0, 1, 37, 1)), turn(Axis(2, 0, 1, 26, 1), False)))),
+    "a bias": ("b", Edit((OUTPUTS,))),
 }
 
 
@@ -155,7 +152,7 @@ def test_turned_files_hold_what_the_dense_matrix_says(
     write_shards(opened(tmp_path / "model"), {name: edit}, tmp_path / "out")
     exact, found = by_definition(held, name, edit), written(tmp_path / "out")
     assert same(found[name], exact.to(stored))
-    in_memory = apply_edit(held[name].double(), edit, read_edit_inputs(edit, held.__getitem__))
+    in_memory = edit.loaded(held.__getitem__).apply(held[name].double())
     torch.testing.assert_close(in_memory, exact, rtol=0, atol=1e-14)
     assert in_memory.is_contiguous()
     held[name].view(-1)[(9 * IN + 7) % held[name].numel()] = float("nan")
@@ -184,7 +181,8 @@ def test_the_check_of_stored_tensors_knows_every_edit(
     folded = opened(tmp_path / "out")
     drift, failures = check_tensors(original, folded, {name: edit})
     assert failures == []
-    assert set(drift) == ({name} if edit.axes else set())
+    centred = any(isinstance(step, CentreAxis) for step in edit.steps)
+    assert set(drift) == ({name} if centred else set())
     if name in original.tensors:
         _, failures = check_tensors(original, folded, {})
         assert len(failures) == 1 and name in failures[0]
@@ -193,20 +191,30 @@ def test_the_check_of_stored_tensors_knows_every_edit(
         assert failures == [f"{name} is stored in one of the two checkpoints only"]
     if edit.append:
         other = replace(edit.append, values=(0.25, *NEW[1:]))
-        _, failures = check_tensors(original, folded, {name: replace(edit, append=other)})
+        wrong = edit.without_append.adding(other)
+        _, failures = check_tensors(original, folded, {name: wrong})
         assert len(failures) == 1 and name in failures[0]
+
+
+def centred_length(edit: Edit, dim: int) -> int:
+    """How many slices are centred along other dimensions than ``dim``."""
+    axes = (step.axis for step in edit.steps if isinstance(step, CentreAxis))
+    return sum(axis.length for axis in axes if axis.dim != dim)
 
 
 @pytest.mark.parametrize(
     ("shape", "edit"),
     [
-        ((4096, 1024), Edit(times=(Vector("g", 1),), axes=(Axis(0, 0, 1, 4096, 1),))),
-        ((1024, 4096), Edit(times=(Vector("g", 0),), axes=(Axis(1, 0, 1, 4096, 1),))),
-        ((4096, 1024), Edit(times=(Vector("g", 1),))),
-        ((1024, 4096), Edit(axes=(Axis(0, 0, 1, 1024, 1), Axis(1, 0, 32, 128, 1)))),
-        ((3072, 1024), Edit(times=(Vector("g", 1),), axes=(Axis(0, 2048, 1, 1024, 1),))),
-        ((50_000, 64), Edit(axes=(Axis(1, 0, 1, 64, 1),))),
-        ((1 << 22,), Edit(axes=(Axis(0, 0, 1 << 12, 1 << 10, 1),))),
+        ((4096, 1024), Edit((Scale("g", 1), CentreAxis(Axis(0, 0, 1, 4096, 1))))),
+        ((1024, 4096), Edit((Scale("g", 0), CentreAxis(Axis(1, 0, 1, 4096, 1))))),
+        ((4096, 1024), Edit((Scale("g", 1),))),
+        (
+            (1024, 4096),
+            Edit((CentreAxis(Axis(0, 0, 1, 1024, 1)), CentreAxis(Axis(1, 0, 32, 128, 1)))),
+        ),
+        ((3072, 1024), Edit((Scale("g", 1), CentreAxis(Axis(0, 2048, 1, 1024, 1))))),
+        ((50_000, 64), Edit((CentreAxis(Axis(1, 0, 1, 64, 1)),))),
+        ((1 << 22,), Edit((CentreAxis(Axis(0, 0, 1 << 12, 1 << 10, 1)),))),
     ],
 )
 def test_large_tensors_are_divided(shape: tuple[int, ...], edit: Edit) -> None:
@@ -217,20 +225,20 @@ def test_large_tensors_are_divided(shape: tuple[int, ...], edit: Edit) -> None:
     assert [0, *ends[:-1]] == [first for _, first, _ in parts] and ends[-1] == shape[dim]
     for _, first, count in parts:
         assert count * math.prod(shape) // shape[dim] <= 1 << 18
-        of_part = edit_pieces.edit_of_part(edit, dim, first, count)
-        assert sum(a.length for a in of_part.axes if a.dim != dim) == sum(
-            a.length for a in edit.axes if a.dim != dim
+        centring = edit.only(lambda step: isinstance(step, CentreAxis))
+        assert centred_length(centring.part(dim, first, count), dim) == (
+            centred_length(centring, dim)
         )
 
 
 @pytest.mark.parametrize(
     ("name", "edit", "words"),
     [
-        ("w", Edit(times=(Vector("g", 0),)), "too few or too many"),
-        ("w", Edit(times=(Vector("none", 1),)), "none: there is no such tensor, .* for w"),
-        ("w", Edit(times=(Vector("ids", 1),)), "I64"),
-        ("b", Edit(plus=(Product("w", 0, "v"),)), "cannot be multiplied"),
-        ("s", Edit(plus=(Product("e", 2, "v"),)), "does not fit"),
+        ("w", Edit((Scale("g", 0),)), "too few or too many"),
+        ("w", Edit((Scale("none", 1),)), "none: there is no such tensor, .* for w"),
+        ("w", Edit((Scale("ids", 1),)), "I64"),
+        ("b", Edit((AddProduct("w", 0, "v"),)), "cannot be multiplied"),
+        ("s", Edit((AddProduct("e", 2, "v"),)), "does not fit"),
         ("copy", Edit(source="none"), "none: there is no such tensor, .* for copy"),
         ("copy", Edit(), "copy: there is no such tensor"),
     ],
@@ -266,10 +274,10 @@ def test_nan_is_refused_where_it_would_spread_and_values_that_overflow(tmp_path:
     (tmp_path / "out").mkdir()
     checkpoint = opened(tmp_path / "model")
     with pytest.raises(BadCheckpoint, match="NaN or Inf"):
-        write_shards(checkpoint, {"w": Edit(times=(Vector("g", 1),))}, tmp_path / "out")
+        write_shards(checkpoint, {"w": Edit((Scale("g", 1),))}, tmp_path / "out")
     for file in (tmp_path / "out").iterdir():
         file.unlink()
-    big = Edit(times=(Vector("g", 0, 9.0),))
+    big = Edit((Scale("g", 0, 9.0),))
     with pytest.raises(BadCheckpoint, match="beyond F16"):
         write_shards(checkpoint, {"t": big}, tmp_path / "out", dtype=torch.float16)
 
@@ -278,10 +286,10 @@ def test_nan_is_refused_where_it_would_spread_and_values_that_overflow(tmp_path:
 @pytest.mark.parametrize(
     ("where", "name", "edit"),
     [
-        ("g", "w", Edit(times=(Vector("g", 1),))),
-        ("v", "b", Edit(plus=(Product("w", 1, "v"),))),
-        ("w", "b", Edit(plus=(Product("w", 1, "v"),))),
-        ("s", "b", Edit(scale=Vector("s", 0))),
+        ("g", "w", Edit((Scale("g", 1),))),
+        ("v", "b", Edit((AddProduct("w", 1, "v"),))),
+        ("w", "b", Edit((AddProduct("w", 1, "v"),))),
+        ("s", "b", Edit((LayerScale("s", 0),))),
     ],
 )
 def test_an_error_about_nan_names_the_merged_tensor(

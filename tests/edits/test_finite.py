@@ -16,29 +16,23 @@ from stored_files import opened
 from tiny_models import BERT, GPT2, PHI, live
 
 from enjoyln_cli import analyze, fold_in_memory, refold, rotate
+from enjoyln_cli.edits.baked_rows import EncodeRows, FillLevel, NormRows
+from enjoyln_cli.edits.edit import Edit
+from enjoyln_cli.edits.finite import require_finite
+from enjoyln_cli.edits.linear_steps import AddProduct, CentreAxis, LayerScale, RotateAxis, Scale
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.axis import Axis, feature_axis
-from enjoyln_cli.plan.edits import (
-    Bake,
-    Edit,
-    EditInputs,
-    Product,
-    Turn,
-    Vector,
-    apply_edit,
-    read_edit_inputs,
-)
 from enjoyln_cli.plan.orthogonal_matrices import Rotation, matrix
 from enjoyln_cli.plan.plan import Options
-from enjoyln_cli.rewrite.finite import require_finite
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.rewrite.writer import write_shards
 from enjoyln_cli.runtime.modules import RMSNorm
 
 Tensors = dict[str, torch.Tensor]
 OUT = feature_axis((ROWS, IN), 0)
-TURN = Edit(turns=(Turn(OUT, Rotation(ROWS, 0, "w", fixes_ones=True)),))
-MERGE, SCALE, ADD = Vector("g", 1), Vector("s", 0), Product("w", 1, "v")
+TURN = Edit((RotateAxis(OUT, Rotation(ROWS, 0, "w", fixes_ones=True)),))
+NORM = ("w", "g", "v", 1e-5)
+MERGE, SCALE, ADD = Scale("g", 1), LayerScale("s", 0), AddProduct("w", 1, "v")
 
 
 def put(name: str, value: float, *at: Any) -> Callable[[Tensors], None]:
@@ -59,44 +53,44 @@ def both(*changes: Callable[[Tensors], None]) -> Callable[[Tensors], None]:
 
 
 def along_a_row_of_the_matrix(held: Tensors) -> None:
-    row = matrix(TURN.turns[0].rotation)[3]
+    row = matrix(TURN.steps[0].rotation)[3]
     held["w"][:, 5] = 6e4 * row.sign()
 
 
 BEYOND, HOLDS = "beyond", "holds NaN"
 WRONG: dict[str, tuple[str, Edit, Callable[[Tensors], None], str]] = {
-    "NaN is centred": ("w", Edit(axes=(OUT,)), put("w", math.nan, 3, 4), f"w.* {HOLDS}"),
+    "NaN is centred": ("w", Edit((CentreAxis(OUT),)), put("w", math.nan, 3, 4), f"w.* {HOLDS}"),
     "Inf is rotated": ("w", TURN, put("w", math.inf, 3, 4), f"w.* {HOLDS}"),
     "Inf in half a tensor": (
-        "w", Edit(axes=(Axis(0, 4, 2, 15, 1),)), put("w", -math.inf, 5, 4), f"w.* {HOLDS}",
+        "w", Edit((CentreAxis(Axis(0, 4, 2, 15, 1)),)), put("w", -math.inf, 5, 4), f"w.* {HOLDS}",
     ),
     "a mean of large numbers": (
-        "w", Edit(axes=(OUT,)), both(put("w", 6e4), put("w", -6e4, 0, 0)), f"w.* {BEYOND}",
+        "w", Edit((CentreAxis(OUT),)), both(put("w", 6e4), put("w", -6e4, 0, 0)), f"w.* {BEYOND}",
     ),
     "a rotation": ("w", TURN, along_a_row_of_the_matrix, f"w.* {BEYOND}"),
     "a merged weight": (
-        "w", Edit(times=(MERGE,)), both(put("w", 300.0, 1, 2), put("g", 300.0, 2)), f"w.* {BEYOND}",
+        "w", Edit((MERGE,)), both(put("w", 300.0, 1, 2), put("g", 300.0, 2)), f"w.* {BEYOND}",
     ),
-    "NaN in a merged weight": ("w", Edit(times=(MERGE,)), put("g", math.nan, 5), f"g.* {HOLDS}"),
+    "NaN in a merged weight": ("w", Edit((MERGE,)), put("g", math.nan, 5), f"g.* {HOLDS}"),
     "a LayerScale": (
-        "w", Edit(scale=SCALE, axes=(OUT,)), both(put("w", 4e3, 6, 7), put("s", 40.0, 6)),
+        "w", Edit((SCALE, CentreAxis(OUT))), both(put("w", 4e3, 6, 7), put("s", 40.0, 6)),
         f"w.* {BEYOND}",
     ),
-    "NaN in a LayerScale": ("w", Edit(scale=SCALE), put("s", math.inf, 5), f"s.* {HOLDS}"),
+    "NaN in a LayerScale": ("w", Edit((SCALE,)), put("s", math.inf, 5), f"s.* {HOLDS}"),
     "a product": (
-        "b", Edit(plus=(ADD,)), both(put("w", 400.0, 8), put("v", 400.0)), f"b.* {BEYOND}",
+        "b", Edit((ADD,)), both(put("w", 400.0, 8), put("v", 400.0)), f"b.* {BEYOND}",
     ),
-    "NaN in the matrix of a product": ("b", Edit(plus=(ADD,)), put("w", math.nan, 8, 3),
+    "NaN in the matrix of a product": ("b", Edit((ADD,)), put("w", math.nan, 8, 3),
                                        f"w.* {HOLDS}"),
     "a bias divided by a small weight": (
-        "v", Edit(times=(Vector("g", 0, divides=True),)),
+        "v", Edit((Scale("g", 0, divides=True),)),
         both(put("v", 100.0, 3), put("g", 1e-3, 3)), f"v.* {BEYOND}",
     ),
     "the level of a baked norm": (
-        "g", Edit(level=Bake("w", "g", "v", 1e-5)), put("v", 6e4, slice(13)), f"g.* {BEYOND}",
+        "g", Edit((FillLevel(*NORM),)), put("v", 6e4, slice(13)), f"g.* {BEYOND}",
     ),
     "a table with NaN before a baked norm": (
-        "w", Edit(bake=Bake("w", "g", "v", 1e-5)), put("w", math.nan, 3, 3), f"w.* {HOLDS}",
+        "w", Edit((NormRows(*NORM), EncodeRows(*NORM))), put("w", math.nan, 3, 3), f"w.* {HOLDS}",
     ),
 }  # fmt: skip
 
@@ -111,11 +105,11 @@ def held(case: str, dtype: torch.dtype) -> Tensors:
 def test_in_memory_it_is_refused_by_name(case: str) -> None:
     (name, edit, _, words), found = WRONG[case], held(case, torch.float16)
     read = found.__getitem__
-    values = read_edit_inputs(edit, read)
+    loaded = edit.loaded(read)
     with pytest.raises(BadCheckpoint, match=f"^{words}"):
-        require_finite(name, found[name], edit, values, read)
+        require_finite(name, found[name], loaded, read)
     if words.endswith(BEYOND):  # a wider dtype is a way out
-        require_finite(name, found[name].float(), edit, values, read)
+        require_finite(name, found[name].float(), loaded, read)
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -133,10 +127,10 @@ def test_in_files_it_is_refused_by_name(case: str, tmp_path: Path) -> None:
 def test_the_reciprocal_of_a_number_near_zero_is_not_finite(tmp_path: Path) -> None:
     found = tensors(torch.float64)
     found["g"][3] = 1e-320
-    edit = Edit(times=(Vector("g", 0, divides=True),))
+    edit = Edit((Scale("g", 0, divides=True),))
     with pytest.raises(BadCheckpoint, match="^g holds .* too small to divide by.* edit of v"):
         read = found.__getitem__
-        require_finite("v", found["v"], edit, read_edit_inputs(edit, read), read)
+        require_finite("v", found["v"], edit.loaded(read), read)
     store(tmp_path / "model", found, "single")
     (tmp_path / "out").mkdir()
     with pytest.raises(BadCheckpoint, match="^g holds a number too small to divide by and cannot"):
@@ -144,7 +138,7 @@ def test_the_reciprocal_of_a_number_near_zero_is_not_finite(tmp_path: Path) -> N
 
 
 CASES = {**EDITS, "rotated": ("w", TURN), "rotated and merged": (
-    "w", Edit(times=(MERGE,), scale=SCALE, axes=(OUT,), turns=TURN.turns),
+    "w", Edit((MERGE, SCALE, CentreAxis(OUT), *TURN.steps)),
 )}  # fmt: skip
 
 
@@ -153,18 +147,18 @@ def test_the_bound_is_a_bound(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """A tensor whose results fit is accepted, one whose results do not is computed and refused."""
     (name, edit), found = CASES[case], tensors(torch.float64)
     x = found[edit.source or name]
-    values = read_edit_inputs(edit, found.__getitem__)
+    loaded = edit.loaded(found.__getitem__)
     for scale in (1.0, 30.0):
-        largest = float(apply_edit(x * scale, edit, values).abs().max())
+        largest = float(loaded.apply(x * scale).abs().max())
         for limit, fits in ((1.001 * largest, True), (0.999 * largest, False)):
             if not limit:
                 continue
             monkeypatch.setattr(torch, "finfo", lambda dtype, limit=limit: Limit(limit))
             computed: list[str] = []
             monkeypatch.setattr(
-                "enjoyln_cli.rewrite.finite.rounded", lambda *args, seen=computed: seen.append("")
+                "enjoyln_cli.edits.finite.rounded", lambda *args, seen=computed: seen.append("")
             )
-            require_finite(name, x * scale, edit, values, found.__getitem__)
+            require_finite(name, x * scale, loaded, found.__getitem__)
             assert fits or computed
 
 
@@ -289,7 +283,5 @@ def test_refold_refuses_what_it_cannot_centre(value: float, words: str, tmp_path
 
 
 def test_an_empty_tensor_is_finite() -> None:
-    edit = Edit(axes=(feature_axis((0, 3), 1),))
-    require_finite(
-        "w", torch.empty(0, 3), edit, EditInputs(), dict[str, torch.Tensor]().__getitem__
-    )
+    edit = Edit((CentreAxis(feature_axis((0, 3), 1)),))
+    require_finite("w", torch.empty(0, 3), edit, dict[str, torch.Tensor]().__getitem__)

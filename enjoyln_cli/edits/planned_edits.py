@@ -1,0 +1,109 @@
+"""The edits of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from enjoyln_cli.edits.baked_rows import EncodeRows, FillLevel, NormRows
+from enjoyln_cli.edits.edit import Edit
+from enjoyln_cli.edits.linear_steps import AddProduct, CentreAxis, LayerScale, RotateAxis, Scale
+from enjoyln_cli.edits.new_values import Append, Fill
+from enjoyln_cli.plan.axis import blocks
+from enjoyln_cli.plan.mean_units import UNITS, read_by_units, written_by_units
+from enjoyln_cli.plan.orthogonal_matrices import Rotation
+from enjoyln_cli.plan.plan import (
+    EditedTensor,
+    GrownParameter,
+    Merge,
+    NamedParameter,
+    Plan,
+    Widening,
+)
+
+
+def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
+    """The edits of a plan by name of the stored tensor, or of the parameter with ``held``.
+
+    ``held`` is for a model in memory: its axes are those of the parameters, and untied parameters
+    are not copied, since there each is a parameter of its own already.
+    """
+    edits: dict[str, Edit] = {}
+    copies = {} if held else {copy.tensor: copy.stored for copy in plan.untied}
+
+    def add(tensor: EditedTensor, rotation: Rotation | None) -> None:
+        name = tensor.parameter if held else tensor.tensor
+        axis = tensor.held if held and tensor.held else tensor.axis
+        edit = edits.get(name, Edit())
+        if rotation is None:
+            edit = edit.adding(*map(CentreAxis, blocks(axis)))
+        else:
+            edit = edit.adding(RotateAxis(axis, rotation))
+        if tensor.scale:
+            scale = tensor.scale.parameter if held else tensor.scale.tensor
+            edit = edit.adding(LayerScale(scale, axis.dim))
+            edits[scale] = Edit((Fill(1.0),))
+        if tensor.baked:
+            weight, bias = (
+                named.parameter if held else named.tensor
+                for named in (tensor.baked.weight, tensor.baked.bias)
+            )
+            norm = copies.get(name, name), weight, bias, tensor.baked.eps
+            edit = edit.adding(NormRows(*norm), EncodeRows(*norm))
+            edits.update({weight: Edit((FillLevel(*norm),)), bias: Edit((Fill(0.0),))})
+        edits[name] = edit
+
+    for writer in plan.writers:
+        add(writer, None)
+    for basis in plan.turned:
+        rotation = basis.rotation(plan.seed)
+        for turned in basis.tensors:
+            add(turned, rotation)
+    for mlp in plan.widened:
+        for part, values in _new_units(mlp):
+            name = part.parameter if held else part.tensor
+            edits[name] = edits.get(name, Edit()).adding(Append(part.dim, values))
+    for copy, stored in copies.items():
+        if copy != stored:
+            edits[copy] = replace(edits.get(copy, Edit()), source=stored)
+    for norm in plan.merged:
+        _merge(edits, norm, held)
+    return edits
+
+
+def _merge(edits: dict[str, Edit], norm: Merge, held: bool) -> None:
+    """Add the merge of one norm to the edits of the norm and of the layers that read it."""
+
+    def name_of(named: NamedParameter) -> str:
+        return named.parameter if held else named.tensor
+
+    weight = f"{norm.norm}.weight" if held else norm.weight
+    bias = f"{norm.norm}.bias" if held else norm.bias or norm.divided
+    if norm.weight:
+        edits[weight] = Edit((Fill(1.0 - norm.offset),))
+    if norm.bias:
+        edits[bias] = Edit((Fill(0.0),))
+    if norm.divided:
+        by_weight = Scale(weight, 0, norm.offset, divides=True)
+        edits[bias] = edits.get(bias, Edit()).adding(by_weight)
+    for reader in norm.readers:
+        matrix = name_of(reader.weight)
+        dim = reader.held if held and reader.held is not None else reader.dim
+        before = edits.get(matrix, Edit())
+        where = reader.outer, reader.inner, reader.outputs
+        if norm.weight:
+            edits[matrix] = before.adding(Scale(weight, dim, norm.offset, False, *where))
+        if reader.bias:
+            name, source = name_of(reader.bias), before.source or matrix
+            added = AddProduct(source, dim, bias, *where)
+            edits[name] = edits.get(name, Edit()).adding(added)
+
+
+def _new_units(mlp: Widening) -> Iterator[tuple[GrownParameter, tuple[float, ...]]]:
+    """Each parameter of a widened MLP, with the value for all features of each new hidden unit."""
+    zeros = (0.0,) * (mlp.to - mlp.size)
+    unused = zeros[UNITS:] if mlp.subtracts else zeros
+    yield mlp.first, (*read_by_units(mlp.features), *unused) if mlp.subtracts else unused
+    yield mlp.second, (*written_by_units(mlp.features), *unused) if mlp.subtracts else unused
+    if mlp.bias:
+        yield mlp.bias, zeros
