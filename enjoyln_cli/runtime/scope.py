@@ -42,9 +42,9 @@ class Check(Protocol):
     """A check of a model's modules and weights."""
 
     def holds(self, entry: Entry, model: nn.Module) -> bool:
-        """Whether ``model`` is as the proof assumes. Sets ``entry.trouble`` to the reason if not.
+        """Whether ``model`` is as the proof assumes.
 
-        Raises ``UnsupportedModel`` if LayerNorm would be wrong, too.
+        Sets ``entry.trouble`` to the reason if not.
         """
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from enjoyln_cli.errors import EnjoyLNError, NotCentred, UnsupportedModel
+from enjoyln_cli.errors import EnjoyLNError, NotCentred
 from enjoyln_cli.models.norm_modules import has_replaced_forward
 from enjoyln_cli.plan.trusted_code import foreign_hooks
 from enjoyln_cli.runtime.adapters import added_weights, replaced_message
@@ -42,7 +42,8 @@ _TRAINING = itemgetter("training")
 _VERSION = attrgetter("_version")
 _ADDRESS = Tensor.data_ptr
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_check_lock = threading.RLock()
+check_lock = threading.RLock()
+"""Held while a model is compared."""
 
 
 @dataclass(frozen=True)
@@ -228,14 +229,13 @@ class KeepStructure:
         """Whether ``model`` is as the proof assumes. Sets ``entry.trouble`` to the reason if not.
 
         Compares the model if it has changed since the last check. Warns if the trouble is new.
-        Raises ``UnsupportedModel`` if LayerNorm would be wrong too.
         """
         return (self.unchanged(entry) or self._look_again(entry, model)) and not entry.trouble
 
     @torch.compiler.disable
     def _look_again(self, entry: Entry, model: nn.Module) -> bool:
         """Set ``entry.trouble``; false if the model cannot be checked in this call."""
-        with _check_lock:
+        with check_lock:
             return self.unchanged(entry) or self._look(entry, model)
 
     @in_python
@@ -281,14 +281,9 @@ class KeepStructure:
 
 
 def trouble_with(check: Callable[[nn.Module], None], model: nn.Module) -> str:
-    """The first line of the error that ``check(model)`` raises; empty if it raises none.
-
-    Does not catch ``UnsupportedModel``: then the call is refused.
-    """
+    """The first line of the error that ``check(model)`` raises; empty if it raises none."""
     try:
         check(model)
-    except UnsupportedModel:
-        raise
     except (EnjoyLNError, AttributeError, RuntimeError, TypeError) as error:
         return first_line(error)
     return ""

@@ -31,6 +31,7 @@ from enjoyln_cli.runtime.structure import (
     Fact,
     KeepStructure,
     Snapshot,
+    check_lock,
     set_trouble,
     trouble_with,
 )
@@ -119,10 +120,11 @@ def _look_after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if not _watching:
         return
     stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    for check in [*_watching]:
-        snapshot = check.snapshot
-        if snapshot is not None and not stepped.isdisjoint(map(id, snapshot.tensors.values)):
-            check.snapshot = None
+    with check_lock:
+        for check in [*_watching]:
+            snapshot = check.snapshot
+            if snapshot is not None and not stepped.isdisjoint(map(id, snapshot.tensors.values)):
+                check.snapshot = None
 
 
 register_optimizer_step_post_hook(_look_after_step)

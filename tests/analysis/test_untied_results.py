@@ -311,13 +311,17 @@ def gpt2_plan() -> Plan:
 
 
 @pytest.mark.slow
-def test_the_marker_tells_what_was_untied_and_a_tie_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("same_object", [True, False])
+def test_the_marker_tells_what_was_untied_and_a_tie_is_noticed(
+    tmp_path: Path, same_object: bool
+) -> None:
     out = convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=UNTIE, verify=False).out
     config = json.loads((out / "config.json").read_text())
     assert config["enjoyln"]["version"] == 1
     assert read_marker(config).untied == {"lm_head.weight": "transformer.wte.weight"}
     model = tf.GPT2LMHeadModel.from_pretrained(out)
-    model.lm_head.weight = model.transformer.wte.weight
+    table = model.transformer.wte.weight
+    model.lm_head.weight = table if same_object else torch.nn.Parameter(table.data)
     with pytest.raises(
         NotCentred, match="lm_head.weight and transformer.wte.weight are tied again"
     ):
