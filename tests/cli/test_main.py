@@ -77,7 +77,10 @@ def test_version() -> None:
         (["report", GPT2, BERT, "--why", "x"], "--why"),
         (["verify"], "OUT"),
         (["push", "out"], "REPO_ID"),
-        (["verify", "x", "--text", __file__, "--image", __file__], "--text and --image"),
+        (
+            ["verify", "x", "--audio", str(Path(__file__).parent), "--image", __file__],
+            "--image and --audio",
+        ),
         (
             ["report", GPT2, "--save", "p.svg", "--write-recipe", "r.yaml"],
             "--save and --write-recipe",
