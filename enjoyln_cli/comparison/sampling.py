@@ -102,7 +102,8 @@ def choose(runner: Runner, data: UserData, seed: int, pace: Pace) -> Examples:
     if not is_cut:
         full = sum(map(length, batches))
     pace.costs = [sum(value.numel() for value in batch.values()) for batch in batches]
-    kind = "images" if first[0].keys() == {"pixel_values"} else "inputs"
+    is_picture = "pixel_values" in first[0] and "input_ids" not in first[0]
+    kind = "images" if is_picture else "inputs"
     is_limited = fitting is not None or data.number is not None
     return Examples(batches, count, full, kind, [] if is_limited else own, is_scored, mask_token)
 

@@ -185,14 +185,15 @@ def runnable(
 ) -> list[Batch]:
     """``batches`` as the model accepts them: unchanged, or with generated values for other inputs.
 
-    ``try_run`` runs the model on one row. What is generated is a warning. Raises
-    ``UnsupportedModel`` if the model accepts neither.
+    ``try_run`` runs the model on one row, of pictures and recordings on one of each shape. What is
+    generated is a warning. Raises ``UnsupportedModel`` if the model accepts neither.
     """
     errors = []
     for complete in (False, True):
         try:
             made = [complete_batch(model, one, dtype) for one in batches] if complete else batches
-            try_run(first_rows(made[0], 1))
+            for batch in _of_each_shape(made):
+                try_run(first_rows(batch, 1))
         except (EnjoyLNError, MemoryError):
             raise
         except Exception as error:  # any error of the model's code if an input is missing
@@ -205,3 +206,13 @@ def runnable(
     first = first_line(errors[0])
     given = ", ".join(batches[0])
     raise UnsupportedModel(f"{type(model).__name__} cannot run on {given} alone: {first}")
+
+
+def _of_each_shape(batches: Sequence[Batch]) -> list[Batch]:
+    """The first batch; of pictures and recordings the first of each shape."""
+    if not any(value.is_floating_point() for value in batches[0].values()):
+        return [*batches[:1]]
+    found: dict[tuple[torch.Size, ...], Batch] = {}
+    for batch in batches:
+        found.setdefault(tuple(value.shape[1:] for value in batch.values()), batch)
+    return [*found.values()]

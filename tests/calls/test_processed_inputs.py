@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from transformers import (
     ViltForQuestionAnswering,
     ViltImageProcessorPil,
     ViltProcessor,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessorPil,
 )
 from vision_language import PATCHES, SIZES, pictures, vision_language_model
 
@@ -183,6 +187,21 @@ def test_the_picture_that_cannot_be_read_is_named(detr: Any, tmp_path: Path) -> 
     (images / "1.png").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UnsupportedModel, match=r"1\.png cannot be read: .*truncated"):
         read(detr, tmp_path, read_user_data(images=[images]))
+
+
+def test_a_shape_that_the_model_does_not_take_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = ViTForImageClassification(ViTConfig(**SIZES, image_size=40, patch_size=8)).eval()
+    ViTImageProcessorPil(do_resize=False).save_pretrained(tmp_path)
+    for name, widen, fits in (("equal", 0, True), ("other", 8, False)):
+        images = pictures(tmp_path / name, 3, widen=widen, width=40)
+        found = read(model, tmp_path, read_user_data(images=[images]))
+        check = partial(runnable, model, found, torch.float32, lambda row: run(model, [row]))
+        if fits:
+            assert check() is found
+            continue
+        with pytest.raises(UnsupportedModel, match=r"cannot run on pixel_values.*48"):
+            check()
 
 
 def test_a_text_model_takes_no_pictures(tmp_path: Path) -> None:

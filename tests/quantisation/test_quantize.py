@@ -16,16 +16,21 @@ import pytest
 import torch
 from commands import GPT2, enjoyln, good, refused
 from live_models import CHECKPOINTS, ROOT
+from rounding import relative
 from safetensors.torch import load_file, save_file
 from sentence_encoder import sentence_encoder
 from stored_files import shallow
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vision_language import pictures, vision_language_model
 
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.cli.console import write_quantised
+from enjoyln_cli.comparison.data_files import read_user_data
+from enjoyln_cli.comparison.run import run
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export import transformers_exporter
 from enjoyln_cli.onnx_export.programs import programs_of, save
+from enjoyln_cli.quantisation.examples import split
 from enjoyln_cli.quantisation.measure import Differences
 from enjoyln_cli.quantisation.quantised import Compared, Quantised
 from enjoyln_cli.quantisation.quantize import require_layers
@@ -316,3 +321,27 @@ def test_sentence_embeddings_are_compared(tmp_path: Path) -> None:
     assert 1e-4 < found["held_out"]["error"] < 0.1
     again = json.loads(good("verify", out, "--text", LICENCE, "--json"))
     assert again["passed"] and 1e-4 < again["differences"]["error"] < 0.1
+
+
+@pytest.mark.slow
+def test_a_vision_language_model_is_quantised_with_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    model, out, text = tmp_path / "model", tmp_path / "out", tmp_path / "text.txt"
+    original = vision_language_model(model)
+    images = pictures(tmp_path / "images")
+    text.write_text("".join(f"What does line {at} say ?\n" for at in range(8)))
+    options = ("--rotations", 0, "--inputs", 4)
+    shown = refused("quantize", model, "-o", out, "--text", text, *options)
+    assert "also takes pixel_values" in shown and "pass --image as well" in shown
+    good("quantize", model, "-o", out, "--text", text, "--image", images, *options)
+    session = onnxruntime.InferenceSession(out / "onnx" / "model_quantized.onnx")
+    names = {"input_ids", "attention_mask", "pixel_values"}
+    assert {one.name for one in session.get_inputs()} == names
+    (example, *_), _ = split(original, model, read_user_data(text, [images]), 4, False)
+    exact = run(original, [example.batch])[0]["logits"]
+    feed = {name: value.numpy() for name, value in example.batch.items()}
+    (logits,) = session.run(["logits"], feed)
+    assert 0 < relative(torch.tensor(logits), exact) < 0.05
+    feed["pixel_values"] = np.zeros_like(feed["pixel_values"])
+    (blind,) = session.run(["logits"], feed)
+    assert relative(torch.tensor(blind), torch.tensor(logits)) > 0.05

@@ -29,13 +29,16 @@ SIZES = {
 }  # fmt: skip
 
 
-def pictures(folder: Path, count: int = 8, widen: int = 0) -> Path:
-    """A new directory of pictures of noise, each ``widen`` pixels wider than the last."""
+def pictures(folder: Path, count: int = 8, widen: int = 0, width: int = 48) -> Path:
+    """A new directory of pictures of noise, each ``widen`` pixels wider than the last.
+
+    The first one is ``width`` pixels wide; all are 40 pixels high.
+    """
     from PIL import Image
 
     folder.mkdir()
     for at in range(count):
-        noise = Image.effect_noise((48 + widen * at, 40), 80)
+        noise = Image.effect_noise((width + widen * at, 40), 80)
         noise.convert("RGB").save(folder / f"{at}.png")
     return folder
 
