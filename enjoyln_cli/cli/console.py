@@ -259,7 +259,7 @@ def write_quantised(result: Quantised) -> None:
     _show(table)
     as_original = "; no other form is clearly better" if result.chosen == "original" else ""
     say(f"wrote {result.scheme} as {result.format} to {result.out}: {result.chosen}{as_original}")
-    say(f"on the other half of the data ({counted(result.inputs, 'input')}):")
+    say(f"on the held-out data ({counted(result.inputs, 'input')}):")
     table = _table("", "quantised", "original, quantised", "float32")
     _add_differences(table, [result.held_out, result.plain], result.perplexity)
     original, *_ = result.candidates

@@ -215,9 +215,9 @@ def quantize(
 ) -> None:
     """Quantise MODEL, rotated if that is better on your data, and measure the result.
 
-    The original and its rotated forms are compared on one half of the data, in the program that
-    the format is for; the result is measured on the other half. Exit status 1 if its error is too
-    large.
+    The original and its rotated forms are compared on one half of your data (calibration data), in
+    the program that the format is for. The result is measured on the other half (held-out data).
+    Exit status 1 if its error is too large.
     """
     from enjoyln_cli.cli.progress import watch_job
 

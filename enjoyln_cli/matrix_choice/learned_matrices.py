@@ -92,7 +92,7 @@ def learn_matrices(
     *,
     resume: bool = False,
 ) -> MatrixChoice:
-    """Learn matrices in ``steps`` steps on the first half of the data, from those of the plan.
+    """Learn matrices in ``steps`` steps on the calibration data, from those of the plan.
 
     They are chosen if they are better on that half than those of the plan. The file ``state`` is
     written meanwhile; with ``resume``, the run that wrote it is continued. Raises ``OutputError``
@@ -109,7 +109,7 @@ def learn_matrices(
     measured = {name: tried.measure(each, second) for name, each in plans.items()}
     if compared[LEARNED].cost < compared[start].cost:
         return tried.choice(LEARNED, learned, compared, measured)
-    event("warning", f"learning did not help on the first half of the data, so {start} is used")
+    event("warning", f"learning did not help on the calibration data, so {start} is used")
     return tried.choice(start, plan, compared, measured)
 
 

@@ -1,7 +1,7 @@
 """How well a model quantises with some matrices, by simulated rounding on the user's data.
 
-Matrices are chosen on the first half of the data. What was chosen is measured on the other half,
-beside the original.
+Matrices are chosen on the calibration data, the first half of the user's data. What was chosen is
+measured on the held-out data, the other half, beside the original.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Trials:
     device: torch.device
     """Where models run. Inputs, and the outputs of the original, are kept on the CPU."""
     choosing: ExactOutputs
-    """The first half of the data, and what the original computes for it."""
+    """The calibration data, and what the original computes for them."""
     held_out: ExactOutputs
 
     @property
@@ -124,8 +124,8 @@ class MatrixChoice:
         first, second = (counted(many, "input") for many in self.inputs)
         return [
             f"simulated {self.scheme}, {what} from the exact ones",
-            f"  first half of the data, {first}: {tried}; {before}",
-            f"  other half, {second}: {text}{verdict}",
+            f"  calibration data, {first}: {tried}; {before}",
+            f"  held-out data, {second}: {text}{verdict}",
         ]
 
 

@@ -130,7 +130,7 @@ def quantize(
             countdown.count()
         float_size = work.size(FLOAT)
         chosen = forms[best(compared, float_size)]
-        event("stage", f"measuring on the other half: {chosen.name}{countdown.in_words}")
+        event("stage", f"measuring on the held-out data: {chosen.name}{countdown.in_words}")
         limit = settings.max_error if max_error is None else max_error
         measured = measure(work, chosen, held_out, limit, event)
         if not measured.chosen.error <= limit:

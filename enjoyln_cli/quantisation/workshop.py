@@ -108,7 +108,9 @@ def load_result(folder: Path, form: str, model_class: Any, suffix: str) -> Compu
     try:
         if FORMATS[form].is_checkpoint:
             return quantised_checkpoints.load(folder, model_class)
-        return onnx_forms.load(folder, suffix) if form == ONNX else openvino_program.load(folder)
+        if form == ONNX:
+            return onnx_forms.load(folder, suffix)
+        return openvino_program.load(folder, model_class)
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # the libraries do not check files, and may raise anything

@@ -20,6 +20,7 @@ from enjoyln_cli.models.classes import apply_experts, leave_out_cache
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export import transformers_exporter
 from enjoyln_cli.onnx_export.runtimes import Run
+from enjoyln_cli.plan.trusted_code import MODELS, is_defined_in
 from enjoyln_cli.quantisers import nncf_quantiser
 from enjoyln_cli.quantisers.schemes import QuantisationScheme
 
@@ -57,14 +58,22 @@ def quantised(
     return ExportedModel(parts, made.export_format)
 
 
-def load(folder: Path) -> Run:
-    """What was written to ``folder``, as a function that OpenVINO computes."""
+def load(folder: Path, model_class: type) -> Run:
+    """What was written to ``folder``, as a function that OpenVINO computes.
+
+    Code that comes with the result is trusted if the class of the original is such code.
+    """
     from transformers.exporters import ExportedModel
 
     # by default, some processors compute in bfloat16
     exact = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     with silent():
-        made: Any = ExportedModel.from_pretrained(folder, device="cpu", config=exact)
+        made: Any = ExportedModel.from_pretrained(
+            folder,
+            device="cpu",
+            config=exact,
+            trust_remote_code=not is_defined_in(model_class, MODELS),
+        )
 
     def compute(batch: Batch) -> dict[str, torch.Tensor]:
         return dict(tensors(made(**batch)))

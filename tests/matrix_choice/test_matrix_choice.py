@@ -159,7 +159,7 @@ def test_a_learned_result_is_exact_and_keeps_its_matrices(tokens: Path, tmp_path
     learns = ("rotate", GPT2, "-o", out, "--untie", "--learn", 16, "--tokens", tokens)
     shown = good(*learns, "--scheme", "w4a4", "--seconds", 5)
     assert "verified: " in shown
-    assert re.search(r"other half, 8 inputs: original \S+, seed 0 \S+, learned \S+", shown)
+    assert re.search(r"held-out data, 8 inputs: original \S+, seed 0 \S+, learned \S+", shown)
     kept = load_file(out / "enjoyln" / "rotation.safetensors")
     assert len(kept) == 4
     for name, matrix in kept.items():
