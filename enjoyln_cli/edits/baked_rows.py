@@ -22,9 +22,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
-from typing_extensions import Self
 
 from enjoyln_cli.edits.linear_steps import NAN, in_rows
 from enjoyln_cli.edits.step import Read, Shape, Step

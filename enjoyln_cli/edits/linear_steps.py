@@ -15,9 +15,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Self
 
 import torch
-from typing_extensions import Self
 
 from enjoyln_cli.edits.step import Read, Shape, Step
 from enjoyln_cli.errors import BadCheckpoint

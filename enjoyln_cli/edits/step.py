@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
-from typing_extensions import Self
 
 Read = Callable[[str], torch.Tensor]
 """Returns a tensor by its name, as it is before all edits."""
