@@ -259,6 +259,12 @@ def test_the_page_for_developers_shows_a_rule_that_is_there() -> None:
     assert shown in (ROOT / "enjoyln_cli" / "proof" / "rules.py").read_text(encoding="utf-8")
 
 
+def test_the_changelog_begins_with_this_version_and_is_short() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    version, _, said = text.split("\n## ")[1].partition("\n")
+    assert version == enjoyln_cli.__version__ and said.count("\n") <= 60
+
+
 def test_the_page_for_library_users_names_what_there_is() -> None:
     text = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+)`", text)) | set(re.findall(r"^## (\w+)$", text, re.MULTILINE))
