@@ -43,6 +43,8 @@ def keep_cross_cache(
     for nodes in attentions:
         _read_either(graph, condition, nodes, pairs)
     graph.sort()
+    for values in (graph.inputs, graph.outputs):
+        values[:] = sorted(values, key=_layer)
 
 
 def _compute_once(
@@ -156,6 +158,12 @@ def _nodes_after(values: Sequence[Any], weights: set[Any]) -> list[Any]:
             found.add(node)
             waiting += [user for value in node.outputs for user, _ in value.uses()]
     return [node for node in values[0].graph if node in found]
+
+
+def _layer(value: Any) -> int:
+    """The number of the layer of a key or value: optimum takes those of a layer together."""
+    name, *path = str(value.name).split(".")
+    return int(path[0]) if name in (CACHE, PRESENT) else -1
 
 
 def _like(value: Any, name: str) -> Any:

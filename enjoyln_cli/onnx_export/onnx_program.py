@@ -198,10 +198,11 @@ def count_nodes(graph: Any) -> dict[str, int]:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the exception that started it."""
+    """The first line of the exception that started it, with the next after a colon."""
     while error.__cause__ is not None:
         error = error.__cause__
-    line = first_line(error)
+    first, _, rest = str(error).strip().partition("\n")
+    line = first_line(f"{first} {first_line(rest)}" if first.endswith(":") else first)
     return line if isinstance(error, RuntimeError) else f"{type(error).__name__}: {line}"
 
 

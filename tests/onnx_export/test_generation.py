@@ -187,6 +187,12 @@ def test_cross_attention_is_cached_and_no_weight_is_stored_twice(tmp_path: Path)
         "encoder_hidden_states": rng.standard_normal((2, 6, 21), np.float32),
     }
     decoder = sessions["decoder_model_merged"]
+    parts = ["decoder.key", "decoder.value", "encoder.key", "encoder.value"]
+    names = [f"{layer}.{part}" for layer in range(2) for part in parts]
+    inputs = [one.name for one in decoder.get_inputs() if "encoder_" not in one.name]
+    assert inputs == ["input_ids", *(f"past_key_values.{name}" for name in names)]
+    outputs = [one.name for one in decoder.get_outputs()]
+    assert outputs == ["logits", *(f"present.{name}" for name in names)]
     logits, after = read(decoder, known, 2)
     name = "past_key_values.0.encoder.key"
     assert after[name].shape == (2, 3, 6, 7)
