@@ -162,10 +162,10 @@ def test_what_cannot_be_rotated_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_dry_run_and_a_report_say_what_turns_and_what_stays() -> None:
     text = good("rotate", CHECKPOINTS / "bert", "--dry-run")
-    assert "turn the values of 3 attentions" in text
+    assert "rotate the values of 3 attentions" in text
     assert "not rotated: 1 stream of 80 features" in text and "gelu acts on single features" in text
     text = good("report", CHECKPOINTS / "phi", "--rotate")
-    assert "turn 1 stream of 64 features (model.embed_tokens.weight)" in text
+    assert "rotate 1 stream of 64 features (model.embed_tokens.weight)" in text
     assert "not rotated: the heads of" in text
 
 
