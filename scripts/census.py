@@ -288,12 +288,12 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
             "widened": len(plan.widened),
             "untied": len(plan.untied),
             "merged": len(plan.merged),
-            "turned": [basis.kind for basis in plan.turned],
-            "changed": sorted({field for basis in plan.turned for field in basis.outputs}),
-            "not_turned": [[b.kind, b.reason, b.culprit] for b in plan.bases if not b.turns],
+            "turned": [basis.kind for basis in plan.rotated],
+            "changed": sorted({field for basis in plan.rotated for field in basis.outputs}),
+            "not_turned": [[b.kind, b.reason, b.culprit] for b in plan.bases if not b.is_rotated],
             "status": "not run",
         }
-        if mode == "rotate" and not plan.turned:
+        if mode == "rotate" and not plan.rotated:
             return row | {"status": "nothing turns"}
         if mode != "rotate" and not plan.norms:
             return row | {"status": "no LayerNorm"}
@@ -308,7 +308,7 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
             dtype, model = torch.float32, model.float()
             expected = seeded_runs(model, dtype)
         first, *_ = seeds = list(expected)
-        omitted = {name for basis in plan.turned for name in basis.inputs} | {*plan.unproven}
+        omitted = {name for basis in plan.rotated for name in basis.inputs} | {*plan.unproven}
         for run in proof_runs(model, dtype, omitted if mode == "rotate" else None):
             with suppress(Exception):  # not every model takes every optional input
                 expected[run] = outputs_of(run, model, dtype)

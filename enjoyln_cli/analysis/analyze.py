@@ -357,7 +357,7 @@ def analyze_family(family: TracedClasses, options: Options) -> Analysis:
     statement = state_problem(family, options)
     cut = solve(statement.problem)
     plan = plan_of(family, statement, cut, options)
-    if (plan.folded or plan.turned) and not coverage_is_known(family.traced):
+    if (plan.folded or plan.rotated) and not coverage_is_known(family.traced):
         return analyze_family(
             replace(family, traced=tuple(map(with_forms, family.traced))), options
         )

@@ -44,7 +44,7 @@ from enjoyln_cli.proof.min_cut import Cut, Parameter, Problem
 from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.rotation.affine_merge import Move, find_merges
 from enjoyln_cli.rotation.found_basis import FoundBasis
-from enjoyln_cli.rotation.turning import Rotations, bases_of, rotations
+from enjoyln_cli.rotation.rotations import Rotations, bases_of, rotations
 from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import covered_calls, unproven_inputs
 

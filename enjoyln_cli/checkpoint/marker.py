@@ -181,7 +181,7 @@ def marker_of_plan(plan: Plan, source: Source = IN_MEMORY, nonfinite: bool = Fal
         entry_inputs=plan.entry_inputs,
         unproven=plan.unproven,
         covered=plan.covered,
-        rotated=bool(plan.turned),
+        rotated=bool(plan.rotated),
         nonfinite=nonfinite,
         tool=f"enjoyln {__version__}",
     )

@@ -161,7 +161,7 @@ def _turned_stream(plan: Plan, original: Subject, like: str) -> tuple[Basis, str
     base = EditedBase(plan, original)
     features = tensor_at(base.model, base.table).shape[1]
     count = getattr(original.config.get_text_config(), "num_hidden_layers", 0)
-    for basis in plan.turned:
+    for basis in plan.rotated:
         stored = {turned.parameter: turned.tensor for turned in basis.tensors}
         layers = {next(filter(str.isdigit, name.split(".")), "") for name in stored}
         whole = basis.size == features and base.table in stored

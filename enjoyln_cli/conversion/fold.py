@@ -32,7 +32,7 @@ from enjoyln_cli.rewrite.preconditions import why_nothing_changes
 from enjoyln_cli.rewrite.shard_layout import bytes_to_write
 from enjoyln_cli.rewrite.writer import total_progress
 from enjoyln_cli.rotation.given_matrices import give_matrices
-from enjoyln_cli.rotation.turning import NORM_STAYS
+from enjoyln_cli.rotation.rotations import NORM_STAYS
 from enjoyln_cli.text import counted
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class PreparedFold:
 
     def with_plan(self, plan: Plan) -> PreparedFold:
         """The same, with a plan that turns by other matrices."""
-        matrix = MATRIX_FILE if any(basis.given for basis in plan.turned) else ""
+        matrix = MATRIX_FILE if any(basis.given for basis in plan.rotated) else ""
         options, user_options = (
             replace(before, seed=plan.seed, matrix=matrix)
             for before in (self.options, self.opening.options)
@@ -136,9 +136,9 @@ def prepare(
     if options.untie and not plan.untied:
         which = "no LayerNorm" if options.fold else "nothing that is rotated"
         event("warning", f"--untie changes nothing here: {which} depends on a tied weight")
-    if not plan.folded and not plan.turned and not options.fold:
+    if not plan.folded and not plan.rotated and not options.fold:
         raise NothingToFold(why_nothing_changes(plan, str(model)))
-    if not plan.folded and not plan.turned:
+    if not plan.folded and not plan.rotated:
         event("stage", "looking for options that would convert some")
         is_chosen = opening.model_class or options.keep_norms  # whose names are of one class
         alone = {

@@ -65,7 +65,7 @@ def rotate(
         calls = calls_of(copied, (), {}, ())
     names, weights = as_names(outputs), stored_weights(model)
     plan = analyze_calls(copied, calls, names, options, weights).plan
-    if not plan.turned:
+    if not plan.rotated:
         raise NothingToFold(why_nothing_changes(plan, name))
     plan = untying.untie(plan, apart) if apart else plan
     centre_parameters(model, plan)

@@ -55,7 +55,7 @@ def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
 
     for writer in plan.writers:
         add(writer, None)
-    for basis in plan.turned:
+    for basis in plan.rotated:
         rotation = basis.rotation(plan.seed)
         for turned in basis.tensors:
             add(turned, rotation)

@@ -58,7 +58,7 @@ class Learning:
     """For each basis by name, float32 of shape ``(size, size)``: ``A`` is its skew part."""
     optimiser: torch.optim.Optimizer
 
-    def turns(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    def rotations(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """``C(A)`` for each basis by name, in ``dtype``."""
         found = {}
         for basis in self.bases:
@@ -73,14 +73,14 @@ class Learning:
 
 
 @dataclass(frozen=True)
-class TurnedParameter:
-    """A parameter that turns."""
+class RotatedParameter:
+    """A parameter that is rotated."""
 
     name: str
     """One of its names."""
     values: torch.Tensor
     axes: Mapping[Axis, Basis]
-    """The axes that it turns over, and the basis of each."""
+    """The axes over which it is rotated, and the basis of each."""
 
 
 def learn_matrices(
@@ -100,7 +100,7 @@ def learn_matrices(
     """
     plan = tried.ready.plan
     start, first, second = f"seed {plan.seed}", tried.choosing, tried.held_out
-    if any(basis.given for basis in plan.turned):
+    if any(basis.given for basis in plan.rotated):
         start = "given matrices"
     turns = _learn(tried, steps, state, event, on_progress, resume)
     learned = with_turns(plan, turns)
@@ -117,7 +117,7 @@ def with_turns(plan: Plan, turns: Mapping[str, torch.Tensor]) -> Plan:
     """The plan whose bases are also turned by these matrices, in float64, by name."""
     bases = []
     for basis in plan.bases:
-        if basis.name in turns and basis.turns:
+        if basis.name in turns and basis.is_rotated:
             whole = turns[basis.name] @ matrix(basis.rotation(plan.seed))
             basis = replace(basis, given=nearest_orthogonal(basis.name, whole, basis))
         bases.append(basis)
@@ -130,15 +130,15 @@ def _learn(
     plan, job = tried.ready.plan, _digest(tried, steps)
     free = {
         basis.name: torch.zeros(basis.size, basis.size, device=tried.device, requires_grad=True)
-        for basis in plan.turned
+        for basis in plan.rotated
     }
     rates = [{"params": [each], "rate": RATE / math.sqrt(len(each))} for each in free.values()]
-    learning = Learning(plan.turned, free, torch.optim.Adam(rates, betas=(0.9, 0.99)))
+    learning = Learning(plan.rotated, free, torch.optim.Adam(rates, betas=(0.9, 0.99)))
     done = _restore(learning, state, job) if resume and state.exists() else 0
     after = f", {done} done by an earlier run" if done else ""
     event("stage", f"learning {len(free)} matrices in {steps} steps{after}")
     model = tried.load(plan).requires_grad_(False)
-    turned = list(_turned_parameters(model, plan))
+    turned = list(_rotated_parameters(model, plan))
     countdown = Countdown(steps - done, on_progress)
     for step in range(done, steps):
         for group in learning.optimiser.param_groups:
@@ -150,17 +150,17 @@ def _learn(
         if (step + 1) % max(steps // 10, 1) == 0:
             event("stage", f"step {step + 1} of {steps}: loss {float(loss):.3g}")
     free = {name: values.detach().cpu() for name, values in free.items()}
-    return replace(learning, free=free).turns(torch.float64)
+    return replace(learning, free=free).rotations(torch.float64)
 
 
 def _step(
-    learning: Learning, model: nn.Module, turned: list[TurnedParameter], tried: Trials, step: int
+    learning: Learning, model: nn.Module, turned: list[RotatedParameter], tried: Trials, step: int
 ) -> torch.Tensor:
     """One step of the optimiser on a few inputs that depend on ``step`` alone; returns the loss.
 
     The gradients of all inputs are summed at the turned weights, which are computed only once.
     """
-    matrices = {name: GivenMatrix("", values) for name, values in learning.turns().items()}
+    matrices = {name: GivenMatrix("", values) for name, values in learning.rotations().items()}
     weights = {}
     for parameter in turned:
         weight = parameter.values
@@ -205,17 +205,17 @@ def _loss_of(meaning: Meaning, got: torch.Tensor, exact: torch.Tensor) -> torch.
     return (got - exact).square().sum() / exact.square().sum()
 
 
-def _turned_parameters(model: nn.Module, plan: Plan) -> Iterator[TurnedParameter]:
-    """Each parameter that turns, once."""
+def _rotated_parameters(model: nn.Module, plan: Plan) -> Iterator[RotatedParameter]:
+    """Each parameter that is rotated, once."""
     tensors = values_of(model)
     names: dict[int, str] = {}
     axes: dict[str, dict[Axis, Basis]] = {}
-    for basis in plan.turned:
+    for basis in plan.rotated:
         for tensor in basis.tensors:
             name = names.setdefault(id(tensors[tensor.parameter]), tensor.parameter)
             axes.setdefault(name, {})[tensor.held or tensor.axis] = basis
     for name, found in axes.items():
-        yield TurnedParameter(name, tensors[name].detach(), found)
+        yield RotatedParameter(name, tensors[name].detach(), found)
 
 
 def _digest(tried: Trials, steps: int) -> str:
@@ -223,7 +223,7 @@ def _digest(tried: Trials, steps: int) -> str:
     ready = tried.ready
     model, names = ready.subject.source.model, tried.choosing.names
     parts = [model, tried.scheme, steps, ready.plan.seed, *names]
-    parts += [(basis.name, basis.size, basis.given) for basis in ready.plan.turned]
+    parts += [(basis.name, basis.size, basis.given) for basis in ready.plan.rotated]
     digest = hashlib.sha256(repr(parts).encode())
     for example in tried.choosing.examples:
         for name, value in example.batch.items():

@@ -311,8 +311,8 @@ class Basis:
     this stream. Only a live model or a program can carry that; empty if it is not needed."""
 
     @property
-    def turns(self) -> bool:
-        """Whether it can be turned."""
+    def is_rotated(self) -> bool:
+        """Whether it can be rotated."""
         return not self.reason
 
     def rotation(self, seed: int) -> Rotation:
@@ -415,14 +415,14 @@ class Plan:
         return tuple(v for v in self.norms if v.status != "kept")
 
     @property
-    def turned(self) -> tuple[Basis, ...]:
-        """The bases that are turned."""
-        return tuple(basis for basis in self.bases if basis.turns)
+    def rotated(self) -> tuple[Basis, ...]:
+        """The bases that are rotated."""
+        return tuple(basis for basis in self.bases if basis.is_rotated)
 
     @property
     def edited_tensors(self) -> tuple[EditedTensor, ...]:
-        """The tensors that are centred, then those that are turned; some are in both."""
-        return (*self.writers, *(tensor for basis in self.turned for tensor in basis.tensors))
+        """The tensors that are centred, then those that are rotated; some are in both."""
+        return (*self.writers, *(tensor for basis in self.rotated for tensor in basis.tensors))
 
     @property
     def baked(self) -> Mapping[str, BakedNorm]:

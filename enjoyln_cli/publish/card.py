@@ -166,7 +166,7 @@ def values(
         "classes": ", ".join(f"`{cls}`" for cls in plan.classes),
         "relation": RELATION if source.revision else "",
         "merged": bool(plan.merged),
-        "rotated": bool(plan.turned),
+        "rotated": bool(plan.rotated),
         "unproven": bool(plan.unproven),
         "untied": ", ".join(f"`{copy.tensor}`" for copy in plan.untied),
         "begin": BEGIN,

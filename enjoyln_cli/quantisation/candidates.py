@@ -39,7 +39,7 @@ class TurnedForm:
     @property
     def is_rotated(self) -> bool:
         """Whether more than the values of attentions is turned."""
-        return self.plan is not None and any(b.kind != "values" for b in self.plan.turned)
+        return self.plan is not None and any(b.kind != "values" for b in self.plan.rotated)
 
 
 def candidates(
@@ -50,18 +50,18 @@ def candidates(
     A head that is not rounded gains nothing from its own copy of the weights.
     """
     forms = [TurnedForm(ORIGINAL, None)]
-    if plan is None or not plan.turned:
+    if plan is None or not plan.rotated:
         return forms
     if plan.untied and head_is_rounded:
         forms.append(TurnedForm("untied", replace(plan, bases=(), merged=())))
-    values = tuple(basis for basis in plan.turned if basis.kind == "values")
+    values = tuple(basis for basis in plan.rotated if basis.kind == "values")
     if values:
         alone = replace(_turning(plan, values), untied=(), settings=())
         forms.append(TurnedForm("values only", alone))
-    written = tuple(basis for basis in plan.turned if not basis.product)
+    written = tuple(basis for basis in plan.rotated if not basis.product)
     for name, bases, fewer in (
         ("rotated", written, values),
-        ("rotated with a product", plan.turned, written),
+        ("rotated with a product", plan.rotated, written),
     ):
         if len(bases) > len(fewer):
             turning = _turning(plan, bases)

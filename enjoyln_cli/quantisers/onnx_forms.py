@@ -76,7 +76,7 @@ class OnnxForms:
     def _structure(self, model: Any, plan: Plan | None) -> Structure:
         if plan is None:
             return ()
-        products = tuple((basis.product, basis.size) for basis in plan.turned if basis.product)
+        products = tuple((basis.product, basis.size) for basis in plan.rotated if basis.product)
         if plan.settings and plan.settings not in self.harmless:
             if not _same_outputs(model, plan.settings, self.sample):
                 return (*products, *plan.settings)

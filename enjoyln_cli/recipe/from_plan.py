@@ -81,7 +81,7 @@ def lines_of(plan: Plan) -> EditLines:
         centring_ops=_section(plan.ops, "module"),
         merge=_section((*plan.merged, *plan.unmerged), "norm"),
         widen=_section(plan.widened, "second"),
-        rotate=_section(plan.turned, "name"),
+        rotate=_section(plan.rotated, "name"),
         untie=_section(plan.untied, "parameter"),
         config={entry.name: entry.value for entry in plan.settings if entry not in sizes},
         entry_inputs=plan.entry_inputs,

@@ -88,7 +88,7 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
     if plan.by_example:
         called = ", ".join(plan.by_example)
         lines.append(f"  proven on example inputs, whose values the code may read: {called}")
-    only_rotated = plan.turned and not plan.folded
+    only_rotated = plan.rotated and not plan.folded
     if plan.covered is not None:
         other = "may give wrong outputs" if only_rotated else "is refused"
         lines.append(_proven_calls(plan.covered.forms, other))
@@ -124,21 +124,21 @@ def _proven_calls(forms: Sequence[CallForm], other: str) -> str:
 def _rotated_lines(plan: Plan) -> list[str]:
     """What an orthogonal matrix turns, and what it does not, and why."""
     lines = [
-        f"  rotate {_bases_in_words(plan.turned, kind)}"
+        f"  rotate {_bases_in_words(plan.rotated, kind)}"
         for kind in ("stream", "heads", "values")
-        if any(basis.kind == kind for basis in plan.turned)
+        if any(basis.kind == kind for basis in plan.rotated)
     ]
     left = (basis for basis in plan.bases if basis.reason)
     for (kind, reason), kept in grouped(left, attrgetter("kind", "reason")).items():
         lines.append(f"  not rotated: {_bases_in_words(kept, kind)}: {reason}")
         lines += _because(kept)
-    if any(basis.kind == "stream" for basis in plan.turned):
-        fields = dict.fromkeys(name for basis in plan.turned for name in basis.outputs)
+    if any(basis.kind == "stream" for basis in plan.rotated):
+        fields = dict.fromkeys(name for basis in plan.rotated for name in basis.outputs)
         lines.append(
             f"  these outputs change: {', '.join(['hidden states', *fields])}; "
             "--outputs names what must stay the same"
         )
-    if inputs := list(dict.fromkeys(name for basis in plan.turned for name in basis.inputs)):
+    if inputs := list(dict.fromkeys(name for basis in plan.rotated for name in basis.inputs)):
         named = " and ".join(inputs)
         lines.append(f"  {named} must come from the rotated model itself, if they are passed")
     return lines
@@ -207,8 +207,8 @@ def _gain_line(gain: OutputGain, plan: Plan) -> str:
 
 def counts(plan: Plan) -> str:
     """``25 of 25 LayerNorms, using 1 added mean subtraction; 49 tensors centred (...)``."""
-    if plan.turned and not plan.folded:
-        turned = {edited.tensor for basis in plan.turned for edited in basis.tensors}
+    if plan.rotated and not plan.folded:
+        turned = {edited.tensor for basis in plan.rotated for edited in basis.tensors}
         merged = counted(len(plan.merged), "norm")
         return f"{counted(len(turned), 'tensor')}; {merged} merged into the layers that read them"
     many, added = counts_of(plan), len(plan.ops)

@@ -38,13 +38,13 @@ def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = F
     weight cannot be written, or bytes would change that another weight covers too (see
     ``rewrite.editable``). Nothing is changed then.
     """
-    if plan.covered is not None and (plan.writers or plan.turned):
+    if plan.covered is not None and (plan.writers or plan.rotated):
         plan.covered.require_any(type(model).__name__)
     edits_by_name = require_fit(model, plan)
     reader = reader_of(model)
     untied = {copy.parameter for copy in plan.untied}
     require_editable(model, edits_by_name, replaced=untied, read_on_demand=reader is not None)
-    for basis in plan.turned:
+    for basis in plan.rotated:
         if basis.product:
             model.get_submodule(basis.product)
     if not allow_nonfinite:
@@ -77,7 +77,7 @@ def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = F
             grown = wide.to(tensor.dtype)
             for name in names[key]:
                 tensors[name].data = grown
-    for basis in plan.turned:
+    for basis in plan.rotated:
         if basis.product:
             insert_product(model.get_submodule(basis.product), basis.rotation(plan.seed))
     for mlp in plan.widened:

@@ -23,13 +23,13 @@ def check_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
     if it adds a product, and ``BadCheckpoint`` if a tensor of the plan is not stored or has another
     shape.
     """
-    for basis in plan.turned:
+    for basis in plan.rotated:
         if basis.product:
             raise UnsupportedModel(
                 f"the input of {basis.product} needs an online rotation, and a checkpoint has no "
                 "place for it; leave out Options.products"
             )
-    if not plan.folded and not plan.turned:
+    if not plan.folded and not plan.rotated:
         raise NothingToFold(why_nothing_changes(plan, checkpoint.source.model))
     try:
         return fitting_edits(plan, {name: t.shape for name, t in checkpoint.tensors.items()})

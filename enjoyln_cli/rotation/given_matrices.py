@@ -42,7 +42,7 @@ def give_matrices(plan: Plan, path: Path) -> Plan:
     for key, found in _read(path).items():
         bases = list(_bases_named(key, plan))
         if not bases:
-            names = [basis.name for basis in plan.turned]
+            names = [basis.name for basis in plan.rotated]
             remedy = did_you_mean(key, names, 1) or "the recipe of a rotation lists them"
             raise BadCheckpoint(f"{path}: {key} names nothing that is rotated; {remedy}")
         for basis, transposed in bases:
@@ -55,7 +55,7 @@ def give_matrices(plan: Plan, path: Path) -> Plan:
 def _bases_named(key: str, plan: Plan) -> Iterator[tuple[Basis, bool]]:
     """The turned bases that a matrix is for, and whether it is transposed there."""
     module, _, last = key.rpartition(".")
-    for basis in plan.turned:
+    for basis in plan.rotated:
         is_learned_stream = key == "R1" and basis.kind == "stream"
         within = last == "R2" and basis.name.startswith(f"{module}.")
         if key == basis.name:

@@ -195,7 +195,7 @@ def verify(
     files = written_files(folded.source, accept) if plan is None else None
     plan = plan or plan_of_result(folded.checkpoint, marker)
     if max_ratio is None:
-        max_ratio = ROTATED_RATIO if plan.turned else RATIO
+        max_ratio = ROTATED_RATIO if plan.rotated else RATIO
     drift, failures = check_tensors(original.checkpoint, folded.checkpoint, edits_of(plan))
     differing = differing_settings(
         type(folded.config),

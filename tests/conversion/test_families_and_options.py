@@ -53,7 +53,7 @@ into nothing.
 def edited(plan: Plan, option: str) -> int:
     """How many norms, copies, MLPs or bases the option is about."""
     if "rotate" in option:
-        return len(plan.turned)
+        return len(plan.rotated)
     if "widen" in option:
         return len(plan.widened)
     if option == "untie":

@@ -53,9 +53,9 @@ def test_a_rotated_model_computes_the_same_and_can_be_saved(name: str, tmp_path:
     plan = rotate(model, seed=4)
     error = float((outputs_of(model) - expected).norm() / expected.norm())
     assert error < 1e-12
-    stream = [basis for basis in plan.turned if basis.kind == "stream"]
+    stream = [basis for basis in plan.rotated if basis.kind == "stream"]
     assert bool(stream) == (name != "bert")
-    for basis in plan.turned:
+    for basis in plan.rotated:
         assert changed(before, model) >= {tensor.parameter for tensor in basis.tensors}
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).eval()
@@ -67,7 +67,7 @@ def test_a_rotated_model_computes_the_same_and_can_be_saved(name: str, tmp_path:
 def test_seeds_and_options_choose_what_turns() -> None:
     tied = trained("gpt2")
     plan = rotate(tied, untie=False)
-    assert {basis.kind for basis in plan.turned} == {"values"}
+    assert {basis.kind for basis in plan.rotated} == {"values"}
     assert tied.lm_head.weight is tied.transformer.wte.weight
     first, second = trained("phi"), trained("phi")
     rotate(first, values=False, seed=1)
@@ -84,7 +84,7 @@ def test_a_head_that_the_config_cannot_untie_stays_tied() -> None:
     shaken(model).double()
     expected = outputs_of(model)
     plan = rotate(model)
-    assert plan.turned and not plan.untied
+    assert plan.rotated and not plan.untied
     assert model.lm_head.weight is model.shared.weight
     assert float((outputs_of(model) - expected).norm() / expected.norm()) < 1e-12
 

@@ -125,7 +125,7 @@ def learned(
 
 
 def matrices_of(plan: Plan) -> dict[str, torch.Tensor]:
-    return {basis.name: basis.given.values for basis in plan.turned if basis.given}
+    return {basis.name: basis.given.values for basis in plan.rotated if basis.given}
 
 
 @pytest.mark.slow

@@ -113,8 +113,8 @@ def test_all_norms_of_bloom_fold_in_the_weights_alone(bloom: Any) -> None:
 
 def test_the_stream_of_bloom_turns(bloom: Any) -> None:
     plan = plan_of(ROTATED)
-    assert [basis.kind for basis in plan.turned] == ["stream", "values", "values"]
-    assert plan.turned[0].fixes_ones and plan.turned[0].inputs == ("inputs_embeds",)
+    assert [basis.kind for basis in plan.rotated] == ["stream", "values", "values"]
+    assert plan.rotated[0].fixes_ones and plan.rotated[0].inputs == ("inputs_embeds",)
     turned = rotated(bloom, plan)
     assert error(turned, bloom, use_cache=False) <= 1e-12  # cached values are turned
     before, after = (m.get_submodule(NORM)(m.get_input_embeddings()(PADDED["input_ids"]))

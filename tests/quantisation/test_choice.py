@@ -222,7 +222,7 @@ def test_every_candidate_computes_the_function(name: str) -> None:
             not torch.equal(value, other[name]) for name, value in weights[0].items()
         )
     if turned:
-        stream = plan.turned[0].tensors[0].parameter
+        stream = plan.rotated[0].tensors[0].parameter
         *same, first, second = weights  # all but the rotations, which have two seeds
         assert all(torch.equal(other[stream], same[0][stream]) for other in same)
         assert not torch.equal(first[stream], second[stream])

@@ -99,7 +99,7 @@ def rows(seed: int = 1) -> torch.Tensor:
 def test_a_module_whose_blocks_add_their_input() -> None:
     model = sound(inside=True)
     plan = analyze_module(model, rows(), options=PRODUCTS).plan
-    assert [basis.product for basis in plan.turned] == ["layers.0"]
+    assert [basis.product for basis in plan.rotated] == ["layers.0"]
     turned = rotated(model, plan)
     torch.testing.assert_close(turned(rows(2)), model(rows(2)), rtol=1e-11, atol=1e-11)
 
@@ -109,14 +109,14 @@ def test_no_product_where_it_would_act_on_other_values(inside: bool, calls: int)
     """The first block's input is also added to its output, or is the last block's output."""
     model = sound(inside, calls)
     plan = analyze_module(model, rows(), options=PRODUCTS).plan
-    assert not plan.turned
+    assert not plan.rotated
     (kept,) = plan.bases
     assert "gelu acts on single features" in kept.reason
 
 
 def test_without_the_option_nothing_is_added() -> None:
     plan = analyze_module(sound(inside=True), rows(), options=Options(fold=False, rotate=True)).plan
-    assert not plan.turned and {basis.product for basis in plan.bases} == {""}
+    assert not plan.rotated and {basis.product for basis in plan.bases} == {""}
 
 
 def test_a_checkpoint_has_no_place_for_a_product(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_the_function_stays_the_same_in_the_stock_class(
 ) -> None:  # fmt: skip
     config = config_of(kind, settings)
     plan = analyze_config(config, model_class=name, outputs=outputs, options=ROTATED).plan
-    kinds = [basis.kind for basis in plan.turned]
+    kinds = [basis.kind for basis in plan.rotated]
     assert (kinds.count("stream"), kinds.count("values")) == (streams, attentions), [
         (basis.kind, basis.reason, basis.culprit) for basis in plan.bases
     ]
@@ -92,7 +92,7 @@ def test_the_function_stays_the_same_in_the_stock_class(
     turned = rotated(original, plan)
     assert type(turned) is type(original)
     assert far(turned, original, outputs) <= 1e-12
-    changed = {one.parameter for basis in plan.turned for one in basis.tensors}
+    changed = {one.parameter for basis in plan.rotated for one in basis.tensors}
     before, after = dict(original.named_parameters()), dict(turned.named_parameters())
     for parameter in changed & before.keys():
         assert not torch.allclose(before[parameter], after[parameter]), parameter
@@ -132,11 +132,11 @@ def test_a_tied_weight_that_turns_on_one_side_alone_is_untied() -> None:
     untied = replace(ROTATED, untie=True)
     plan = analyze_config(config, model_class="ElectraForMaskedLM", options=untied).plan
     assert [one.parameter for one in plan.untied] == ["generator_lm_head.weight"]
-    assert "electra.embeddings.word_embeddings.weight" in [basis.name for basis in plan.turned]
+    assert "electra.embeddings.word_embeddings.weight" in [basis.name for basis in plan.rotated]
     original = live("ElectraForMaskedLM", config)
     assert far(rotated(original, plan), original, ()) <= 1e-12
     tied = analyze_config(config, model_class="ElectraForMaskedLM", options=ROTATED).plan
-    assert "electra.embeddings.word_embeddings.weight" not in [one.name for one in tied.turned]
+    assert "electra.embeddings.word_embeddings.weight" not in [one.name for one in tied.rotated]
 
 
 def test_a_tied_head_turns_with_its_embedding_if_no_weight_is_in_between() -> None:
@@ -162,7 +162,7 @@ def test_a_tied_head_turns_with_its_embedding_if_no_weight_is_in_between() -> No
     parts = {"norm": nn.LayerNorm(12), "up": nn.Linear(12, 9), "down": nn.Linear(9, 12)}
     model = moved(Computing(run, table=table, head=head, **parts))
     plan = analyze_module(model, torch.tensor([[1, 2, 4]]), options=ROTATED).plan
-    (basis,) = plan.turned
+    (basis,) = plan.rotated
     turned = rotated(model, plan)
     assert turned.head.weight is turned.table.weight
     ids = torch.tensor([[0, 3, 5, 5]])
@@ -384,7 +384,7 @@ def test_values_are_heads_by_their_numbers(heads: list[int]) -> None:
         assert listed == ["gelu acts on single features, so it does not commute with a rotation"]
         return
     assert listed == [""]
-    (written,) = [one.axis for one in plan.turned[0].tensors if one.parameter == "project.weight"]
+    (written,) = [one.axis for one in plan.rotated[0].tensors if one.parameter == "project.weight"]
     assert [(written.start + (written.step or 6) * at) // 6 for at in range(written.outer)] == [
         head % 5 for head in heads
     ]
@@ -405,7 +405,7 @@ def test_embeddings_from_the_model_itself_are_in_its_basis(untied: dict[str, Any
     config = CONFIG_MAPPING["pegasus"](**SEPARATE, **untied)
     options = replace(ROTATED, untie=not untied)
     plan = analyze_config(config, model_class=name, outputs=("logits",), options=options).plan
-    assert [basis.kind for basis in plan.turned].count("stream") == 2
+    assert [basis.kind for basis in plan.rotated].count("stream") == 2
     assert "decoder_inputs_embeds" in plan.unproven
     config.tie_word_embeddings = False
     original = live(name, config)
@@ -457,7 +457,7 @@ def test_an_input_that_the_model_never_computes_stays() -> None:
 def test_an_input_that_the_model_also_computes_turns_with_it() -> None:
     config = config_of("gpt2", {**GPT2, **UNTIED})
     plan = analyze_config(config, model_class="GPT2LMHeadModel", options=ROTATED).plan
-    assert [one.inputs for one in plan.turned if one.kind == "stream"] == [("inputs_embeds",)]
+    assert [one.inputs for one in plan.rotated if one.kind == "stream"] == [("inputs_embeds",)]
 
 
 def test_without_values_only_streams_turn() -> None:
@@ -480,7 +480,7 @@ def test_the_outputs_that_may_change_decide() -> None:
     config = config_of("t5", {**T5, **UNTIED})
     name, state = "T5ForConditionalGeneration", "encoder_last_hidden_state"
     plan = analyze_config(config, model_class=name, options=ROTATED).plan
-    assert [b.outputs for b in plan.turned if b.kind == "stream"] == [(state,), ()]
+    assert [b.outputs for b in plan.rotated if b.kind == "stream"] == [(state,), ()]
     outputs = ("logits", state)
     plan = analyze_config(config, model_class=name, outputs=outputs, options=ROTATED).plan
     reasons = [basis.reason for basis in plan.bases if basis.kind == "stream"]

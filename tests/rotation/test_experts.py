@@ -48,7 +48,7 @@ def test_the_stream_turns_with_router_and_experts(
 ) -> None:
     config = CONFIG_MAPPING[kind](**settings)
     plan = analyze_config(config, model_class=name, options=ROTATED).plan
-    (stream, *_) = plan.turned
+    (stream, *_) = plan.rotated
     assert stream.kind == "stream" and stream.size == 24
     changed = {one.parameter for one in stream.tensors}
     assert any(word in parameter for parameter in changed for word in ("router", "gate.weight"))

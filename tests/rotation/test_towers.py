@@ -52,7 +52,7 @@ def test_a_tower_whose_last_norm_nothing_reads() -> None:
     )  # fmt: skip
     name, options = "LlavaForConditionalGeneration", Options(fold=False, rotate=True)
     plan = analyze_config(config, model_class=name, options=options).plan
-    streams = [basis for basis in plan.turned if basis.kind == "stream"]
+    streams = [basis for basis in plan.rotated if basis.kind == "stream"]
     assert [one.name.split(".")[1] for one in streams] == ["vision_tower", "multi_modal_projector"]
     assert "model.vision_tower.post_layernorm" not in streams[0].norms
     original = live(name, config)

@@ -73,7 +73,7 @@ def moved_fields(plan: Any, config: Any) -> tuple[set[str], set[str]]:
 
 def test_outputs_of_parts_turn_and_are_listed() -> None:
     plan = analyze_config(clip(), model_class="CLIPModel", options=ROTATED).plan
-    (stream,) = [basis for basis in plan.turned if basis.kind == "stream"]
+    (stream,) = [basis for basis in plan.rotated if basis.kind == "stream"]
     assert stream.outputs == ("text_model_output.last_hidden_state",)
     assert set(plan.outputs) == {
         "image_embeds", "logits_per_image", "logits_per_text", "text_embeds"
@@ -105,7 +105,7 @@ def test_a_norm_that_nothing_reads_is_no_obstacle() -> None:
     model = unread()
     x, other = (torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
     plan = analyze_module(model, x.double(), options=ROTATED).plan
-    (basis,) = plan.turned
+    (basis,) = plan.rotated
     assert basis.outputs == ("last_hidden_state",) and basis.norms == ("norm",)
     turned = rotated(model, plan)
     assert torch.equal(turned.after.weight, model.after.weight)
@@ -125,6 +125,6 @@ def test_a_norm_whose_result_is_to_stay_is_an_obstacle() -> None:
 def test_where_no_output_changes_all_are_proven() -> None:
     config = CONFIG_MAPPING["gpt2"](**TOKENS, n_embd=24, n_layer=1, n_head=4)
     plan = analyze_config(config, model_class="GPT2Model", options=ROTATED).plan
-    assert plan.outputs == () and [basis.kind for basis in plan.turned] == ["values"]
+    assert plan.outputs == () and [basis.kind for basis in plan.rotated] == ["values"]
     (kept,) = [basis for basis in plan.bases if basis.kind == "stream"]
     assert kept.reason == "the model returns it"

@@ -105,7 +105,7 @@ def test_rotate_edits_shared_memory_once(name: str, share: Callable[[Any], None]
     model = model_of(name)
     share(model)
     expected = outputs(model, name)
-    assert rotate(model).turned
+    assert rotate(model).rotated
     assert far(outputs(model, name), expected) < 1e-6  # Llama's norm computes in float32
 
 

@@ -74,7 +74,7 @@ class Rotations:
     def that_turn(self, bases: Iterable[Basis]) -> Rotations:
         """Those of the bases, listed in the same order, that turn."""
         pairs = zip(self.found, bases, strict=True)
-        turned = tuple(found for found, basis in pairs if basis.turns)
+        turned = tuple(found for found, basis in pairs if basis.is_rotated)
         return replace(self, found=turned)
 
 
