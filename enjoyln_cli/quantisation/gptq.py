@@ -1,0 +1,231 @@
+"""Round the weights of linear layers by the error that rounding makes in their outputs (GPTQ).
+
+Frantar et al. (2022), arXiv 2210.17323. Of a layer ``y = W x`` only ``H = sum(x xᵀ)`` over the
+calibration data matters: rounding ``W`` to ``Q`` changes the outputs by ``tr((W - Q) H (W - Q)ᵀ)``.
+The columns of ``W`` are rounded one after another, those of the largest inputs first. The error of
+each column is made up for by the columns that are not rounded yet:
+
+    W[:, j:] -= (W[:, j] - Q[:, j]) / U[j, j] · U[j, j:]        UᵀU = (H + λI)⁻¹, U upper triangular
+
+Weights are scaled in groups of neighbouring columns. A group gets its scale when its first column
+is rounded, from the weights as they are then.
+
+The layers of one block of a model are rounded together, on what the blocks before it compute with
+their rounded weights. Memory is bounded by the matrices ``H`` of one block.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.clock import Countdown, Progress, no_progress
+from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.run import run
+from enjoyln_cli.comparison.simulated_rounding import input_dimension
+
+DAMPING = 0.01
+"""``λ``, relative to the mean of the diagonal of ``H``."""
+AT_ONCE = 128
+"""How many columns are rounded before their errors reach the columns after them."""
+
+
+@dataclass(frozen=True, eq=False)
+class RoundedWeight:
+    """A matrix of shape ``(outputs, inputs)`` as integers in groups of neighbouring inputs.
+
+    The matrix is ``(integers - zero_points) * scales``, with the values of its group.
+    """
+
+    integers: torch.Tensor
+    """``(outputs, inputs)``, uint8: from 0 to ``2 ** bits - 1``."""
+    scales: torch.Tensor
+    """``(outputs, groups)``, float32."""
+    zero_points: torch.Tensor
+    """``(outputs, groups)``, uint8."""
+    group: int
+    """How many inputs share a scale; the last group may have fewer."""
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The rounded weights, float32."""
+        scales, zeros = (
+            part.repeat_interleave(self.group, 1)[:, : self.integers.shape[1]]
+            for part in (self.scales, self.zero_points.float())
+        )
+        return (self.integers.float() - zeros) * scales
+
+
+def rounded(
+    weight: torch.Tensor,
+    inputs: torch.Tensor | None,
+    bits: int,
+    group: int,
+    symmetric: bool = False,
+) -> RoundedWeight:
+    """Round ``weight``, of shape ``(outputs, inputs)``, to integers of ``bits`` bits.
+
+    ``inputs`` is ``H``, of shape ``(inputs, inputs)``; without it, each weight is rounded to the
+    nearest integer. ``symmetric`` integers have their zero point in the middle.
+    """
+    weight = weight.float().clone()
+    rows, width = weight.shape
+    groups = -(-width // group)
+    result = RoundedWeight(
+        torch.empty(rows, width, dtype=torch.uint8),
+        torch.empty(rows, groups),
+        torch.empty(rows, groups, dtype=torch.uint8),
+        group,
+    )
+    inputs = torch.eye(width) if inputs is None else inputs
+    order = inputs.diagonal().argsort(descending=True, stable=True)
+    place = order.argsort()
+    inverse = _factor_of_inverse(inputs[order][:, order])
+    weight = weight[:, order]
+    started: set[int] = set()
+    for begin in range(0, width, AT_ONCE):
+        end = min(begin + AT_ONCE, width)
+        errors = torch.zeros(rows, end - begin)
+        for at in range(begin, end):
+            column, done = int(order[at]), at - begin
+            its_group = column // group
+            if its_group not in started:
+                started.add(its_group)
+                members = place[its_group * group : (its_group + 1) * group]
+                now = weight[:, members] - errors[:, :done] @ inverse[begin:at][:, members]
+                scale, zero = _scale_of(now, bits, symmetric)
+                result.scales[:, its_group], result.zero_points[:, its_group] = scale, zero
+            value = weight[:, at] - errors[:, :done] @ inverse[begin:at, at]
+            scale, zero = result.scales[:, its_group], result.zero_points[:, its_group].float()
+            steps = (value / scale + zero).round().clamp(0, 2**bits - 1)
+            result.integers[:, column] = steps.to(torch.uint8)
+            errors[:, done] = (value - (steps - zero) * scale) / inverse[at, at]
+        weight[:, end:] -= errors @ inverse[begin:end, end:]
+    return result
+
+
+def _factor_of_inverse(inputs: torch.Tensor) -> torch.Tensor:
+    """The upper triangular ``U`` with ``UᵀU = (H + λI)⁻¹``; ``H`` is at least semidefinite."""
+    wide = inputs.double()
+    mean = wide.diagonal().mean()
+    damping = DAMPING * (mean if mean > 0 else 1.0)
+    wide = wide + damping * torch.eye(len(wide), dtype=wide.dtype)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(wide))
+    return torch.linalg.cholesky(inverse, upper=True).float()
+
+
+def _scale_of(
+    weights: torch.Tensor, bits: int, symmetric: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale and the zero point of each row; all weights are within its range, and so is 0."""
+    if symmetric:
+        largest = weights.gather(1, weights.abs().argmax(1, keepdim=True))[:, 0]
+        scale = -largest / 2 ** (bits - 1)
+        scale = torch.where(scale == 0, 1.0, scale)
+        return scale, torch.full_like(scale, 2 ** (bits - 1))
+    low, high = weights.amin(1).clamp(max=0), weights.amax(1).clamp(min=0)
+    scale = (high - low) / (2**bits - 1)
+    scale = torch.where(scale == 0, 1.0, scale)
+    return scale, (-low / scale).round()
+
+
+def round_model(
+    model: Any,
+    layers: Sequence[str],
+    batches: Sequence[Batch],
+    bits: int,
+    group: int,
+    symmetric: bool = False,
+    on_progress: Progress = no_progress,
+) -> dict[str, RoundedWeight]:
+    """Round the weights of the linear layers at these paths of ``model``, in place.
+
+    ``batches`` are the calibration data: inputs of ``forward``. A layer that none of them reaches
+    is rounded to the nearest integers. ``on_progress`` is called after each block. Returns the
+    integers by the paths of the layers.
+    """
+    modules = {path: model.get_submodule(path) for path in layers}
+    calls = _calls(model, modules, batches[0]) if batches else []
+    order = [*dict.fromkeys((*calls, *layers))]
+    blocks: dict[str, list[str]] = {}
+    for path in order:
+        blocks.setdefault(_block_of(path), []).append(path)
+    countdown, found = Countdown(len(blocks), on_progress), {}
+    for paths in blocks.values():
+        block = {path: modules[path] for path in paths}
+        inputs = _squares(model, block, batches, sum(path in block for path in calls))
+        for path, module in block.items():
+            found[path] = _round_layer(module, inputs.get(path), bits, group, symmetric)
+        countdown.count()
+    return found
+
+
+def _block_of(path: str) -> str:
+    """The path up to its first number, ``h.3`` of ``h.3.mlp.c_fc``; all of it if it has none."""
+    numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", path)
+    return numbered[0] if numbered else path
+
+
+def _round_layer(
+    module: nn.Module, inputs: torch.Tensor | None, bits: int, group: int, symmetric: bool
+) -> RoundedWeight:
+    weight: Any = module.weight
+    transposed = input_dimension(module) == 0
+    matrix = weight.detach().T if transposed else weight.detach()
+    result = rounded(matrix, inputs, bits, group, symmetric)
+    with torch.no_grad():
+        weight.copy_(result.matrix.T if transposed else result.matrix)
+    return result
+
+
+def _calls(model: Any, modules: Mapping[str, nn.Module], batch: Batch) -> list[str]:
+    """The paths of the layers in the order in which the model calls them."""
+    called: list[str] = []
+    with _watched(modules, lambda path, x: called.append(path)):
+        run(model, [batch])
+    return called
+
+
+def _squares(
+    model: Any, block: Mapping[str, nn.Module], batches: Sequence[Batch], calls: int
+) -> dict[str, torch.Tensor]:
+    """``H`` of each layer of a block that a run reaches; a run ends after so many ``calls``."""
+    found: dict[str, torch.Tensor] = {}
+    left = 0
+
+    def add(path: str, x: torch.Tensor) -> None:
+        nonlocal left
+        rows = x.detach().reshape(-1, x.shape[-1]).float()
+        product = rows.T @ rows
+        found[path] = found[path] + product if path in found else product
+        left -= 1
+        if not left:
+            raise _Reached
+
+    for batch in batches if calls else ():
+        left = calls
+        with _watched(block, add), suppress(_Reached):
+            run(model, [batch])
+    return found
+
+
+class _Reached(Exception):
+    """Ends a run of a model after the last call of a block's layers."""
+
+
+@contextmanager
+def _watched(
+    modules: Mapping[str, nn.Module], see: Callable[[str, torch.Tensor], None]
+) -> Iterator[None]:
+    """Within the block, ``see`` gets the path and the input of each layer before its call."""
+    with ExitStack() as stack:
+        for path, module in modules.items():
+            hook = module.register_forward_pre_hook(lambda _, args, at=path: see(at, args[0]))  # type: ignore[misc]
+            stack.callback(hook.remove)
+        yield

@@ -1,0 +1,91 @@
+"""Rounding weights by the error that it makes in the outputs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiny_models import CHECKPOINTS
+from torch import nn
+from transformers import AutoModel
+
+from enjoyln_cli.comparison.simulated_rounding import linear_layers
+from enjoyln_cli.quantisation.gptq import RoundedWeight, round_model, rounded
+
+
+def correlated(width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight with means, and ``H`` of inputs that are correlated and differ in size."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(37, width, generator=generator) + 0.3
+    mixing = torch.randn(width, width, generator=generator) * torch.linspace(0.1, 3, width)
+    x = torch.randn(20 * width, width, generator=generator) @ mixing
+    return weight, x.T @ x
+
+
+def output_error(weight: torch.Tensor, result: RoundedWeight, inputs: torch.Tensor) -> float:
+    difference = weight - result.matrix
+    return float((difference @ inputs * difference).sum() / (weight @ inputs * weight).sum())
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("width", [64, 75])
+def test_outputs_lose_less_than_by_the_nearest_integer(width: int, symmetric: bool) -> None:
+    weight, inputs = correlated(width)
+    nearest = rounded(weight, None, 4, 32, symmetric)
+    by_error = rounded(weight, inputs, 4, 32, symmetric)
+    assert output_error(weight, by_error, inputs) < 0.6 * output_error(weight, nearest, inputs)
+    assert by_error.scales.shape == by_error.zero_points.shape == (37, -(-width // 32))
+    assert int(by_error.integers.max()) == 15
+
+
+def test_inputs_that_are_alike_and_apart_change_nothing() -> None:
+    weight, _ = correlated(64)
+    nearest, by_error = (rounded(weight, h, 4, 32) for h in (None, 5 * torch.eye(64)))
+    assert torch.equal(nearest.integers, by_error.integers)
+    steps = (weight - nearest.matrix).unflatten(1, (2, 32)).abs().amax(-1) / nearest.scales
+    assert float(steps.max()) <= 0.5 + 1e-4
+
+
+def test_the_last_column_makes_up_for_the_first() -> None:
+    """Of two equal inputs, the sum of both weights is what the outputs see."""
+    weight = torch.tensor([[0.30, 0.30, 1.5, -1.5]])
+    inputs = torch.diag(torch.tensor([4.0, 4.0, 9.0, 9.0]))
+    inputs[0, 1] = inputs[1, 0] = 3.999
+    nearest, by_error = (rounded(weight, h, 4, 4) for h in (None, inputs))
+    lost = [abs(float(one.matrix[0, :2].sum()) - 0.6) for one in (nearest, by_error)]
+    assert lost[1] < 0.6 * lost[0]
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_rows_of_zeros_and_inputs_that_never_come(symmetric: bool) -> None:
+    weight, inputs = correlated(64)
+    weight[3] = 0
+    inputs[5] = inputs[:, 5] = 0
+    for h in (inputs, torch.zeros(64, 64)):
+        result = rounded(weight, h, 4, 32, symmetric)
+        assert bool(result.matrix.isfinite().all()) and not result.matrix[3].any()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "phi"])
+def test_a_whole_model_is_closer_to_its_original(family: str) -> None:
+    model = AutoModel.from_pretrained(CHECKPOINTS / family, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(3)
+    vocabulary = model.config.vocab_size
+    batches = [
+        {"input_ids": torch.randint(vocabulary, (1, 24), generator=generator)} for _ in range(9)
+    ]
+    layers = [*linear_layers(model)]
+    apart = {}
+    for name, data in {"nearest": [], "by error": batches[:8]}.items():
+        small = copy.deepcopy(model)
+        found = round_model(small, layers, data, 4, 16)
+        assert found.keys() == set(layers)
+        for path, weight in found.items():
+            layer = small.get_submodule(path)
+            flat = isinstance(layer, nn.Linear)
+            assert torch.equal(layer.weight, weight.matrix if flat else weight.matrix.T)
+        with torch.no_grad():
+            exact, got = (one(**batches[8])[0] for one in (model, small))
+        apart[name] = float((got - exact).norm() / exact.norm())
+    assert apart["by error"] < apart["nearest"]
