@@ -38,6 +38,8 @@ from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.text import dtype_name, listed_briefly
 
 FOLDER = "onnx"
+TRANSPOSED = ".transposed"
+"""What the name of a weight ends with that is stored transposed."""
 LARGEST = 1_500_000_000
 """Bytes of weights that are stored in a program's file: protobuf allows 2 GB in all."""
 
@@ -228,7 +230,7 @@ def _transpose_weights(graph: Any) -> None:
         if value is None or value.name not in graph.initializers or len(value.uses()) > 1:
             continue
         order = node.attributes["perm"].as_ints()
-        name = f"{value.name}.transposed"
+        name = f"{value.name}{TRANSPOSED}"
         weight = value.const_value.raw.permute(order).contiguous()
         (result,) = node.outputs
         made = onnx_ir.Value(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,6 +25,7 @@ from enjoyln_cli.plan.plan import Basis, Options, Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 
 ORIGINAL = "original"
+Rounding = Literal["nearest", "gptq", "asymmetric gptq"]
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,21 @@ class TurnedForm:
     """``original``, ``values only``, or ``rotated, seed 3``."""
     plan: Plan | None
     """The edits; ``None`` for the original."""
+    rounding: Rounding = "nearest"
+    """How weights of 4 bits are rounded: each to the nearest integer, or by ``quantisers.gptq``."""
 
     @property
     def is_rotated(self) -> bool:
         """Whether more than the values of attentions is turned."""
         return self.plan is not None and any(b.kind != "values" for b in self.plan.rotated)
+
+
+def rounded_by_error(form: TurnedForm) -> list[TurnedForm]:
+    """The same form with weights that are rounded by the error of the outputs (GPTQ)."""
+    return [
+        replace(form, name=f"{form.name}, GPTQ", rounding="gptq"),
+        replace(form, name=f"{form.name}, asymmetric GPTQ", rounding="asymmetric gptq"),
+    ]
 
 
 def candidates(

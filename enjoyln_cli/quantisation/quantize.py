@@ -31,8 +31,10 @@ from enjoyln_cli.fs.staging import check_place, staged_output
 from enjoyln_cli.publish.written_card import write_quantised_card
 from enjoyln_cli.quantisation.candidates import (
     FloatModel,
+    TurnedForm,
     candidates,
     rotation_plan,
+    rounded_by_error,
     stored_class,
 )
 from enjoyln_cli.quantisation.examples import require_every_input
@@ -122,13 +124,21 @@ def quantize(
         del float_model
         forms = candidates(plan, seeds, settings.rounds_untied_heads(form))
         countdown, compared = Countdown(len(forms) + 2, on_progress), []
-        for candidate in forms:
+
+        def compare(candidate: TurnedForm) -> None:
             event("stage", f"quantising: {candidate.name}{countdown.in_words}")
             weights = work.write(candidate, choosing.examples)
             apart = differences(work.load(candidate.name), choosing)
             compared.append(Compared(candidate.name, apart, work.size(candidate.name), weights))
             countdown.count()
+
+        for candidate in forms:
+            compare(candidate)
         float_size = work.size(FLOAT)
+        if form == ONNX and settings.weight_bits == 4:
+            forms += rounded_by_error(forms[best(compared, float_size)])
+            for candidate in forms[-2:]:
+                compare(candidate)
         chosen = forms[best(compared, float_size)]
         event("stage", f"measuring on the held-out data: {chosen.name}{countdown.in_words}")
         limit = settings.max_error if max_error is None else max_error

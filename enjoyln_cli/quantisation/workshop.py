@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.simulated_rounding import linear_layers
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.events import Event
 from enjoyln_cli.onnx_export import transformers_exporter
@@ -19,7 +22,9 @@ from enjoyln_cli.quantisation.examples import Example, traced_batch
 from enjoyln_cli.quantisation.measure import Compute, Differences, ExactOutputs, differences
 from enjoyln_cli.quantisation.speed import Speed, speeds, speeds_of_programs
 from enjoyln_cli.quantisers import onnx_forms, openvino_program, quantised_checkpoints
+from enjoyln_cli.quantisers.gptq import RoundedWeight, round_model
 from enjoyln_cli.quantisers.onnx_forms import OnnxForms
+from enjoyln_cli.quantisers.onnxruntime_quantiser import GROUP
 from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount
 from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, QuantisationScheme
 from enjoyln_cli.text import first_line
@@ -71,10 +76,11 @@ class Workshop:
         calibration = [example.batch for example in examples]
         if self.forms:
             keep = (*self.keep, *head_of(model)) if self.scheme.weight_bits == 4 else self.keep
+            rounded = self.round_by_error(model, candidate, calibration)
             programs = self.forms.programs(model, candidate.plan)
-            if float_folder:
+            if float_folder and not rounded:
                 save(programs, float_folder)
-            small = onnx_forms.quantised(programs, self.scheme, calibration, keep)
+            small = onnx_forms.quantised(programs, self.scheme, calibration, keep, rounded)
             save(small, folder, self.scheme.suffix)
             return None
         batch = traced_batch(model, examples[0])
@@ -86,6 +92,20 @@ class Workshop:
         if float_folder:
             transformers_exporter.save(made, float_folder, model.config)
         return None
+
+    def round_by_error(
+        self, model: Any, candidate: TurnedForm, calibration: Sequence[Batch]
+    ) -> dict[str, RoundedWeight]:
+        """The weights of ``model`` in 4 bits, rounded in place, if the candidate asks for it."""
+        if candidate.rounding == "nearest":
+            return {}
+        layers = [
+            path
+            for path in linear_layers(model)
+            if not any(fnmatchcase(path, pattern) for pattern in self.keep)
+        ]
+        symmetric = candidate.rounding == "gptq"
+        return round_model(model, layers, calibration, GROUP, symmetric)
 
     def load(self, name: str) -> Compute:
         """A candidate, or ``FLOAT``, in the program that runs it."""

@@ -8,7 +8,7 @@ than its config tells, it is one program of a whole call, which is exported anew
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +31,7 @@ from enjoyln_cli.onnx_export.programs import Programs, programs_of, save, with_w
 from enjoyln_cli.onnx_export.runtimes import LoadedProgram, Run
 from enjoyln_cli.plan.plan import Plan, Setting
 from enjoyln_cli.quantisers import onnxruntime_quantiser
+from enjoyln_cli.quantisers.gptq import RoundedWeight
 from enjoyln_cli.quantisers.schemes import QuantisationScheme
 
 Structure = tuple[Any, ...]
@@ -125,8 +126,11 @@ def quantised(
     scheme: QuantisationScheme,
     calibration: Sequence[Batch],
     keep: Sequence[str],
+    rounded: Mapping[str, RoundedWeight] | None = None,
 ) -> Programs:
     """The programs, quantised by ``scheme``.
+
+    ``rounded`` are weights of linear layers as integers already, by the paths of their layers.
 
     ``keep`` are paths of layers, or patterns, that stay in float32 (in 8 bits if ``scheme`` has
     4). ``calibration`` are inputs of the model, for a static scheme. Raises ``UnsupportedModel`` if
@@ -134,7 +138,9 @@ def quantised(
     """
     calls = _calls(programs, calibration) if scheme.is_static else {}
     small = {
-        name: onnxruntime_quantiser.quantised(program.clone(), scheme, calls.get(name, ()), keep)
+        name: onnxruntime_quantiser.quantised(
+            program.clone(), scheme, calls.get(name, ()), keep, rounded or {}
+        )
         for name, program in programs.models.items()
     }
     if not any(map(onnxruntime_quantiser.is_rounded, small.values())):

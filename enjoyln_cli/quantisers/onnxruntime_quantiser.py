@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,6 +15,8 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export.onnx_program import module_of
 from enjoyln_cli.quantisers.dynamic_int8 import round_weights
+from enjoyln_cli.quantisers.gptq import RoundedWeight
+from enjoyln_cli.quantisers.products_in_groups import write_rounded
 from enjoyln_cli.quantisers.schemes import QuantisationScheme
 from enjoyln_cli.rewrite.inserted_product import NAME
 
@@ -26,13 +28,18 @@ ROUNDED = ("MatMulInteger", "MatMulNBits", "QuantizeLinear")
 
 
 def quantised(
-    program: Any, scheme: QuantisationScheme, calibration: Sequence[Batch], keep: Sequence[str]
+    program: Any,
+    scheme: QuantisationScheme,
+    calibration: Sequence[Batch],
+    keep: Sequence[str],
+    rounded: Mapping[str, RoundedWeight],
 ) -> Any:
     """An ``onnx_ir.Model`` in float32, quantised; it may be changed in place.
 
     ``keep`` are paths of layers, or patterns, that stay in float32 (in 8 bits if ``scheme`` has
-    4). ``calibration`` are inputs of the program, for a static scheme. Embeddings are rounded to 8
-    bits as well: they are most of a small model's bytes.
+    4). ``calibration`` are inputs of the program, for a static scheme. ``rounded`` are weights of
+    linear layers as integers in groups already, by the paths of their layers. Embeddings are
+    rounded to 8 bits as well: they are most of a small model's bytes.
     """
     kept = _nodes_in(program, (*keep, f"*.{NAME}"))
     in_groups = bool(scheme.group) or scheme.weight_bits == 4 or scheme.input_bits is None
@@ -40,6 +47,7 @@ def quantised(
     round_weights(program, products=dynamic, kept=kept, reduced=sums_saturate())
     with silent(), redirect_stdout(io.StringIO()):
         if in_groups:
+            write_rounded(program, rounded, _accuracy(scheme))
             return _in_groups(program, scheme, kept)
         return _static(program, calibration, kept) if scheme.is_static else program
 
@@ -91,6 +99,11 @@ def _static(program: Any, calibration: Sequence[Batch], kept: list[str]) -> Any:
     return quantizer.quantize(program, calibration[0], ExportFormat.ONNX)
 
 
+def _accuracy(scheme: QuantisationScheme) -> int:
+    """``accuracy_level``: products of 8-bit integers, or of the inputs' own dtype."""
+    return 4 if scheme.input_bits else 0
+
+
 def _in_groups(program: Any, scheme: QuantisationScheme, kept: list[str]) -> Any:
     """The program with weights in groups with one scale each.
 
@@ -100,7 +113,6 @@ def _in_groups(program: Any, scheme: QuantisationScheme, kept: list[str]) -> Any
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
     proto = onnx_ir.to_proto(program)
-    level = 4 if scheme.input_bits else 0  # int8 products, or those of the inputs' own dtype
     passes = [(scheme.weight_bits, kept)]
     if scheme.weight_bits == 4:
         passes.append((8, []))
@@ -110,7 +122,7 @@ def _in_groups(program: Any, scheme: QuantisationScheme, kept: list[str]) -> Any
             bits=bits,
             block_size=GROUP,
             is_symmetric=True,
-            accuracy_level=level,
+            accuracy_level=_accuracy(scheme),
             nodes_to_exclude=excluded,
             op_types_to_quantize=("MatMul",),
         )

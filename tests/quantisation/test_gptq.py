@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
+from live_models import shaken
 from tiny_models import CHECKPOINTS
 from torch import nn
-from transformers import AutoModel
+from transformers import AutoModel, GPT2Config, GPT2LMHeadModel
 
 from enjoyln_cli.comparison.simulated_rounding import linear_layers
-from enjoyln_cli.quantisation.gptq import RoundedWeight, round_model, rounded
+from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
+from enjoyln_cli.onnx_export.programs import programs_of, save
+from enjoyln_cli.quantisers.gptq import RoundedWeight, round_model, rounded
+from enjoyln_cli.quantisers.products_in_groups import write_rounded
 
 
 def correlated(width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,8 +37,8 @@ def output_error(weight: torch.Tensor, result: RoundedWeight, inputs: torch.Tens
 @pytest.mark.parametrize("width", [64, 75])
 def test_outputs_lose_less_than_by_the_nearest_integer(width: int, symmetric: bool) -> None:
     weight, inputs = correlated(width)
-    nearest = rounded(weight, None, 4, 32, symmetric)
-    by_error = rounded(weight, inputs, 4, 32, symmetric)
+    nearest = rounded(weight, None, 32, symmetric)
+    by_error = rounded(weight, inputs, 32, symmetric)
     assert output_error(weight, by_error, inputs) < 0.6 * output_error(weight, nearest, inputs)
     assert by_error.scales.shape == by_error.zero_points.shape == (37, -(-width // 32))
     assert int(by_error.integers.max()) == 15
@@ -41,7 +46,7 @@ def test_outputs_lose_less_than_by_the_nearest_integer(width: int, symmetric: bo
 
 def test_inputs_that_are_alike_and_apart_change_nothing() -> None:
     weight, _ = correlated(64)
-    nearest, by_error = (rounded(weight, h, 4, 32) for h in (None, 5 * torch.eye(64)))
+    nearest, by_error = (rounded(weight, h, 32) for h in (None, 5 * torch.eye(64)))
     assert torch.equal(nearest.integers, by_error.integers)
     steps = (weight - nearest.matrix).unflatten(1, (2, 32)).abs().amax(-1) / nearest.scales
     assert float(steps.max()) <= 0.5 + 1e-4
@@ -52,7 +57,7 @@ def test_the_last_column_makes_up_for_the_first() -> None:
     weight = torch.tensor([[0.30, 0.30, 1.5, -1.5]])
     inputs = torch.diag(torch.tensor([4.0, 4.0, 9.0, 9.0]))
     inputs[0, 1] = inputs[1, 0] = 3.999
-    nearest, by_error = (rounded(weight, h, 4, 4) for h in (None, inputs))
+    nearest, by_error = (rounded(weight, h, 4) for h in (None, inputs))
     lost = [abs(float(one.matrix[0, :2].sum()) - 0.6) for one in (nearest, by_error)]
     assert lost[1] < 0.6 * lost[0]
 
@@ -63,7 +68,7 @@ def test_rows_of_zeros_and_inputs_that_never_come(symmetric: bool) -> None:
     weight[3] = 0
     inputs[5] = inputs[:, 5] = 0
     for h in (inputs, torch.zeros(64, 64)):
-        result = rounded(weight, h, 4, 32, symmetric)
+        result = rounded(weight, h, 32, symmetric)
         assert bool(result.matrix.isfinite().all()) and not result.matrix[3].any()
 
 
@@ -79,7 +84,7 @@ def test_a_whole_model_is_closer_to_its_original(family: str) -> None:
     apart = {}
     for name, data in {"nearest": [], "by error": batches[:8]}.items():
         small = copy.deepcopy(model)
-        found = round_model(small, layers, data, 4, 16)
+        found = round_model(small, layers, data, 16)
         assert found.keys() == set(layers)
         for path, weight in found.items():
             layer = small.get_submodule(path)
@@ -89,3 +94,26 @@ def test_a_whole_model_is_closer_to_its_original(family: str) -> None:
             exact, got = (one(**batches[8])[0] for one in (model, small))
         apart[name] = float((got - exact).norm() / exact.norm())
     assert apart["by error"] < apart["nearest"]
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize(("width", "accuracy"), [(40, 0), (40, 4), (96, 0)])
+def test_onnxruntime_computes_with_the_integers_as_they_are(
+    width: int, accuracy: int, tmp_path: Path
+) -> None:
+    """Widths that end in a whole group or in a part of one; rounded inputs are less exact."""
+    config = GPT2Config(n_embd=width, n_head=2, n_layer=2, vocab_size=67, n_positions=16)
+    model = shaken(GPT2LMHeadModel(config).eval(), 0.3)
+    ids = torch.randint(67, (2, 9), generator=torch.Generator().manual_seed(1))
+    layers = [*linear_layers(model)]
+    weights = round_model(model, layers, [{"input_ids": ids}], 32)
+    programs = programs_of(model, torch.float32)
+    write_rounded(programs.models["model"], weights, accuracy)
+    kinds = [node.op_type for node in programs.models["model"].graph]
+    assert kinds.count("MatMulNBits") == len(layers) == 8
+    save(programs, tmp_path)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    got = whole_rows(load_programs(tmp_path, threads=1))(given)["logits"]
+    with torch.no_grad():
+        exact = model(**given).logits
+    assert float((got - exact).norm() / exact.norm()) < (1e-5 if accuracy == 0 else 0.03)

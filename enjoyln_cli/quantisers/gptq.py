@@ -30,6 +30,7 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import input_dimension
 
+BITS = 4
 DAMPING = 0.01
 """``λ``, relative to the mean of the diagonal of ``H``."""
 AT_ONCE = 128
@@ -44,7 +45,7 @@ class RoundedWeight:
     """
 
     integers: torch.Tensor
-    """``(outputs, inputs)``, uint8: from 0 to ``2 ** bits - 1``."""
+    """``(outputs, inputs)``, uint8: from 0 to ``2 ** BITS - 1``."""
     scales: torch.Tensor
     """``(outputs, groups)``, float32."""
     zero_points: torch.Tensor
@@ -65,11 +66,10 @@ class RoundedWeight:
 def rounded(
     weight: torch.Tensor,
     inputs: torch.Tensor | None,
-    bits: int,
     group: int,
     symmetric: bool = False,
 ) -> RoundedWeight:
-    """Round ``weight``, of shape ``(outputs, inputs)``, to integers of ``bits`` bits.
+    """Round ``weight``, of shape ``(outputs, inputs)``, to integers of 4 bits.
 
     ``inputs`` is ``H``, of shape ``(inputs, inputs)``; without it, each weight is rounded to the
     nearest integer. ``symmetric`` integers have their zero point in the middle.
@@ -99,11 +99,11 @@ def rounded(
                 started.add(its_group)
                 members = place[its_group * group : (its_group + 1) * group]
                 now = weight[:, members] - errors[:, :done] @ inverse[begin:at][:, members]
-                scale, zero = _scale_of(now, bits, symmetric)
+                scale, zero = _scale_of(now, symmetric)
                 result.scales[:, its_group], result.zero_points[:, its_group] = scale, zero
             value = weight[:, at] - errors[:, :done] @ inverse[begin:at, at]
             scale, zero = result.scales[:, its_group], result.zero_points[:, its_group].float()
-            steps = (value / scale + zero).round().clamp(0, 2**bits - 1)
+            steps = (value / scale + zero).round().clamp(0, 2**BITS - 1)
             result.integers[:, column] = steps.to(torch.uint8)
             errors[:, done] = (value - (steps - zero) * scale) / inverse[at, at]
         weight[:, end:] -= errors @ inverse[begin:end, end:]
@@ -120,17 +120,15 @@ def _factor_of_inverse(inputs: torch.Tensor) -> torch.Tensor:
     return torch.linalg.cholesky(inverse, upper=True).float()
 
 
-def _scale_of(
-    weights: torch.Tensor, bits: int, symmetric: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _scale_of(weights: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale and the zero point of each row; all weights are within its range, and so is 0."""
     if symmetric:
         largest = weights.gather(1, weights.abs().argmax(1, keepdim=True))[:, 0]
-        scale = -largest / 2 ** (bits - 1)
+        scale = -largest / 2 ** (BITS - 1)
         scale = torch.where(scale == 0, 1.0, scale)
-        return scale, torch.full_like(scale, 2 ** (bits - 1))
+        return scale, torch.full_like(scale, 2 ** (BITS - 1))
     low, high = weights.amin(1).clamp(max=0), weights.amax(1).clamp(min=0)
-    scale = (high - low) / (2**bits - 1)
+    scale = (high - low) / (2**BITS - 1)
     scale = torch.where(scale == 0, 1.0, scale)
     return scale, (-low / scale).round()
 
@@ -139,7 +137,6 @@ def round_model(
     model: Any,
     layers: Sequence[str],
     batches: Sequence[Batch],
-    bits: int,
     group: int,
     symmetric: bool = False,
     on_progress: Progress = no_progress,
@@ -161,7 +158,7 @@ def round_model(
         block = {path: modules[path] for path in paths}
         inputs = _squares(model, block, batches, sum(path in block for path in calls))
         for path, module in block.items():
-            found[path] = _round_layer(module, inputs.get(path), bits, group, symmetric)
+            found[path] = _round_layer(module, inputs.get(path), group, symmetric)
         countdown.count()
     return found
 
@@ -173,12 +170,12 @@ def _block_of(path: str) -> str:
 
 
 def _round_layer(
-    module: nn.Module, inputs: torch.Tensor | None, bits: int, group: int, symmetric: bool
+    module: nn.Module, inputs: torch.Tensor | None, group: int, symmetric: bool
 ) -> RoundedWeight:
     weight: Any = module.weight
     transposed = input_dimension(module) == 0
     matrix = weight.detach().T if transposed else weight.detach()
-    result = rounded(matrix, inputs, bits, group, symmetric)
+    result = rounded(matrix, inputs, group, symmetric)
     with torch.no_grad():
         weight.copy_(result.matrix.T if transposed else result.matrix)
     return result
