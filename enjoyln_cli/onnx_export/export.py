@@ -38,7 +38,7 @@ from enjoyln_cli.onnx_export.check import (
 )
 from enjoyln_cli.onnx_export.converted import Converted, open_converted
 from enjoyln_cli.onnx_export.onnx_program import OPSET, count_nodes
-from enjoyln_cli.onnx_export.programs import programs_of, save
+from enjoyln_cli.onnx_export.programs import DATA, programs_of, save
 from enjoyln_cli.onnx_export.requirements import require_export
 from enjoyln_cli.onnx_export.runtimes import Run, installed
 from enjoyln_cli.plan import schema
@@ -182,7 +182,7 @@ def export(
         event("stage", f"writing {folder}")
         inner = staged / source.folder
         files = save(programs, inner, SUFFIXES[kind])
-        _write_beside(converted.folded, model, staged)
+        _write_beside(converted.folded, model, staged, files)
         result = replace(
             result,
             files=tuple(file.relative_to(staged).as_posix() for file in files),
@@ -195,8 +195,11 @@ def export(
     return replace(result, seconds=time.perf_counter() - start)
 
 
-def _write_beside(folded: Subject, model: Any, staged: Path) -> None:
-    """Write the config of ``model``, and copy the tokenizer and other files of its directory."""
+def _write_beside(folded: Subject, model: Any, staged: Path, files: list[Path]) -> None:
+    """Write the config of ``model``, and copy the tokenizer and other files of its directory.
+
+    transformers.js reads in the config which of the programs in ``files`` have weights beside them.
+    """
     source, inner = folded.source, staged / folded.source.folder
     copied = [name for name in other_files(folded.checkpoint) if name not in REPORTS]
     copy_files(copied, source.path, inner)
@@ -204,6 +207,8 @@ def _write_beside(folded: Subject, model: Any, staged: Path) -> None:
     copy_files(around, source.root, staged)
     config = {**folded.checkpoint.raw_config, "architectures": [type(model).__name__]}
     config.pop(MARKER)
+    if apart := {file.stem + ".onnx": 1 for file in files if file.suffix == DATA}:
+        config["transformers.js_config"] = {"use_external_data_format": apart}
     (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if model.can_generate() and GENERATION_CONFIG not in copied:
         model.generation_config.save_pretrained(inner)

@@ -40,6 +40,8 @@ from enjoyln_cli.text import dtype_name, listed_briefly
 FOLDER = "onnx"
 TRANSPOSED = ".transposed"
 """What the name of a weight ends with that is stored transposed."""
+DATA = ".onnx_data"
+"""The suffix of a file with the weights of a program."""
 LARGEST = 1_500_000_000
 """Bytes of weights that are stored in a program's file: protobuf allows 2 GB in all."""
 
@@ -143,7 +145,7 @@ def save(programs: Programs, folder: Path, suffix: str = "") -> list[Path]:
         for value in model.graph.initializers.values():
             value.metadata_props.clear()
         file = folder / FOLDER / f"{name}{suffix}.onnx"
-        data = file.with_suffix(".onnx_data")
+        data = file.with_suffix(DATA)
         stored = (value.const_value.nbytes for value in model.graph.initializers.values())
         is_large = sum(stored) > LARGEST
         onnx_ir.save(model, file, external_data=data.name if is_large else None)

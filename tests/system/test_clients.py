@@ -31,6 +31,7 @@ from transformers import (
 from widening_cases import BART
 
 from enjoyln_cli import export, fold
+from enjoyln_cli.onnx_export import programs
 from enjoyln_cli.onnx_export.programs import programs_of, save
 from enjoyln_cli.plan.plan import Options
 
@@ -41,12 +42,17 @@ NEW = 12
 """Tokens to generate."""
 MARIAN = {
     **BART,
-    "init_std": 0.5,
     "pad_token_id": 36,
     "eos_token_id": 0,
+    "forced_eos_token_id": None,
     "decoder_start_token_id": 36,
 }
 Client = Callable[[Path, dict[str, Any]], Any]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +78,11 @@ def transformers_js(tmp_path_factory: pytest.TempPathFactory) -> Client:
 
 def written(model: Any, folder: Path) -> Any:
     """The model with random weights, after its programs and configs were written to ``folder``."""
-    torch.manual_seed(0)
     model = shaken(model, 0.3)
     save(programs_of(model, torch.float32), folder)
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.eos_token_id = None
-        model.generation_config.forced_eos_token_id = None
         model.generation_config.save_pretrained(folder)
     return model
 
@@ -105,17 +109,23 @@ def tokens(rows: int, count: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def test_an_exported_gpt2_writes_the_same_text(transformers_js: Client, tmp_path: Path) -> None:
+@pytest.mark.parametrize("largest", [programs.LARGEST, 1000])
+def test_an_exported_gpt2_writes_the_same_text(
+    largest: int, transformers_js: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large weights are a file of their own."""
+    monkeypatch.setattr(programs, "LARGEST", largest)
     fold(CHECKPOINTS / "gpt2", tmp_path / "out", verify=False, options=Options(merge="bias"))
-    export(tmp_path / "out", tmp_path / "onnx", verify=False)
+    found = export(tmp_path / "out", tmp_path / "onnx", verify=False)
+    assert len(found.files) == (2 if largest == 1000 else 1)
     text, options = "You may copy and", {"max_new_tokens": NEW, "do_sample": False}
     request = {"task": "text-generation", "text": text, "options": options}
-    (found,) = transformers_js(tmp_path / "onnx", request)
+    (made,) = transformers_js(tmp_path / "onnx", request)
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "gpt2")
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2")
     ids = model.generate(**tokenizer(text, return_tensors="pt"), **options)
-    assert found["generated_text"] == tokenizer.decode(ids[0])
-    assert len(found["generated_text"]) > len(text)
+    assert made["generated_text"] == tokenizer.decode(ids[0])
+    assert len(made["generated_text"]) > len(text)
 
 
 def test_a_decoder_generates_padded_rows(transformers_js: Client, tmp_path: Path) -> None:
@@ -161,10 +171,16 @@ def test_an_encoder_with_its_decoder(kind: str, transformers_js: Client, tmp_pat
     expected = torch.tensor([start])
     for _ in range(NEW):
         with torch.no_grad():
-            new = model(**inputs, decoder_input_ids=expected).logits[:, -1:].argmax(-1)
-        expected = torch.cat([expected, new], 1)
-    options = {"max_new_tokens": NEW, "do_sample": False, "decoder_input_ids": [start]}
+            logits = model(**inputs, decoder_input_ids=expected).logits[:, -1:]
+        logits[..., [*expected[0], model.config.eos_token_id]] = -torch.inf  # no token twice
+        expected = torch.cat([expected, logits.argmax(-1)], 1)
+    options = {
+        "max_new_tokens": NEW,
+        "min_new_tokens": NEW,
+        "do_sample": False,
+        "decoder_input_ids": [start],
+        "no_repeat_ngram_size": 1,
+    }
     request = {"class": name, "inputs": tensors(given), "options": options}
     found = values(transformers_js(tmp_path / kind, request))
     np.testing.assert_array_equal(found, expected.numpy())
-    assert len(set(expected[0].tolist())) > 2
