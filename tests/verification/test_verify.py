@@ -141,9 +141,10 @@ def test_the_report_beside_the_weights(outs: dict[str, Path], tmp_path: Path) ->
 def test_no_infinity_in_json() -> None:
     values: dict[str, Any] = {f.name: None for f in dataclasses.fields(Verification)}
     values.update(passed=False, failures=("x",), ratio=math.inf, norm_input_mean={"a": math.nan})
-    values.update(rows=2, full_rows=2)
+    values.update(rows=2, full_rows=2, inputs_are="images")
     found = Verification(**values).to_json()
     assert found["ratio"] is None and found["norm_input_mean"] == {"a": None}
+    assert found["count"] == "2 images"
     json.dumps(found, allow_nan=False)
 
 
