@@ -48,8 +48,11 @@ def quantised(
     with silent(), redirect_stdout(io.StringIO()):
         if in_groups:
             write_rounded(program, rounded, _accuracy(scheme))
-            return _in_groups(program, scheme, kept)
-        return _static(program, calibration, kept) if scheme.is_static else program
+            program = _in_groups(program, scheme, kept)
+        elif scheme.is_static:
+            program = _static(program, calibration, kept)
+    program.graph.sort()  # onnxruntime's order does not know what a branch reads
+    return program
 
 
 def is_rounded(program: Any) -> bool:
