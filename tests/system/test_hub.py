@@ -420,14 +420,15 @@ def test_a_quantised_result_has_a_card_and_is_pushed(hub: Hub, home: Path, tmp_p
     card = ModelCard.load(out / "README.md")
     assert card.data.base_model == "org/gpt2" and card.data.license == "mit"
     assert card.data.base_model_relation == "quantized"
-    assert card.data.tags == ["tiny", "enjoyln", "onnx"]
+    assert card.data.tags == ["tiny", "enjoyln", "onnx", "transformers.js"]
     record = json.loads((out / "enjoyln_quantisation.json").read_text())
     measured = f"| error | {number(record['held_out']['error'])} |"
     for words in (measured, "on 4 inputs", '"gpt2-int8")', "--scheme w8a8", "Trained on a licence"):
         assert words in card.text, words
     push(out, "me/gpt2-int8", "--yes")
     there = hub.repositories["me/gpt2-int8"].files()
-    assert set(there) - {".gitattributes"} == {path.name for path in out.iterdir()}
+    written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert set(there) - {".gitattributes"} == written
     assert '"me/gpt2-int8")' in there["README.md"].decode()
     (out / "tokenizer.json").write_text("{}")
     error = no_push(out, "me/changed", "--yes")
