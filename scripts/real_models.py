@@ -7,8 +7,9 @@ There is one row for each scheme of each format that is installed: what was writ
 original quantised in the same way, both on the half of the data that had no part in the choice.
 ``--out FILE`` appends all numbers to a file of JSON lines.
 
-``--words`` counts the words that Whisper gets wrong, on all recordings: the directory then has a
-``text.json`` with the spoken sentences, in the order of the names of the recordings.
+``--words`` counts the words that Whisper gets wrong, on all recordings; OpenVINO's programs do not
+generate. The directory has a ``text.json`` with the spoken sentences, in the order of the names of
+the recordings.
 """
 
 from __future__ import annotations
@@ -22,16 +23,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, WhisperForConditionalGeneration, WhisperProcessor
+from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
 from enjoyln_cli.comparison.data_files import read_user_data
 from enjoyln_cli.errors import EnjoyLNError
-from enjoyln_cli.quantisation.measure import Compute
-from enjoyln_cli.quantisation.quantize import load_result, quantize
-from enjoyln_cli.quantisers.schemes import FORMATS
+from enjoyln_cli.quantisation.load_onnx import load_onnx
+from enjoyln_cli.quantisation.quantize import quantize
+from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, OPENVINO
 
 MOST_TOKENS = 64
-PROMPT = ("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>")
 ENGLISH_ONLY = 51864
 """The vocabulary size of a Whisper without tokens for languages and tasks."""
 HEADS = ("format", "scheme", "written", "cost", "of the original", "untied (first half)", "top-1")
@@ -88,9 +88,9 @@ def measured(options: argparse.Namespace, form: str, scheme: str) -> dict[str, A
             keep=options.keep,
             max_error=torch.inf,
         ).to_json()
-        if options.words:
-            compute = load_result(out, form, WhisperForConditionalGeneration)
-            row |= word_errors(options.model, compute, options.audio)
+        if options.words and form != OPENVINO:
+            quantised = load_onnx(out, threads=1) if form == ONNX else whisper(out)
+            row |= word_errors(options.model, quantised, options.audio)
     return row
 
 
@@ -115,54 +115,31 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def word_errors(model: str, compute: Compute, speech: Path) -> dict[str, float]:
-    """Word error rates, in percent, of Whisper in float32 and of ``compute``; both are greedy.
+def whisper(folder: str | Path) -> Any:
+    """The Whisper in a directory, in float32 but for what is quantised."""
+    return WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
 
-    ``compute`` has no cache, so the float model proposes how a sentence goes on. One call of
-    ``compute`` reads the whole proposal, and replaces the first token that it would not have said.
-    """
+
+def word_errors(model: str, quantised: Any, speech: Path) -> dict[str, float]:
+    """Word error rates, in percent, of Whisper in float32 and ``quantised``; both are greedy."""
     from transformers.audio_utils import load_audio
     from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
     processor = WhisperProcessor.from_pretrained(model)
-    original = WhisperForConditionalGeneration.from_pretrained(model, dtype=torch.float32)
-    settings, normalize = original.generation_config, EnglishTextNormalizer({})
-    never = {name: getattr(settings, name) for name in ("suppress_tokens", "begin_suppress_tokens")}
-    names = PROMPT[::3] if original.config.vocab_size == ENGLISH_ONLY else PROMPT
-    prompt = torch.tensor([processor.tokenizer.convert_tokens_to_ids(list(names))])
-    begin, end = prompt.shape[1], settings.eos_token_id
+    original, normalize = whisper(model), EnglishTextNormalizer({})
+    multilingual = original.config.vocab_size != ENGLISH_ONLY
+    told = {"language": "en", "task": "transcribe"} if multilingual else {}
     total = wrong = float_wrong = 0
     texts = json.loads((speech / "text.json").read_text())
     for file, text in zip(sorted(speech.glob("*.wav")), texts, strict=True):
         sound = load_audio(str(file), 16000)
         features = processor(sound, sampling_rate=16000, return_tensors="pt").input_features
-
-        def proposal(ids: torch.Tensor, features: torch.Tensor = features) -> torch.Tensor:
-            call = {"decoder_input_ids": ids, "max_new_tokens": MOST_TOKENS, **never}
+        words, heard = normalize(text).split(), []
+        for one in (quantised, original):
             with torch.no_grad():
-                return GenerationMixin.generate(
-                    original, features, do_sample=False, num_beams=1, **call
-                )
-
-        first = ids = proposal(prompt)
-        agreed = begin
-        while agreed < MOST_TOKENS and ids[0, agreed - 1] != end:
-            call = {"input_features": features, "decoder_input_ids": ids}
-            logits = compute(call)["logits"][0]
-            logits[:, never["suppress_tokens"]] = -torch.inf
-            logits[begin - 1, never["begin_suppress_tokens"]] = -torch.inf
-            said = logits.argmax(-1)
-            while agreed < ids.shape[1] and ids[0, agreed] == said[agreed - 1]:
-                agreed += 1
-            if ids[0, agreed - 1] != end:
-                ids = torch.cat([ids[:, :agreed], said[agreed - 1 : agreed][None]], 1)
-                agreed += 1
-                ids = ids if ids[0, -1] == end else proposal(ids)
-        words = normalize(text).split()
-        heard = [
-            normalize(processor.tokenizer.decode(tokens[0], skip_special_tokens=True)).split()
-            for tokens in (ids, first)
-        ]
+                tokens = one.generate(features, max_new_tokens=MOST_TOKENS, **told)
+            said = processor.tokenizer.decode(tokens[0], skip_special_tokens=True)
+            heard.append(normalize(said).split())
         total += len(words)
         wrong += edit_distance(words, heard[0])
         float_wrong += edit_distance(words, heard[1])
