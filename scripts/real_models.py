@@ -9,14 +9,16 @@ original quantised in the same way, both on the half of the data that had no par
 
 ``--words`` counts the words that Whisper gets wrong, on all recordings; OpenVINO's programs do not
 generate. The directory has a ``text.json`` with the spoken sentences, in the order of the names of
-the recordings.
+the recordings. ``--faster-whisper FOLDER`` transcribes them with that library, too, if it is
+installed; FOLDER has the same model as it loads it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,7 +37,8 @@ MOST_TOKENS = 64
 ENGLISH_ONLY = 51864
 """The vocabulary size of a Whisper without tokens for languages and tasks."""
 HEADS = ("format", "scheme", "written", "cost", "of the original", "untied (first half)", "top-1")
-HEADS += ("size", "time / float32", "wrong words (float32)")
+HEADS += ("size", "time / float32", "wrong words", "processor seconds, all recordings")
+Transcribe = Callable[[Any], str]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--inputs", type=int, default=8, help="in each half of the data")
     parser.add_argument("--keep", nargs="*", default=(), help="layers to leave more precise")
     parser.add_argument("--words", action="store_true")
+    parser.add_argument("--faster-whisper", type=Path, help="a folder: its words and times as well")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -90,7 +94,7 @@ def measured(options: argparse.Namespace, form: str, scheme: str) -> dict[str, A
         ).to_json()
         if options.words and form != OPENVINO:
             quantised = load_onnx(out, threads=1) if form == ONNX else whisper(out)
-            row |= word_errors(options.model, quantised, options.audio)
+            row |= word_errors(options.model, quantised, options.audio, options.faster_whisper)
     return row
 
 
@@ -98,7 +102,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     """The cells of one row, in the order of ``HEADS``."""
     untied = {form["name"]: form["differences"] for form in row["candidates"]}.get("untied")
     cost = "error" if row["held_out"]["kl"] is None else "kl"
-    top1, words = row["held_out"]["top1"], row.get("word_errors")
+    top1 = row["held_out"]["top1"]
     return [
         row["format"],
         row["scheme"],
@@ -111,8 +115,17 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['speed']['milliseconds'] / row['float_speed']['milliseconds']:.2f}"
         if row["speed"]
         else "",
-        "" if words is None else f"{words:.1f} % ({row['float_word_errors']:.1f} %)",
+        _each(row.get("word_errors"), " %"),
+        _each(row.get("seconds"), " s"),
     ]
+
+
+def _each(numbers: Mapping[str, float] | None, unit: str) -> str:
+    """``12.1 % (float32 12.5 %)``."""
+    if not numbers:
+        return ""
+    first, *others = (f"{name} {value:.1f}{unit}" for name, value in numbers.items())
+    return f"{first.removeprefix('quantised ')} ({', '.join(others)})"
 
 
 def whisper(folder: str | Path) -> Any:
@@ -120,8 +133,14 @@ def whisper(folder: str | Path) -> Any:
     return WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
 
 
-def word_errors(model: str, quantised: Any, speech: Path) -> dict[str, float]:
-    """Word error rates, in percent, of Whisper in float32 and ``quantised``; both are greedy."""
+def word_errors(
+    model: str, quantised: Any, speech: Path, faster_whisper: Path | None = None
+) -> dict[str, Any]:
+    """Words that Whisper gets wrong, in percent, and its processor seconds for all recordings.
+
+    Whisper in float32 and ``quantised``, both greedy, and the model that faster-whisper loads from
+    a folder, in int8. They take turns.
+    """
     from transformers.audio_utils import load_audio
     from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
@@ -129,22 +148,44 @@ def word_errors(model: str, quantised: Any, speech: Path) -> dict[str, float]:
     original, normalize = whisper(model), EnglishTextNormalizer({})
     multilingual = original.config.vocab_size != ENGLISH_ONLY
     told = {"language": "en", "task": "transcribe"} if multilingual else {}
-    total = wrong = float_wrong = 0
-    texts = json.loads((speech / "text.json").read_text())
-    for file, text in zip(sorted(speech.glob("*.wav")), texts, strict=True):
-        sound = load_audio(str(file), 16000)
-        features = processor(sound, sampling_rate=16000, return_tensors="pt").input_features
-        words, heard = normalize(text).split(), []
-        for one in (quantised, original):
+
+    def generating(one: Any) -> Transcribe:
+        def transcribe(sound: Any) -> str:
+            features = processor(sound, sampling_rate=16000, return_tensors="pt").input_features
             with torch.no_grad():
                 tokens = one.generate(features, max_new_tokens=MOST_TOKENS, **told)
-            said = processor.tokenizer.decode(tokens[0], skip_special_tokens=True)
-            heard.append(normalize(said).split())
+            return str(processor.tokenizer.decode(tokens[0], skip_special_tokens=True))
+
+        return transcribe
+
+    programs = {"quantised": generating(quantised), "float32": generating(original)}
+    if faster_whisper:
+        programs["faster-whisper"] = _faster_whisper(faster_whisper)
+    seconds, wrong, total = dict.fromkeys(programs, 0.0), dict.fromkeys(programs, 0), 0
+    texts = json.loads((speech / "text.json").read_text())
+    for file, text in zip(sorted(speech.glob("*.wav")), texts, strict=True):
+        sound, words = load_audio(str(file), 16000), normalize(text).split()
         total += len(words)
-        wrong += edit_distance(words, heard[0])
-        float_wrong += edit_distance(words, heard[1])
-    rates = {"word_errors": 100 * wrong / total, "float_word_errors": 100 * float_wrong / total}
-    return rates | {"words": total}
+        for name, transcribe in programs.items():
+            begin = time.process_time()
+            said = transcribe(sound)
+            seconds[name] += time.process_time() - begin
+            wrong[name] += edit_distance(words, normalize(said).split())
+    rates = {name: 100 * count / total for name, count in wrong.items()}
+    return {"word_errors": rates, "seconds": seconds, "words": total}
+
+
+def _faster_whisper(folder: Path) -> Transcribe:
+    from faster_whisper import WhisperModel
+
+    model = WhisperModel(str(folder), device="cpu", compute_type="int8", cpu_threads=1)
+    settings = {"beam_size": 1, "temperature": 0, "without_timestamps": True, "language": "en"}
+
+    def transcribe(sound: Any) -> str:
+        parts, _ = model.transcribe(sound, condition_on_previous_text=False, **settings)
+        return " ".join(part.text for part in parts)
+
+    return transcribe
 
 
 def edit_distance(first: list[str], second: list[str]) -> int:

@@ -140,12 +140,12 @@ def test_learning_goes_on_where_it_was_interrupted(ready: PreparedFold, tmp_path
             raise KeyboardInterrupt
 
     with trials(ready, read_user_data(text=ROOT / "LICENSE"), "w4a8", 32, ignore) as tried:
-        whole = learned(tried, 16, tmp_path / "other")
+        whole = learned(tried, 32, tmp_path / "other")
         with pytest.raises(KeyboardInterrupt):
-            learned(tried, 16, state, stop)
+            learned(tried, 32, state, stop)
         assert steps == 11
-        again = learned(tried, 16, state, lambda *_: stop(0, 0), resume=True)
-    assert steps == 11 + 6  # the state was written after step 10
+        again = learned(tried, 32, state, lambda *_: stop(0, 0), resume=True)
+    assert steps == 11 + 22  # the state was written after step 10
     one, same = (matrices_of(choice.plan) for choice in (whole, again))
     assert len(one) == 4 and one.keys() == same.keys()
     assert all(torch.equal(one[name], same[name]) for name in one)
