@@ -45,24 +45,10 @@ class Rounding:
         if (value, dimension) not in self.stored:
             integers, scales = rounded(value.const_value.numpy(), dimension, self.top)
             self.stored[value, dimension] = (
-                self.constant(f"{value.name}.int8", integers),
-                self.constant(f"{value.name}.scale", scales),
+                constant(self.graph, f"{value.name}.int8", integers),
+                constant(self.graph, f"{value.name}.scale", scales),
             )
         return self.stored[value, dimension]
-
-    def constant(self, name: str, array: np.ndarray[Any, Any]) -> Any:
-        """A new weight of the program."""
-        import onnx_ir
-
-        while name in self.graph.initializers:
-            name += "_"
-        tensor = onnx_ir.tensor(array, name=name)
-        shape = onnx_ir.Shape(array.shape)
-        value = onnx_ir.Value(
-            name=name, shape=shape, type=onnx_ir.TensorType(tensor.dtype), const_value=tensor
-        )
-        self.graph.register_initializer(value)
-        return value
 
     def node(self, kind: str, inputs: list[Any], outputs: int = 1, **attributes: Any) -> Any:
         """A new node, whose name no other graph of the program has."""
@@ -71,6 +57,21 @@ class Rounding:
         name = f"int8.{kind}.{next(self.numbers)}"
         results = [onnx_ir.Value(name=f"{name}.{at}") for at in range(outputs)]
         return onnx_ir.node(kind, inputs, attributes, outputs=results, name=name)
+
+
+def constant(graph: Any, name: str, array: np.ndarray[Any, Any]) -> Any:
+    """A new weight of an ``onnx_ir.Graph``, under ``name`` or a longer one."""
+    import onnx_ir
+
+    while name in graph.initializers:
+        name += "_"
+    tensor = onnx_ir.tensor(array, name=name)
+    shape = onnx_ir.Shape(array.shape)
+    value = onnx_ir.Value(
+        name=name, shape=shape, type=onnx_ir.TensorType(tensor.dtype), const_value=tensor
+    )
+    graph.register_initializer(value)
+    return value
 
 
 def rounded(

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from enjoyln_cli.onnx_export.programs import TRANSPOSED
+from enjoyln_cli.quantisers.dynamic_int8 import constant
 from enjoyln_cli.quantisers.gptq import BITS, RoundedWeight
 
 DOMAIN = "com.microsoft"
@@ -38,7 +39,7 @@ def write_rounded(program: Any, weights: Mapping[str, RoundedWeight], accuracy: 
         path = names[value.name]
         if path not in stored:
             arrays = packed(weights[path])
-            stored[path] = [_constant(program, f"{path}.{n}", a) for n, a in arrays.items()]
+            stored[path] = [constant(program.graph, f"{path}.{n}", a) for n, a in arrays.items()]
         rows, width = weights[path].integers.shape
         sizes = {"K": width, "N": rows, "bits": BITS, "block_size": weights[path].group}
         made = onnx_ir.node(
@@ -81,17 +82,3 @@ def packed(weight: RoundedWeight) -> dict[str, np.ndarray[Any, Any]]:
 def _halves(integers: torch.Tensor) -> torch.Tensor:
     """Two integers of 4 bits in each byte, the first one in the low half."""
     return (integers[:, ::2] | (integers[:, 1::2] << 4)).contiguous()
-
-
-def _constant(program: Any, name: str, array: np.ndarray[Any, Any]) -> Any:
-    import onnx_ir
-
-    tensor = onnx_ir.tensor(array, name=name)
-    value = onnx_ir.Value(
-        name=name,
-        shape=onnx_ir.Shape(array.shape),
-        type=onnx_ir.TensorType(tensor.dtype),
-        const_value=tensor,
-    )
-    program.graph.register_initializer(value)
-    return value
