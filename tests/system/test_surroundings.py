@@ -32,15 +32,21 @@ def test_a_fold_without_a_reader_is_whole(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_closed_streams_in_a_locale_without_utf8(tmp_path: Path) -> None:
-    """File names that the locale cannot encode are still read and written.
+    """Printed text must not go into a file that has the number of a closed stream.
 
-    Printed text must not go into a file that has the number of a closed stream.
+    A path that the locale cannot encode is refused: other programs could not open the result.
     """
-    source, out, again = (tmp_path / name for name in ("modèle", "été", "again"))
+    source, out, again = (tmp_path / name for name in ("model", "out", "again"))
     shutil.copytree(GPT2, source)
-    words = ["sh", "-c", 'exec "$@" <&- 2>&-', "sh", sys.executable, "-m", "enjoyln_cli"]
-    words += ["fold", str(source), "-o", str(out), "--no-verify"]
-    done = subprocess.run(words, env={**os.environ, **PLAIN}, stdout=subprocess.PIPE)
+
+    def fold(place: Path) -> subprocess.CompletedProcess[bytes]:
+        words = ["sh", "-c", 'exec "$@" <&- 2>&-', "sh", sys.executable, "-m", "enjoyln_cli"]
+        words += ["fold", str(source), "-o", str(place), "--no-verify"]
+        return subprocess.run(words, env={**os.environ, **PLAIN}, stdout=subprocess.PIPE)
+
+    refused = tmp_path / "\u00e9t\u00e9"
+    assert fold(refused).returncode == 1 and not refused.exists()
+    done = fold(out)
     assert done.returncode == 0 and done.stdout.startswith(b"converted 7 of 7 LayerNorms")
     assert enjoyln("fold", source, "-o", again, "--no-verify", "--quiet").output == ""
     (out / "README.md").read_bytes().decode("utf-8")
