@@ -127,7 +127,7 @@ def quantize(
 
         def compare(candidate: TurnedForm) -> None:
             event("stage", f"quantising: {candidate.name}{countdown.in_words}")
-            weights = work.write(candidate, choosing.examples)
+            weights = work.write(candidate, choosing.examples, on_progress)
             apart = differences(work.load(candidate.name), choosing)
             compared.append(Compared(candidate.name, apart, work.size(candidate.name), weights))
             countdown.count()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.simulated_rounding import linear_layers
 from enjoyln_cli.errors import BadCheckpoint
@@ -64,7 +65,12 @@ class Workshop:
         self.forms = OnnxForms(examples[0].batch, traced_batch(model, examples[0]), event)
         self.forms.programs(model, None)
 
-    def write(self, candidate: TurnedForm, examples: Sequence[Example]) -> WeightCount | None:
+    def write(
+        self,
+        candidate: TurnedForm,
+        examples: Sequence[Example],
+        on_progress: Progress = no_progress,
+    ) -> WeightCount | None:
         """Write a candidate, quantised; of the original also what it is in float32."""
         model, folder = self.original.load(candidate.plan), self.place(candidate.name)
         float_folder = self.place(FLOAT) if candidate.plan is None else None
@@ -76,7 +82,7 @@ class Workshop:
         calibration = [example.batch for example in examples]
         if self.forms:
             keep = (*self.keep, *head_of(model)) if self.scheme.weight_bits == 4 else self.keep
-            rounded = self.round_by_error(model, candidate, calibration)
+            rounded = self.round_by_error(model, candidate, calibration, on_progress)
             programs = self.forms.programs(model, candidate.plan)
             if float_folder and not rounded:
                 save(programs, float_folder)
@@ -94,7 +100,11 @@ class Workshop:
         return None
 
     def round_by_error(
-        self, model: Any, candidate: TurnedForm, calibration: Sequence[Batch]
+        self,
+        model: Any,
+        candidate: TurnedForm,
+        calibration: Sequence[Batch],
+        on_progress: Progress,
     ) -> dict[str, RoundedWeight]:
         """The weights of ``model`` in 4 bits, rounded in place, if the candidate asks for it."""
         if candidate.rounding == "nearest":
@@ -105,7 +115,7 @@ class Workshop:
             if not any(fnmatchcase(path, pattern) for pattern in self.keep)
         ]
         symmetric = candidate.rounding == "gptq"
-        return round_model(model, layers, calibration, GROUP, symmetric)
+        return round_model(model, layers, calibration, GROUP, symmetric, on_progress)
 
     def load(self, name: str) -> Compute:
         """A candidate, or ``FLOAT``, in the program that runs it."""

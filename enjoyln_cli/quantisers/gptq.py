@@ -223,6 +223,10 @@ def _watched(
     """Within the block, ``see`` gets the path and the input of each layer before its call."""
     with ExitStack() as stack:
         for path, module in modules.items():
-            hook = module.register_forward_pre_hook(lambda _, args, at=path: see(at, args[0]))  # type: ignore[misc]
+
+            def before(_: Any, args: Any, named: Mapping[str, Any], at: str = path) -> None:
+                see(at, args[0] if args else next(iter(named.values())))
+
+            hook = module.register_forward_pre_hook(before, with_kwargs=True)
             stack.callback(hook.remove)
         yield

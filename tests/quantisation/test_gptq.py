@@ -10,7 +10,7 @@ import torch
 from live_models import shaken
 from tiny_models import CHECKPOINTS
 from torch import nn
-from transformers import AutoModel, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModel, GPT2Config, GPT2LMHeadModel, PretrainedConfig
 
 from enjoyln_cli.comparison.simulated_rounding import linear_layers
 from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
@@ -117,3 +117,25 @@ def test_onnxruntime_computes_with_the_integers_as_they_are(
     with torch.no_grad():
         exact = model(**given).logits
     assert float((got - exact).norm() / exact.norm()) < (1e-5 if accuracy == 0 else 0.03)
+
+
+def test_layers_that_are_called_by_name_and_layers_that_are_not_called() -> None:
+    """Weights of a layer that no input reaches are rounded to the nearest integers."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = PretrainedConfig()
+            self.first, self.second, self.idle = (nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"logits": self.second(input=self.first(input=x).relu())}
+
+    torch.manual_seed(0)
+    model, x = Named(), torch.randn(400, 32) @ torch.randn(32, 32)
+    exact, weight = model(x)["logits"], model.idle.weight.detach().clone()
+    found = round_model(model, ["first", "second", "idle"], [{"x": x}], 32)
+    assert torch.equal(found["idle"].integers, rounded(weight, None, 32).integers)
+    for name in ("first", "second"):
+        assert torch.equal(model.get_submodule(name).weight, found[name].matrix)
+    assert float((model(x)["logits"] - exact).norm() / exact.norm()) < 0.1
