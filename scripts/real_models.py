@@ -116,7 +116,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         if row["speed"]
         else "",
         _each(row.get("word_errors"), " %"),
-        _each(row.get("seconds"), " s"),
+        _each(row.get("transcription_seconds"), " s"),
     ]
 
 
@@ -172,7 +172,7 @@ def word_errors(
             seconds[name] += time.process_time() - begin
             wrong[name] += edit_distance(words, normalize(said).split())
     rates = {name: 100 * count / total for name, count in wrong.items()}
-    return {"word_errors": rates, "seconds": seconds, "words": total}
+    return {"word_errors": rates, "transcription_seconds": seconds, "words": total}
 
 
 def _faster_whisper(folder: Path) -> Transcribe:
