@@ -9,8 +9,8 @@ and a level ``s`` above the rms of all of them, this table and norm give the sam
     E'_t = (v_t / s) sqrt(eps / (1 - rms(v_t)^2 / s^2)),        g' = s 1,       b' = 0
 
 since then ``rms(E'_t)^2 + eps = eps / (1 - rms(v_t)^2 / s^2)``: what scales each row is ``eps``.
-The rows ``v_t`` may be turned first, by a matrix that keeps their zero mean. The new norm must keep
-this weight and bias: with others, its results would have a mean again.
+The rows ``v_t`` may be rotated first, by a matrix that keeps their zero mean. The new norm must
+keep this weight and bias: with others, its results would have a mean again.
 
     NormRows      E <- v       the first step of a table
     EncodeRows    v <- E'      its last step

@@ -14,7 +14,7 @@ from enjoyln_cli.version import __version__
 
 @dataclass(frozen=True)
 class Compared:
-    """A candidate as it was written, on the first half of the data."""
+    """A candidate as it was written, on the calibration data."""
 
     name: str
     differences: Differences
@@ -41,17 +41,17 @@ class Quantised:
     """The name of the candidate that was written."""
     candidates: tuple[Compared, ...]
     held_out: Differences
-    """Of the result, on the second half of the data."""
+    """Of the result, on the held-out data."""
     plain: Differences
-    """Of the original, quantised in the same way, on the second half of the data."""
+    """Of the original, quantised in the same way, on the held-out data."""
     inputs: int
-    """Number of inputs in the second half."""
+    """Number of held-out inputs."""
     most_inputs: int
     """At most so many were wanted in each half."""
     chosen_by: tuple[str, ...]
-    """Digests of the inputs in the first half."""
+    """Digests of the calibration inputs."""
     measured_on: tuple[str, ...]
-    """Digests of the inputs in the second half."""
+    """Digests of the held-out inputs."""
     perplexity: float | None
     """Of the original in float32."""
     size: int

@@ -1,8 +1,8 @@
 """``enjoyln quantize``: choose a form of the model, quantise it, and measure what was written.
 
 The order of the steps: read the data and run the original on it; write each candidate in the chosen
-format and scheme, and run it in the program that the format is for, on the first half of the data;
-take the best one; measure it on the other half, beside the original quantised in the same way.
+format and scheme, and run it in the program that the format is for, on the calibration data;
+take the best one; measure it on the held-out data, beside the original quantised in the same way.
 Nothing is simulated: what is compared is what users would run.
 """
 

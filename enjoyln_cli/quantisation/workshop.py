@@ -158,7 +158,7 @@ def head_of(model: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Measured:
-    """The candidate that is written, on the second half of the data."""
+    """The candidate that is written, on the held-out data."""
 
     chosen: Differences
     plain: Differences
@@ -178,7 +178,7 @@ class Measured:
 def measure(
     work: Workshop, chosen: TurnedForm, held_out: ExactOutputs, limit: float, event: Event
 ) -> Measured:
-    """Run the chosen candidate on the second half of the data, beside the original.
+    """Run the chosen candidate on the held-out data, beside the original.
 
     Nothing is timed if the error is above the ``limit``.
     """

@@ -45,7 +45,7 @@ def quantised(
     calibration: Sequence[Batch],
     is_rotated: bool,
 ) -> Any:
-    """The exported model, quantised; ``is_rotated`` says whether its streams are turned.
+    """The exported model, quantised; ``is_rotated`` says whether its streams are rotated.
 
     ``calibration`` are inputs for a static scheme.
     """

@@ -15,7 +15,6 @@ from enjoyln_cli.checkpoint.config import load_config
 from enjoyln_cli.checkpoint.marker import proof_of, read_marker
 from enjoyln_cli.checkpoint.source import MAX_CONFIG_BYTES, open_source
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError
-from enjoyln_cli.fs.staged_files import check_new_file
 from enjoyln_cli.recipe.read import load_recipe
 
 GPT2 = str(CHECKPOINTS / "gpt2")
@@ -28,7 +27,7 @@ MANY = 20_000
     [
         lambda: enjoyln_cli.fold(GPT2, NUL),
         lambda: enjoyln_cli.fold(NUL, "out"),
-        lambda: check_new_file(Path(NUL)),
+        lambda: enjoyln_cli.export(GPT2, NUL),
         lambda: load_recipe(NUL),
         lambda: open_source(NUL),
     ],
