@@ -188,10 +188,10 @@ def outputs_of(run: Run, model: Any, dtype: Any) -> list[Any]:
 
     from enjoyln_cli.models.arithmetic import Float64
     from enjoyln_cli.models.outputs import tensors_in
-    from enjoyln_cli.runtime.entries import entries
+    from enjoyln_cli.runtime.call_guards import call_guards
 
-    for _, entry in entries(model):
-        entry.fold.literal = True  # an input with a mean has to show
+    for _, guard in call_guards(model):
+        guard.state.literal = True  # an input with a mean has to show
     torch.manual_seed(0)
     with torch.no_grad(), Float64() if dtype == torch.float64 else nullcontext():
         return [tensor.clone() for tensor in tensors_in(run(model))]
@@ -239,7 +239,7 @@ def untied(model: Any, plan: Any) -> Any:
     from enjoyln_cli.rewrite.in_memory import centre_parameters
 
     copied = copy.deepcopy(model)
-    centre_parameters(copied, replace(plan, writers=(), widened=(), merged=(), settings=()))
+    centre_parameters(copied, replace(plan, writers=(), widened=(), fused=(), settings=()))
     return copied
 
 
@@ -252,7 +252,7 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
     from enjoyln_cli.analysis.analyze import analyze_config
     from enjoyln_cli.errors import UnsupportedModel
     from enjoyln_cli.plan.plan import Options
-    from enjoyln_cli.runtime.entries import input_means
+    from enjoyln_cli.runtime.call_guards import input_means
     from enjoyln_cli.runtime.install import fold_in_memory
 
     options = Options()
@@ -287,14 +287,16 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
             "seconds_of_analysis": round(time.perf_counter() - begin, 1),
             "widened": len(plan.widened),
             "untied": len(plan.untied),
-            "merged": len(plan.merged),
-            "turned": [basis.kind for basis in plan.rotated],
-            "changed": sorted({field for basis in plan.rotated for field in basis.outputs}),
-            "not_turned": [[b.kind, b.reason, b.culprit] for b in plan.bases if not b.is_rotated],
+            "fused": len(plan.fused),
+            "rotated": [group.kind for group in plan.rotated],
+            "changed": sorted({field for group in plan.rotated for field in group.outputs}),
+            "not_rotated": [
+                [b.kind, b.reason, b.culprit] for b in plan.rotation_groups if not b.is_rotated
+            ],
             "status": "not run",
         }
         if mode == "rotate" and not plan.rotated:
-            return row | {"status": "nothing turns"}
+            return row | {"status": "nothing rotates"}
         if mode != "rotate" and not plan.norms:
             return row | {"status": "no LayerNorm"}
         if row["changed"]:
@@ -308,7 +310,7 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
             dtype, model = torch.float32, model.float()
             expected = seeded_runs(model, dtype)
         first, *_ = seeds = list(expected)
-        omitted = {name for basis in plan.rotated for name in basis.inputs} | {*plan.unproven}
+        omitted = {name for group in plan.rotated for name in group.inputs} | {*plan.unproven}
         for run in proof_runs(model, dtype, omitted if mode == "rotate" else None):
             with suppress(Exception):  # not every model takes every optional input
                 expected[run] = outputs_of(run, model, dtype)

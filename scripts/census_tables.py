@@ -75,7 +75,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     latest = {(row["type"], row["class"], *(m in row for m in modes)): row for row in rows}
     rows = [row for row in latest.values() if not any(mode in row for mode in modes)]
     optional = [row for row in latest.values() if "options" in row]
-    turned = [row for row in latest.values() if "rotate" in row]
+    rotated = [row for row in latest.values() if "rotate" in row]
     with_norms = [row for row in rows if row["status"] not in ("no class", "no LayerNorm")]
     done = [row for row in with_norms if "audit" in row]
     lines = [
@@ -119,7 +119,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
         if "audit" not in row:
             why = row.get("failure", "").replace("|", "/").replace("\n", " ")[:110]
             lines.append(f"| {row['type']} | {row['class']} | {_obstacle(row)} | {why} |")
-    lines += _rotated(turned) if turned else []
+    lines += _rotated(rotated) if rotated else []
     return "\n".join(lines) + "\n"
 
 
@@ -186,17 +186,17 @@ def types_by(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
-BASES = {"stream": "streams", "values": "values of attention", "heads": "heads"}
-"""The kinds of bases: residual streams, values of attentions, and heads with norms of their own."""
+KINDS = {"residual": "streams", "values": "values of attention", "heads": "heads"}
+"""The kinds of groups: residual streams, values of attentions, heads with norms of their own."""
 
 
 def _rotated(rows: list[dict[str, Any]]) -> list[str]:
-    """What is rotated in each class that was rotated, and why the other bases stay."""
+    """What is rotated in each class that was rotated, and why the other rotation groups stay."""
     import torch
     import transformers
 
     done = [row for row in rows if "error" in row]
-    seen = [row for row in rows if "turned" in row]
+    seen = [row for row in rows if "rotated" in row]
     wrong = [row for row in done if row["status"] == "wrong"]
     right = [row for row in done if row["status"] != "wrong"]
     near = [row for row in right if "own_rounding" in row]
@@ -204,14 +204,15 @@ def _rotated(rows: list[dict[str, Any]]) -> list[str]:
         [row["error"] for row in right if row["dtype"] == dtype and "own_rounding" not in row]
         for dtype in ("float64", "float32")
     )
-    turns = Counter(kind for row in seen for kind in row["turned"])
-    stays = Counter(kind for row in seen for kind, *_ in row["not_turned"])
+    rotations = Counter(kind for row in seen for kind in row["rotated"])
+    stays = Counter(kind for row in seen for kind, *_ in row["not_rotated"])
     counts = ", ".join(
-        f"{turns[kind]} of {turns[kind] + stays[kind]} {many}" for kind, many in BASES.items()
+        f"{rotations[kind]} of {rotations[kind] + stays[kind]} {many}"
+        for kind, many in KINDS.items()
     )
     types = set(transformers.CONFIG_MAPPING)
     left = len(types - {row["type"] for row in rows})
-    missing = [row for row in rows if "turned" not in row and row["status"] != "no class"]
+    missing = [row for row in rows if "rotated" not in row and row["status"] != "no class"]
     obstacles = Counter(_obstacle(row) for row in missing)
     lines = [
         "",
@@ -220,11 +221,11 @@ def _rotated(rows: list[dict[str, Any]]) -> list[str]:
         f"{len(seen)} classes ({len({row['type'] for row in seen})} types) under "
         "`enjoyln rotate --untie`, without `--untie` where a class cannot untie. The rotated model "
         "runs in its own class, with random weights, on three seeded inputs and the optional "
-        "inputs of the proof that do not turn. The error is that of the table above. Written with "
-        f"torch {torch.__version__} and transformers {transformers.__version__}.",
+        "inputs of the proof that do not rotate. The error is that of the table above. Written "
+        f"with torch {torch.__version__} and transformers {transformers.__version__}.",
         "",
         *([f"* {left} of {len(types)} model types were not run yet."] if left else []),
-        f"* Bases that are rotated: {counts}. "
+        f"* Rotation groups that are rotated: {counts}. "
         "[`rotate`](commands/rotate.md#what-is-rotated) says what the three kinds are. What a norm "
         "reads as a whole counts as a stream, also inside of a layer (behind a gate, for example).",
         f"* {len(done)} classes rotate something and were compared. Wrong rotations: {len(wrong)}. "
@@ -240,29 +241,29 @@ def _rotated(rows: list[dict[str, Any]]) -> list[str]:
         + "; ".join(f"{count}: {what}" for what, count in obstacles.most_common())
         + ").",
         "",
-        "| why a basis stays | streams | values | heads | types |",
+        "| why a rotation group stays | streams | values | heads | types |",
         "|---|---|---|---|---|",
     ]
     reasons: dict[str, list[tuple[str, str]]] = {}
     for row in seen:
-        for kind, reason, _ in row["not_turned"]:
+        for kind, reason, _ in row["not_rotated"]:
             short = re.sub(r" from \(.*?\) to \(.*?\)", "", reason)
             reasons.setdefault(short, []).append((kind, row["type"]))
     for reason, found in sorted(reasons.items(), key=lambda item: -len(item[1])):
         kinds = Counter(kind for kind, _ in found)
-        cells = [reason, *(kinds[kind] or "" for kind in BASES), len({name for _, name in found})]
+        cells = [reason, *(kinds[kind] or "" for kind in KINDS), len({name for _, name in found})]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += [
         "",
-        "What is rotated in each class, as a number of all bases of the kind:",
+        "What is rotated in each class, as a number of all rotation groups of the kind:",
         "",
         "| type | class | streams | values | heads | error |",
         "|---|---|---|---|---|---|",
     ]
     for row in sorted(seen, key=lambda row: (row["type"], row["class"])):
-        turned, kept = Counter(row["turned"]), Counter(kind for kind, *_ in row["not_turned"])
-        every = turned + kept
-        cells = [f"{turned[k]}/{every[k]}" if every[k] else "" for k in BASES]
+        rotated, kept = Counter(row["rotated"]), Counter(kind for kind, *_ in row["not_rotated"])
+        every = rotated + kept
+        cells = [f"{rotated[k]}/{every[k]}" if every[k] else "" for k in KINDS]
         error = f"{row['error']:.0e}" if "error" in row else ""
         lines.append(f"| {row['type']} | {row['class']} | {' | '.join(cells)} | {error} |")
     return lines
@@ -273,7 +274,7 @@ def _with_options(optional: list[dict[str, Any]], plain: list[dict[str, Any]]) -
     done = [row for row in optional if "audit" in row]
     before = {row["class"]: row["folded"] for row in plain}
     both = [row for row in done if row["class"] in before]
-    counts = {k: sum(row[k] for row in both) for k in ("norms", "folded", "merged", "widened")}
+    counts = {k: sum(row[k] for row in both) for k in ("norms", "folded", "fused", "widened")}
     tied = [row for row in optional if "without untying" in row.get("failure", "")]
     wrong = [row for row in done if row["status"] == "wrong"]
     exact = [row["error"] for row in done if row["dtype"] == "float64" and row not in wrong]
@@ -286,7 +287,7 @@ def _with_options(optional: list[dict[str, Any]], plain: list[dict[str, Any]]) -
         "",
         f"* Of {counts['norms']} LayerNorms {counts['folded']} fold, without options "
         f"{sum(before[row['class']] for row in both)}; {counts['widened']} MLPs are widened, "
-        f"{counts['merged']} norms merged into the layers that read them.",
+        f"{counts['fused']} norms fused into the layers that read them.",
         f"* Wrong folds: {len(wrong)}. Largest error in float64 {max(exact, default=0):.0e}.",
         "* The reasons of the norms that still stay: "
         + ", ".join(f"{count} {answer}" for answer, count in answers.most_common())

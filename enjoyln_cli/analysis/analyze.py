@@ -89,7 +89,7 @@ class Analysis:
         if norm not in self.problem.norms:
             return Tree(f"{norm} stays LayerNorm: {verdict.reason}", False)
         tree = explain.tree(self.problem, self.cut, norm)
-        handed_on = explain.merge_in_words(self.plan, norm)
+        handed_on = explain.fusion_in_words(self.plan, norm)
         return replace(tree, children=(*tree.children, handed_on)) if handed_on else tree
 
     def plan_under(self, options: Options) -> Plan | None:
@@ -140,7 +140,7 @@ def analyze_config(
         reference = classes.build(listed[0], config)
         shapes = stored_names.saved_shapes(reference)
         first = stored_names.candidate(reference, shapes, None)
-    # A base class returns the values that a rotation turns.
+    # A base class returns the values that a rotation rotates.
     others = [cls for cls in listed if cls is not type(first.model) and not options.rotate]
     if not any(layer_norms(first.model)) and not options.rotate:
         untraced = TracedClasses(
@@ -351,7 +351,7 @@ def _trace_class(
 def analyze_family(family: TracedClasses, options: Options) -> Analysis:
     """State the problem, solve it, describe the result.
 
-    If a norm is converted or a basis turned, the calls that the proof covers have to be known. If
+    If a norm is converted or a group rotated, the calls that the proof covers have to be known. If
     they are not yet, more calls are traced, and the analysis starts again with all traces.
     """
     statement = state_problem(family, options)

@@ -31,7 +31,7 @@ from enjoyln_cli.proof.layer_norms import layer_norms, norm_calls
 from enjoyln_cli.proof.min_cut import Parameter, Problem
 from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.proof.widening import Widenings, find_widenings
-from enjoyln_cli.rotation.affine_merge import StoredWeight
+from enjoyln_cli.rotation.norm_fusion import StoredWeight
 from enjoyln_cli.rotation.used_outputs import by_products
 from enjoyln_cli.text import did_you_mean, listed_briefly
 from enjoyln_cli.trace.trace import Trace
@@ -52,7 +52,7 @@ class TracedClasses:
     outputs: tuple[str, ...] = ()
     """Fields of the reference's output that must stay unchanged; empty for all fields."""
     training: bool = False
-    """Whether the plan is for training: scales are not merged then."""
+    """Whether the plan is for training: scales are not fused then."""
 
     @property
     def traces(self) -> tuple[Trace, ...]:

@@ -41,7 +41,7 @@ class Conversion:
 
         This is exact: every op of the graph commutes with centring (``f(P x) = P f(x)``), and no
         other target changes. Otherwise the result is ``Opaque`` with the reason. The ops of a
-        layout commute with every matrix, so the same tensors are turned to turn the parameter.
+        layout commute with every matrix, so the same tensors are rotated to rotate the parameter.
         """
         placeholders, results = self._graph
         own = results[self.targets.index(parameter)]

@@ -21,7 +21,7 @@ from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.edits.planned_edits import edits_of
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models import classes
-from enjoyln_cli.plan.plan import Basis, Plan, Setting, UntiedParameter
+from enjoyln_cli.plan.plan import Plan, RotationGroup, Setting, UntiedParameter
 
 FLAG = "tie_word_embeddings"
 
@@ -177,7 +177,7 @@ def _loads(before: Candidate, after: Candidate, names: Iterable[str]) -> bool:
 
 
 def untie(plan: Plan, apart: Apart) -> Plan:
-    """The plan with the copies, or without them if it turns all tied parameters alike, or none.
+    """The plan with the copies, or without them if it rotates all tied parameters alike, or none.
 
     The untied names are dropped from ``plan.unproven``: a copy that no trace reads needs no proof.
     """
@@ -186,15 +186,17 @@ def untie(plan: Plan, apart: Apart) -> Plan:
     plan = replace(plan, unproven=left)
     edited = {writer.parameter for writer in plan.writers}
     edited |= {part.parameter for mlp in plan.widened for part in mlp.parts}
-    edited |= {named.parameter for merge in plan.merged for named in merge.names}
-    edited |= {reader.weight.parameter for merge in plan.merged for reader in merge.readers}
-    edits = edits_of(plan, held=True)
+    edited |= {named.parameter for fusion in plan.fused for named in fusion.names}
+    edited |= {reader.weight.parameter for fusion in plan.fused for reader in fusion.readers}
+    edits = edits_of(plan, in_memory=True)
     alike = all(edits.get(copied.parameter) == edits.get(copied.source) for copied in apart.untied)
     if alike and concerned.isdisjoint(edited):
         copies = {copied.tensor for copied in apart.untied if copied.tensor != copied.stored}
-        return replace(plan, bases=tuple(_without(basis, copies) for basis in plan.bases))
+        return replace(
+            plan, rotation_groups=tuple(_without(group, copies) for group in plan.rotation_groups)
+        )
     return replace(plan, untied=apart.untied, settings=(*plan.settings, *apart.settings))
 
 
-def _without(basis: Basis, tensors: Container[str]) -> Basis:
-    return replace(basis, tensors=tuple(t for t in basis.tensors if t.tensor not in tensors))
+def _without(group: RotationGroup, tensors: Container[str]) -> RotationGroup:
+    return replace(group, tensors=tuple(t for t in group.tensors if t.tensor not in tensors))

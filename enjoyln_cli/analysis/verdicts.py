@@ -25,26 +25,26 @@ from enjoyln_cli.plan.plan import (
     ASKED_TO_KEEP,
     NOT_ASKED,
     BakedNorm,
-    Basis,
+    CentredWeight,
     Centring,
     EditedTensor,
-    Merge,
     NamedParameter,
+    NormFusion,
     Options,
     Plan,
-    TurnedTensor,
-    UnmergedNorm,
+    RotatedTensor,
+    RotationGroup,
+    UnfusedNorm,
     Verdict,
-    Writer,
     size_settings,
 )
 from enjoyln_cli.proof import explain
 from enjoyln_cli.proof.layer_norms import rms_norms
 from enjoyln_cli.proof.min_cut import Cut, Parameter, Problem
 from enjoyln_cli.proof.pullback import Opaque
-from enjoyln_cli.rotation.affine_merge import Move, find_merges
-from enjoyln_cli.rotation.found_basis import FoundBasis
-from enjoyln_cli.rotation.rotations import Rotations, bases_of, rotations
+from enjoyln_cli.rotation.found_group import FoundGroup
+from enjoyln_cli.rotation.norm_fusion import Move, find_fusions
+from enjoyln_cli.rotation.rotations import Rotations, planned_groups, rotations
 from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import covered_calls, unproven_inputs
 
@@ -59,17 +59,17 @@ def plan_of(family: TracedClasses, statement: Statement, cut: Cut, options: Opti
     subtracting = {mlp for support in cut.folded.values() for mlp in support.mlps}
     widened = widenings_for(subtracting, problem.widenings.resizes, reference.stored)
     table = _token_table(reference.model, problem.groups)
-    turns = rotations(problem, options, table) if options.rotate else Rotations(())
-    merged, unmerged = _merges(statement, cut, family, options, turns)
-    tensors = partial(turned_tensors, problem, reference)
-    bases = bases_of(turns, problem, merged, unmerged, tensors)
-    if any(basis.reason for basis in bases):  # norms whose weight need not move after all
-        turns = turns.that_turn(bases)
+    known = rotations(problem, options, table) if options.rotate else Rotations(())
+    fused, unfused = _fusions(statement, cut, family, options, known)
+    tensors = partial(rotated_tensors, problem, reference)
+    rotation_groups = planned_groups(known, problem, fused, unfused, tensors)
+    if any(group.reason for group in rotation_groups):  # norms whose weight need not move after all
+        known = known.that_rotate(rotation_groups)
         if options.merge is not None:
-            merged, unmerged = _merges(statement, cut, family, options, turns)
+            fused, unfused = _fusions(statement, cut, family, options, known)
         else:  # each norm is decided by itself
-            merged = tuple(one for one in merged if one.norm in turns.forms)
-            unmerged = tuple(one for one in unmerged if one.norm in turns.forms)
+            fused = tuple(one for one in fused if one.norm in known.forms)
+            unfused = tuple(one for one in unfused if one.norm in known.forms)
     writers = writers_of(problem, cut, reference)
     rows = tuple(_given_rows(statement, writers))
     entries = (e for support in cut.folded.values() for e in support.entries if e not in rows)
@@ -85,19 +85,19 @@ def plan_of(family: TracedClasses, statement: Statement, cut: Cut, options: Opti
             dict.fromkeys(
                 (
                     *unproven_inputs(family.traced),
-                    *turns.unproven,
+                    *known.unproven,
                     *rows,
                     *_unread(reference, traces),
                 )
             )
         ),
         other_norms=tuple(sorted(Counter(rms_norms(reference.model).values()).items())),
-        outputs=family.outputs or _outputs_that_stay(problem, bases, options),
+        outputs=family.outputs or _outputs_that_stay(problem, rotation_groups, options),
         by_example=tuple(dict.fromkeys(t.label for t in traces if t.by_values)),
         widened=widened,
-        merged=merged,
-        unmerged=unmerged,
-        bases=bases,
+        fused=fused,
+        unfused=unfused,
+        rotation_groups=rotation_groups,
         seed=options.seed,
         settings=size_settings(widened),
         covered=covered_calls(family.traced, size_settings(widened)),
@@ -106,18 +106,18 @@ def plan_of(family: TracedClasses, statement: Statement, cut: Cut, options: Opti
 
 
 def _outputs_that_stay(
-    problem: Problem, bases: Sequence[Basis], options: Options
+    problem: Problem, rotation_groups: Sequence[RotationGroup], options: Options
 ) -> tuple[str, ...]:
     """The outputs that the class is used for, if others change; empty if none does."""
     traces, required = problem.flow.traces, problem.flow.required
-    changes = options.fold or options.merge or any(basis.outputs for basis in bases)
+    changes = options.fold or options.merge or any(group.outputs for group in rotation_groups)
     if required is None or not changes:
         return ()
     fields = (f for trace in traces for names in trace.returned.values() for f in names)
     return joined_fields(required.difference(*(trace.fed_back for trace in traces)), fields)
 
 
-def _given_rows(statement: Statement, writers: Iterable[Writer]) -> Iterator[str]:
+def _given_rows(statement: Statement, writers: Iterable[CentredWeight]) -> Iterator[str]:
     """The inputs that take the place of rows of tables that a norm is baked into."""
     for writer in writers:
         if writer.baked:
@@ -143,15 +143,15 @@ def _token_table(model: nn.Module, groups: Mapping[str, str]) -> Parameter | Non
     return None
 
 
-def _merges(
-    statement: Statement, cut: Cut, family: TracedClasses, options: Options, turns: Rotations
-) -> tuple[tuple[Merge, ...], tuple[UnmergedNorm, ...]]:
-    """The norms that are merged: those asked for, and those in bases that are turned.
+def _fusions(
+    statement: Statement, cut: Cut, family: TracedClasses, options: Options, known: Rotations
+) -> tuple[tuple[NormFusion, ...], tuple[UnfusedNorm, ...]]:
+    """The norms that are fused: those asked for, and those in rotation groups that are rotated.
 
     Folded norms are asked for; if no norm is to be folded, all that could be swapped are.
     """
     problem, reference = statement.problem, family.reference
-    forms = turns.forms
+    forms = known.forms
     moves: dict[str, Move] = dict.fromkeys(forms, "weight")
     if options.merge is not None:
         could_fold = {norm for norm, why in statement.refused.items() if why == NOT_ASKED}
@@ -169,7 +169,7 @@ def _merges(
     ops = {op for support in cut.folded.values() for op in support.ops if op.place != "entry"}
     centred = {node for op in ops for _, node in problem.carried(op)}
     order = [path for path, _ in reference.model.named_modules() if path in forms]
-    return find_merges(
+    return find_fusions(
         problem.flow,
         {path: forms[path] for path in order},
         problem.groups,
@@ -180,7 +180,7 @@ def _merges(
             stored[bias], stored[weight], offset
         ),
         moves,
-        turns.products,
+        known.products,
     )
 
 
@@ -204,7 +204,7 @@ def verdict_on(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -
     return Verdict(norm, "centred" if ops else "static", ops=ops, needs=needs, mlps=mlps)
 
 
-def writers_of(problem: Problem, cut: Cut, reference: Candidate) -> tuple[Writer, ...]:
+def writers_of(problem: Problem, cut: Cut, reference: Candidate) -> tuple[CentredWeight, ...]:
     """One writer for each stored tensor of each centred parameter, in the model's order."""
     centred = {p for support in cut.folded.values() for p in support.writers}
     tensors = _stored_tensors(problem, reference, dict.fromkeys(centred, True))
@@ -212,29 +212,31 @@ def writers_of(problem: Problem, cut: Cut, reference: Candidate) -> tuple[Writer
     for writer in tuple(writers):
         if writer.baked:  # its bias is zeros, and must not get another mean
             bias, features = writer.baked.bias, writer.shape[writer.axis.dim :][:1]
-            writers.append(Writer(bias.parameter, bias.tensor, feature_axis(features), features))
+            writers.append(
+                CentredWeight(bias.parameter, bias.tensor, feature_axis(features), features)
+            )
     return _in_order(reference, writers)
 
 
-def turned_tensors(
-    problem: Problem, reference: Candidate, basis: FoundBasis
-) -> tuple[TurnedTensor, ...]:
-    """One entry for each stored tensor of each turned parameter, in the model's order."""
-    scaled = {p: bool(basis.merged and uses.writes) for p, uses in basis.parameters.items()}
-    turned = [
-        TurnedTensor(**vars(tensor), **basis.parameters[parameter]._asdict())
+def rotated_tensors(
+    problem: Problem, reference: Candidate, group: FoundGroup
+) -> tuple[RotatedTensor, ...]:
+    """One entry for each stored tensor of each rotated parameter, in the model's order."""
+    scaled = {p: bool(group.fused and uses.writes) for p, uses in group.parameters.items()}
+    rotated = [
+        RotatedTensor(**vars(tensor), **group.parameters[parameter]._asdict())
         for parameter, tensors in _stored_tensors(problem, reference, scaled).items()
         for tensor in tensors
     ]
-    return _in_order(reference, turned)
+    return _in_order(reference, rotated)
 
 
 def _stored_tensors(
     problem: Problem, reference: Candidate, parameters: Mapping[Parameter, bool]
-) -> dict[Parameter, list[Writer]]:
-    """The stored tensors of ``parameters``, which say whether a scale is merged into them."""
+) -> dict[Parameter, list[CentredWeight]]:
+    """The stored tensors of ``parameters``, which say whether a scale is fused into them."""
     names, weights = stored_in_groups(reference, problem.groups), stored_weights(reference.model)
-    tensors_of: dict[Parameter, list[Writer]] = {parameter: [] for parameter in parameters}
+    tensors_of: dict[Parameter, list[CentredWeight]] = {parameter: [] for parameter in parameters}
     for parameter, name in ((p, name) for p in parameters for name in names[p.name]):
         made = tensors_of[parameter]
         axis, shape = parameter.axis, tuple(weights[name].shape)
@@ -242,7 +244,9 @@ def _stored_tensors(
         scale = NamedParameter(by, reference.stored[by][0]) if by else None
         baked = _baked(problem, reference, parameter.name)
         tensors = reference.stored.get(name, ())
-        made += [Writer(name, tensor, axis, shape, scale=scale, baked=baked) for tensor in tensors]
+        made += [
+            CentredWeight(name, tensor, axis, shape, scale=scale, baked=baked) for tensor in tensors
+        ]
         if name in reference.converted:
             made += _converted_writers(reference.converted[name], name, axis)
     return tensors_of
@@ -264,11 +268,12 @@ def _baked(problem: Problem, reference: Candidate, table: str) -> BakedNorm | No
     return BakedNorm(weight, bias, norm.eps)
 
 
-def _converted_writers(layout: Conversion, name: str, axis: Axis) -> list[Writer]:
+def _converted_writers(layout: Conversion, name: str, axis: Axis) -> list[CentredWeight]:
     stored = layout.stored(name, axis)
     pairs = () if isinstance(stored, Opaque) else stored
     return [
-        Writer(name, tensor, on_disk, layout.sources[tensor], axis) for tensor, on_disk in pairs
+        CentredWeight(name, tensor, on_disk, layout.sources[tensor], axis)
+        for tensor, on_disk in pairs
     ]
 
 

@@ -228,8 +228,8 @@ def require_unfolded(
     if MARKER in raw:
         entry = raw[MARKER]
         origin = entry.get("source") if isinstance(entry, dict) else None
-        only_turned = isinstance(entry, dict) and entry.get("rotated") and not entry.get("rmsnorm")
-        job, verb = ("rotation", "convert") if only_turned else ("fold", "fold")
+        only_rotated = isinstance(entry, dict) and entry.get("rotated") and not entry.get("rmsnorm")
+        job, verb = ("rotation", "convert") if only_rotated else ("fold", "fold")
         raise AlreadyFolded(
             f"{model} is the result of an earlier {job}; {verb} its source "
             f"({origin or 'unknown'}) instead"

@@ -42,7 +42,7 @@ class CentredTensor:
     axis: Axis
     """Axis of the parameter in the layout of the class."""
     scale: str | None = None
-    """A parameter that multiplies along ``axis.dim``; it is ones since it was merged."""
+    """A parameter that multiplies along ``axis.dim``; it is ones since it was fused."""
 
 
 def _possible(axis: Axis) -> Axis:
@@ -73,8 +73,8 @@ class CentredGroup:
 
 
 @dataclass(frozen=True)
-class MergedNorms:
-    """Norms with a parameter that was merged into the layers after them."""
+class FusedNorms:
+    """Norms with a parameter that was fused into the layers after them."""
 
     weight: Names
     """Norms whose weight (or 1 + weight) is ones now."""
@@ -104,12 +104,12 @@ class Marker:
     centered: Annotated[tuple[CentredGroup, ...], Distinct]
     """Parameters with zero mean."""
     scales: Mapping[str, str]
-    """The vector that was merged into a parameter: their product has zero mean."""
+    """The vector that was fused into a parameter: their product has zero mean."""
     units: Annotated[tuple[Units, ...], Distinct]
     """Hidden units of MLPs that subtract a mean."""
     baked: Names
     """Norm weights that are one number each, since the norm was baked into an embedding table."""
-    merged: MergedNorms
+    fused: FusedNorms
     untied: Mapping[str, str]
     """Parameters that were tied to another, and are stored and loaded as two."""
     entry_inputs: Names
@@ -119,7 +119,7 @@ class Marker:
     covered: CoveredCalls | None
     """The proven calls; ``None``: all calls without an input of ``unproven``."""
     rotated: bool = False
-    """Whether orthogonal matrices have turned values; the stored plan says which."""
+    """Whether orthogonal matrices have been rotated values; the stored plan says which."""
     nonfinite: bool = False
     """Whether the user allowed NaN and infinity in weights."""
     proof: str = ""
@@ -173,9 +173,9 @@ def marker_of_plan(plan: Plan, source: Source = IN_MEMORY, nonfinite: bool = Fal
             if mlp.subtracts
         ),
         baked=tuple(norm.weight.parameter for norm in plan.baked.values()),
-        merged=MergedNorms(
-            tuple(merge.norm for merge in plan.merged if merge.weight),
-            tuple(merge.norm for merge in plan.merged if merge.bias),
+        fused=FusedNorms(
+            tuple(fusion.norm for fusion in plan.fused if fusion.weight),
+            tuple(fusion.norm for fusion in plan.fused if fusion.bias),
         ),
         untied={copy.parameter: copy.source for copy in plan.untied},
         entry_inputs=plan.entry_inputs,
@@ -191,7 +191,7 @@ def _by_axis(plan: Plan) -> tuple[CentredGroup, ...]:
     """The centred parameters, grouped by axis: most parameters of a model share one."""
     groups: dict[Axis, dict[str, None]] = {}
     for writer in plan.writers:
-        groups.setdefault(writer.held or writer.axis, {})[writer.parameter] = None
+        groups.setdefault(writer.module_axis or writer.axis, {})[writer.parameter] = None
     return tuple(CentredGroup(axis, tuple(names)) for axis, names in groups.items())
 
 

@@ -169,7 +169,7 @@ def rotate(
     """Rotate the features of MODEL by an orthogonal matrix, so that it quantises better.
 
     The result computes the same function in the stock class: outliers are spread over all
-    features, and norms stay as they are (their weights are merged). Norms are not converted.
+    features, and norms stay as they are (their weights are fused). Norms are not converted.
     """
     choice: Options = {}
     if search or learn or scheme or device:

@@ -22,7 +22,7 @@ from enjoyln_cli.models.classes import dtype_of
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.models.offload import on_disk
 from enjoyln_cli.models.outputs import by_field, is_in_cache, match_names
-from enjoyln_cli.runtime.entries import entries
+from enjoyln_cli.runtime.call_guards import call_guards
 
 Outputs = list[dict[str, torch.Tensor]]
 """One dict per batch, from output name to its tensor, on the CPU or memory-mapped from disk."""
@@ -39,8 +39,8 @@ def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) 
     def store(value: torch.Tensor) -> torch.Tensor:
         return on_disk(value, folder) if folder else value.cpu()
 
-    for _, entry in entries(model):
-        entry.fold.literal = True
+    for _, guard in call_guards(model):
+        guard.state.literal = True
     outputs: Outputs = []
     with torch.no_grad(), silent():
         for batch in batches:

@@ -221,7 +221,7 @@ def _biases(
         if "lora_B.weight" not in parts:
             raise UnsupportedModel(
                 f"{path}: its adapter cannot have a bias, but others need one, since the bias of a "
-                "norm is merged into their layers; fold without --merge"
+                "norm is fused into their layers; fold without --merge"
             )
         b, key = edited[parts["lora_B.weight"]], f"{PREFIX}{path}.lora_B.bias"
         bias = edited.get(key, b.new_zeros(b.shape[0])).double()
@@ -234,13 +234,13 @@ class EditedBase:
 
     def __init__(self, plan: Plan, original: Subject) -> None:
         self.model = build(class_of(original, plan.model_class), original.config)
-        self.edits = edits_of(plan, held=True)
+        self.edits = edits_of(plan, in_memory=True)
         self.checkpoint = original.checkpoint
         self.stored = {w.scale.parameter: w.scale.tensor for w in plan.edited_tensors if w.scale}
-        self.stored |= {name.parameter: name.tensor for norm in plan.merged for name in norm.names}
+        self.stored |= {name.parameter: name.tensor for norm in plan.fused for name in norm.names}
         self.biases = {
             reader.weight.parameter.rpartition(".")[0]: (f"{norm.norm}.bias", reader)
-            for norm in plan.merged
+            for norm in plan.fused
             for reader in norm.readers
             if reader.bias
         }

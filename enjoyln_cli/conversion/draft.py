@@ -8,10 +8,11 @@ several layers of its target, side by side, and the embeddings of its target, th
 
 ``g`` is the weight of the RMSNorm, which becomes ones; keys and values are read as queries are.
 Everything else (its layer, norms, head and token tables) is the draft's own, and stays. A draft
-without an embedding table, or with a copy of the target's, reads the target's: a copy is turned as
+without an embedding table, or with a copy of the target's, reads the target's: a copy is rotated as
 the table of the target was, so it does not matter which of both a program takes.
 
-Drafts that write what the target's head reads cannot turn, and are refused (EAGLE-1 and 2, Medusa).
+Drafts that write what the target's head reads cannot be rotated, and are refused (EAGLE-1 and 2,
+Medusa).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from enjoyln_cli.runtime.weight_check import tensor_at
 
 if TYPE_CHECKING:
     from enjoyln_cli.checkpoint.reader import Subject
-    from enjoyln_cli.plan.plan import Basis, Plan
+    from enjoyln_cli.plan.plan import Plan, RotationGroup
 
 FC, TABLE, HEAD = "fc.weight", "embed_tokens.weight", "lm_head.weight"
 LAYERS = ("midlayer", "layers.0")
@@ -102,7 +103,7 @@ def edit_draft(
         )
     checkpoint = open_checkpoint(source)
     layer = _first_layer(checkpoint)
-    stream, table, edit = _turned_stream(plan, original, like)
+    stream, table, edit = _rotated_stream(plan, original, like)
     reads = _reads_of_hidden_states(checkpoint, stream)
     tensors = {name: read_tensor(checkpoint, name) for name in checkpoint.tensors}
     if _is_table_of_target(tensors, original, table):
@@ -110,7 +111,7 @@ def edit_draft(
         if TABLE in tensors:
             tensors[TABLE] = rounded(TABLE, tensors[TABLE], edit)
     for read in reads:
-        tensors[read.weight] = _turned(tensors, read, stream.rotation(plan.seed))
+        tensors[read.weight] = _rotated(tensors, read, stream.rotation(plan.seed))
     for norm in {read.norm for read in reads if read.norm}:
         tensors[norm] = torch.ones_like(tensors[norm])
     return Draft(source, carried_files(source), tensors)
@@ -129,7 +130,7 @@ def _first_layer(checkpoint: Checkpoint) -> str:
         raise UnsupportedModel(
             f"{model}: {FC} of EAGLE-1 and EAGLE-2 reads the last hidden state, and the layers "
             "after it write what the lm_head of the target reads. That is rotated, and has the "
-            "weight of the last norm merged, which the norms within these layers do not allow; "
+            "weight of the last norm fused, which the norms within these layers do not allow; "
             + _TRAIN
         )
     if HEAD not in names:
@@ -139,7 +140,7 @@ def _first_layer(checkpoint: Checkpoint) -> str:
     if (checkpoint.raw_config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
         raise UnsupportedModel(
             f"{model}: use_aux_hidden_state is false, so it reads the last hidden state, into "
-            f"which the weight of a norm was merged; {_TRAIN}"
+            f"which the weight of a norm was fused; {_TRAIN}"
         )
     known = (FC, "fc.bias", TABLE, "input_norm.weight")
     for name in names:
@@ -148,10 +149,10 @@ def _first_layer(checkpoint: Checkpoint) -> str:
     return layer
 
 
-def _turned_stream(plan: Plan, original: Subject, like: str) -> tuple[Basis, str, Edit]:
+def _rotated_stream(plan: Plan, original: Subject, like: str) -> tuple[RotationGroup, str, Edit]:
     """The stream of hidden states, the stored embedding table, and how the table was edited.
 
-    Raises ``UnsupportedModel`` unless the hidden states of all layers have turned and nothing else.
+    Raises ``UnsupportedModel`` unless the hidden states of all layers are rotated and nothing else.
     """
     if plan.folded:
         raise UnsupportedModel(
@@ -161,19 +162,19 @@ def _turned_stream(plan: Plan, original: Subject, like: str) -> tuple[Basis, str
     base = EditedBase(plan, original)
     features = tensor_at(base.model, base.table).shape[1]
     count = getattr(original.config.get_text_config(), "num_hidden_layers", 0)
-    for basis in plan.rotated:
-        stored = {turned.parameter: turned.tensor for turned in basis.tensors}
+    for group in plan.rotated:
+        stored = {rotated.parameter: rotated.tensor for rotated in group.tensors}
         layers = {next(filter(str.isdigit, name.split(".")), "") for name in stored}
-        whole = basis.size == features and base.table in stored
+        whole = group.size == features and base.table in stored
         if whole and count and layers >= {str(number) for number in range(count)}:
-            return basis, stored[base.table], base.edits[base.table]
+            return group, stored[base.table], base.edits[base.table]
     raise UnsupportedModel(
         f"the hidden states of {like} were not rotated; if its embeddings were not either, the "
         "draft works as it is"
     )
 
 
-def _reads_of_hidden_states(checkpoint: Checkpoint, stream: Basis) -> list[Read]:
+def _reads_of_hidden_states(checkpoint: Checkpoint, stream: RotationGroup) -> list[Read]:
     """How ``fc`` reads hidden states. Raises ``BadCheckpoint`` if it has no columns for them."""
     columns = checkpoint.tensors[FC].shape[1]
     if columns % stream.size or columns < 2 * stream.size:
@@ -194,7 +195,7 @@ def _is_table_of_target(tensors: dict[str, torch.Tensor], original: Subject, tab
 
 
 def _reads_of_embeddings(
-    checkpoint: Checkpoint, layer: str, edit: Edit, stream: Basis
+    checkpoint: Checkpoint, layer: str, edit: Edit, stream: RotationGroup
 ) -> list[Read]:
     """How the first layer reads embeddings of the target, whose table was changed by ``edit``."""
     model, config = checkpoint.source.model, checkpoint.raw_config
@@ -215,8 +216,8 @@ def _reads_of_embeddings(
     return [Read(name, 1, f"{layer}.input_layernorm.weight") for name in names]
 
 
-def _turned(tensors: dict[str, Any], read: Read, rotation: Rotation) -> torch.Tensor:
-    """A weight of the draft for features of the target that have turned."""
+def _rotated(tensors: dict[str, Any], read: Read, rotation: Rotation) -> torch.Tensor:
+    """A weight of the draft for features of the target that have been rotated."""
     weight = tensors[read.weight].clone()
     axis = Axis(1, 0, read.groups, rotation.size, 1)
     edit = Edit((RotateAxis(axis, rotation),))

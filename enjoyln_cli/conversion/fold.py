@@ -57,8 +57,8 @@ class PreparedFold:
     opening: Opening
 
     def with_plan(self, plan: Plan) -> PreparedFold:
-        """The same, with a plan that turns by other matrices."""
-        matrix = MATRIX_FILE if any(basis.given for basis in plan.rotated) else ""
+        """The same, with a plan that rotates by other matrices."""
+        matrix = MATRIX_FILE if any(group.given for group in plan.rotated) else ""
         options, user_options = (
             replace(before, seed=plan.seed, matrix=matrix)
             for before in (self.options, self.opening.options)
@@ -110,11 +110,11 @@ def prepare(
     if recipe is not None and opening.recipe is not None:
         options = _with_options_of(recipe, Path(opening.recipe), options)
     kind = config.model_type
-    folding, turning = (
+    folding, rotating = (
         f"the LayerNorms of {kind} that can be converted",
         f"which features of {kind} can be rotated",
     )
-    event("stage", f"finding {folding if options.fold else turning}")
+    event("stage", f"finding {folding if options.fold else rotating}")
     analysis = analyze_config(
         config,
         model_class=model_class,
@@ -131,7 +131,7 @@ def prepare(
         options = replace(options, matrix=MATRIX_FILE)
     if unproven := sorted(set(config.architectures or ()) - set(plan.classes)):
         event("warning", _why_another_class(plan, unproven, is_chosen=bool(model_class or outputs)))
-    if options.rotate and not options.untie and (more := _may_turn_if_untied(analysis)):
+    if options.rotate and not options.untie and (more := _may_rotate_if_untied(analysis)):
         event("warning", f"weights are tied; --untie may also rotate {more}")
     if options.untie and not plan.untied:
         which = "no LayerNorm" if options.fold else "nothing that is rotated"
@@ -336,12 +336,13 @@ def convert(
     )
 
 
-def _may_turn_if_untied(analysis: Analysis) -> str:
-    """The bases that a norm keeps from turning in a model with tied weights; empty if none is."""
+def _may_rotate_if_untied(analysis: Analysis) -> str:
+    """The groups that a norm keeps from rotating in a model with tied weights; empty if none."""
     if all(name == first for name, first in analysis.problem.groups.items()):
         return ""
-    stay = [basis for basis in analysis.plan.bases if basis.reason.startswith(NORM_STAYS)]
-    return ", ".join(f"the {basis.kind} of {basis.name}" for basis in stay)
+    stay = [group for group in analysis.plan.rotation_groups if group.reason.startswith(NORM_STAYS)]
+    words = {"residual": "residual stream"}
+    return ", ".join(f"the {words.get(one.kind, one.kind)} of {one.name}" for one in stay)
 
 
 def _ways_to_convert(

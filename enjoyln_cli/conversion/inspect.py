@@ -214,12 +214,12 @@ def mappings_text(
     """Which layers read each norm of a model, as recipes of llm-compressor take it, or as JSON."""
     from enjoyln_cli.report.quantiser_mappings import llm_compressor_text, mappings_json
 
-    merging = Options(fold=False, rotate=True, merge="affine", untie=True)
+    fusing = Options(fold=False, rotate=True, merge="affine", untie=True)
     try:
-        inspection = inspect(name, replace(opening, options=merging), is_type=is_type)
+        inspection = inspect(name, replace(opening, options=fusing), is_type=is_type)
     except UnsupportedModel:  # what is tied stays tied
-        merging = replace(merging, untie=False)
-        inspection = inspect(name, replace(opening, options=merging), is_type=is_type)
+        fusing = replace(fusing, untie=False)
+        inspection = inspect(name, replace(opening, options=fusing), is_type=is_type)
     plan = inspection.analysis.plan
     if form == "json":
         return mappings_json(plan)

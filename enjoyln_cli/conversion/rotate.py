@@ -1,4 +1,4 @@
-"""Rotate a live transformers model in place: prove on a copy without weights, then turn weights."""
+"""Rotate a live transformers model in place: prove on a copy without weights, then edit weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rotate(
     values: bool = True,
     outputs: str | Sequence[str] = (),
 ) -> Plan:
-    """Turn the features of ``model``, a loaded transformers model, by orthogonal matrices.
+    """Rotate the features of ``model``, a loaded transformers model, by orthogonal matrices.
 
     The model is changed in place and computes the same function, as the result of
     ``enjoyln rotate`` does; ``save_pretrained`` saves it as a checkpoint of the stock class. Each
@@ -38,12 +38,12 @@ def rotate(
 
     * ``seed`` chooses the matrices.
     * ``untie``: a head that is tied to the embedding gets a copy of its own, if the config allows
-      that. Without it the stream of a LayerNorm model cannot turn if its head is tied.
-    * ``values``: also turn the values of each attention head.
+      that. Without it the stream of a LayerNorm model cannot rotate if its head is tied.
+    * ``values``: also rotate the values of each attention head.
     * ``outputs``: the outputs that must stay unchanged, as names or patterns; by default those
       that the class is used for.
 
-    Returns the plan, which says what has turned. Raises ``NothingToFold`` if nothing can turn,
+    Returns the plan, which says what was rotated. Raises ``NothingToFold`` if nothing can rotate,
     ``AlreadyFolded`` for a converted model, ``UnsupportedModel`` for a quantised model, a model
     that is not of transformers or whose weights cannot be edited (see ``rewrite.editable``), and
     ``TraceFailed``; nothing is changed then.

@@ -13,23 +13,23 @@ from enjoyln_cli.plan.plan import Plan
 
 
 def fitting_edits(
-    plan: Plan, shapes: Mapping[str, tuple[int, ...]], *, held: bool = False
+    plan: Plan, shapes: Mapping[str, tuple[int, ...]], *, in_memory: bool = False
 ) -> Mapping[str, Edit]:
     """The edits of ``plan`` for tensors of these ``shapes``, which are those before the edits.
 
-    The names are those in the checkpoint, or with ``held`` those in the model. Raises
+    The names are those in the checkpoint, or with ``in_memory`` those in the model. Raises
     ``ValueError`` that names the first tensor that is missing or has another shape.
     """
     copies = {copy.tensor: copy.stored for copy in plan.untied}
-    planned = [(copy.source if held else copy.stored, copy.shape) for copy in plan.untied]
+    planned = [(copy.source if in_memory else copy.stored, copy.shape) for copy in plan.untied]
     planned += [
-        (tensor.parameter if held else copies.get(tensor.tensor, tensor.tensor), tensor.shape)
+        (tensor.parameter if in_memory else copies.get(tensor.tensor, tensor.tensor), tensor.shape)
         for tensor in plan.edited_tensors
-        if not (held and tensor.held)  # which has another layout in the model
+        if not (in_memory and tensor.module_axis)  # which has another layout in the model
     ]
     for mlp in plan.widened:
         for part in mlp.parts:
-            name = part.parameter if held else part.tensor
+            name = part.parameter if in_memory else part.tensor
             sizes = list(shapes.get(name, ()))
             sizes[part.dim : part.dim + 1] = [mlp.size]
             planned.append((name, tuple(sizes)))
@@ -41,7 +41,7 @@ def fitting_edits(
                 f"{name}: shape {list(shapes[name])} before the edit, but the plan has "
                 f"{list(expected)}"
             )
-    edits = edits_of(plan, held=held)
+    edits = edits_of(plan, in_memory=in_memory)
     for name, edit in edits.items():
         edit.require_fit(name, shapes)
     return edits

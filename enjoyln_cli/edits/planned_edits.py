@@ -15,37 +15,37 @@ from enjoyln_cli.plan.orthogonal_matrices import Rotation
 from enjoyln_cli.plan.plan import (
     EditedTensor,
     GrownParameter,
-    Merge,
     NamedParameter,
+    NormFusion,
     Plan,
     Widening,
 )
 
 
-def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
-    """The edits of a plan by name of the stored tensor, or of the parameter with ``held``.
+def edits_of(plan: Plan, *, in_memory: bool = False) -> Mapping[str, Edit]:
+    """The edits of a plan by name of the stored tensor, or of the parameter with ``in_memory``.
 
-    ``held`` is for a model in memory: its axes are those of the parameters, and untied parameters
-    are not copied, since there each is a parameter of its own already.
+    A model in memory has the axes of its parameters, and untied parameters are not copied, since
+    each is a parameter of its own already.
     """
     edits: dict[str, Edit] = {}
-    copies = {} if held else {copy.tensor: copy.stored for copy in plan.untied}
+    copies = {} if in_memory else {copy.tensor: copy.stored for copy in plan.untied}
 
     def add(tensor: EditedTensor, rotation: Rotation | None) -> None:
-        name = tensor.parameter if held else tensor.tensor
-        axis = tensor.held if held and tensor.held else tensor.axis
+        name = tensor.parameter if in_memory else tensor.tensor
+        axis = tensor.module_axis if in_memory and tensor.module_axis else tensor.axis
         edit = edits.get(name, Edit())
         if rotation is None:
             edit = edit.adding(*map(CentreAxis, blocks(axis)))
         else:
             edit = edit.adding(RotateAxis(axis, rotation))
         if tensor.scale:
-            scale = tensor.scale.parameter if held else tensor.scale.tensor
+            scale = tensor.scale.parameter if in_memory else tensor.scale.tensor
             edit = edit.adding(LayerScale(scale, axis.dim))
             edits[scale] = Edit((Fill(1.0),))
         if tensor.baked:
             weight, bias = (
-                named.parameter if held else named.tensor
+                named.parameter if in_memory else named.tensor
                 for named in (tensor.baked.weight, tensor.baked.bias)
             )
             norm = copies.get(name, name), weight, bias, tensor.baked.eps
@@ -55,30 +55,30 @@ def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
 
     for writer in plan.writers:
         add(writer, None)
-    for basis in plan.rotated:
-        rotation = basis.rotation(plan.seed)
-        for turned in basis.tensors:
-            add(turned, rotation)
+    for group in plan.rotated:
+        rotation = group.rotation(plan.seed)
+        for rotated in group.tensors:
+            add(rotated, rotation)
     for mlp in plan.widened:
         for part, values in _new_units(mlp):
-            name = part.parameter if held else part.tensor
+            name = part.parameter if in_memory else part.tensor
             edits[name] = edits.get(name, Edit()).adding(Append(part.dim, values))
     for copy, stored in copies.items():
         if copy != stored:
             edits[copy] = replace(edits.get(copy, Edit()), source=stored)
-    for norm in plan.merged:
-        _merge(edits, norm, held)
+    for norm in plan.fused:
+        _fusion(edits, norm, in_memory)
     return edits
 
 
-def _merge(edits: dict[str, Edit], norm: Merge, held: bool) -> None:
-    """Add the merge of one norm to the edits of the norm and of the layers that read it."""
+def _fusion(edits: dict[str, Edit], norm: NormFusion, in_memory: bool) -> None:
+    """Add the fusion of one norm to the edits of the norm and of the layers that read it."""
 
     def name_of(named: NamedParameter) -> str:
-        return named.parameter if held else named.tensor
+        return named.parameter if in_memory else named.tensor
 
-    weight = f"{norm.norm}.weight" if held else norm.weight
-    bias = f"{norm.norm}.bias" if held else norm.bias or norm.divided
+    weight = f"{norm.norm}.weight" if in_memory else norm.weight
+    bias = f"{norm.norm}.bias" if in_memory else norm.bias or norm.divided
     if norm.weight:
         edits[weight] = Edit((Fill(1.0 - norm.offset),))
     if norm.bias:
@@ -88,7 +88,7 @@ def _merge(edits: dict[str, Edit], norm: Merge, held: bool) -> None:
         edits[bias] = edits.get(bias, Edit()).adding(by_weight)
     for reader in norm.readers:
         matrix = name_of(reader.weight)
-        dim = reader.held if held and reader.held is not None else reader.dim
+        dim = reader.module_dim if in_memory and reader.module_dim is not None else reader.dim
         before = edits.get(matrix, Edit())
         where = reader.outer, reader.inner, reader.outputs
         if norm.weight:

@@ -32,7 +32,7 @@ from enjoyln_cli.models.norm_modules import (
 )
 
 Where = Literal["output", "input", "entry"]
-Spot = tuple[str, Where]
+InsertionPoint = tuple[str, Where]
 """The path of a module, and which of its values: its output or an input."""
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -65,10 +65,10 @@ def _is_real(value: Any) -> bool:
 
 
 @dataclass
-class Places:
+class InsertionPoints:
     """Marks the places of a model while its graph is captured."""
 
-    lost: set[Spot] = field(default_factory=set)
+    unusable_points: set[InsertionPoint] = field(default_factory=set)
     """Places that cannot be used, since some call has another kind of value there."""
     _calls: int = 0
 
@@ -82,13 +82,13 @@ class Places:
         return marked
 
 
-def mark_insertion_points(model: nn.Module) -> Places:
+def mark_insertion_points(model: nn.Module) -> InsertionPoints:
     """From now on, graphs of ``model``, a copy made for a trace, have their places marked."""
-    places = Places()
+    places = InsertionPoints()
     for path, module in model.named_modules():
         leaf = not any(module.children())
         if has_replaced_forward(module) or foreign_hooks(forward_hooks(module)):
-            places.lost.add((path, "output"))
+            places.unusable_points.add((path, "output"))
         inside = leaf or path not in ("", base_path(model))
         if inside and inspect.isfunction(type(module).forward):
             module.__dict__["forward"] = _marking(places, path, module, leaf)
@@ -107,7 +107,9 @@ def blocks(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if module in items]
 
 
-def _marking(places: Places, path: str, module: nn.Module, leaf: bool) -> Callable[..., Any]:
+def _marking(
+    places: InsertionPoints, path: str, module: nn.Module, leaf: bool
+) -> Callable[..., Any]:
     inner, first = module.forward, first_input(type(module).forward)
 
     @functools.wraps(inner)
@@ -115,7 +117,7 @@ def _marking(places: Places, path: str, module: nn.Module, leaf: bool) -> Callab
         if not leaf:
             found = change_input(lambda x: places.mark(path, "input", x), first, args, kwargs)
             if found is None:
-                places.lost.add((path, "input"))
+                places.unusable_points.add((path, "input"))
                 return inner(*args, **kwargs)
             return inner(*found[0], **found[1])
         output = inner(*args, **kwargs)
@@ -125,7 +127,7 @@ def _marking(places: Places, path: str, module: nn.Module, leaf: bool) -> Callab
         if not through:
             changed = change_output(lambda x: places.mark(path, "output", x), output)
         if changed is None:
-            places.lost.add((path, "output"))
+            places.unusable_points.add((path, "output"))
             return output
         return changed
 
@@ -157,12 +159,12 @@ def settle(graph: Graph) -> None:
         graph.erase_node(node)
 
 
-def places_of(graph: Graph) -> dict[Node, Spot]:
+def insertion_points_of(graph: Graph) -> dict[Node, InsertionPoint]:
     """The marked values and their places, without calls whose mark is on several nodes."""
     return {nodes[0]: mark[:2] for mark, nodes in _by_mark(graph).items() if len(nodes) == 1}
 
 
-def lost_places(graph: Graph) -> set[Spot]:
+def ambiguous_points(graph: Graph) -> set[InsertionPoint]:
     """The places for which the mark of some call is on several nodes."""
     return {mark[:2] for mark, nodes in _by_mark(graph).items() if len(nodes) > 1}
 

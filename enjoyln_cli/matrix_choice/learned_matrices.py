@@ -34,14 +34,14 @@ from enjoyln_cli.matrix_choice.trials import MatrixChoice, Trials
 from enjoyln_cli.models.load import values_of
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.orthogonal_matrices import GivenMatrix, matrix, rotate
-from enjoyln_cli.plan.plan import Basis, Plan
+from enjoyln_cli.plan.plan import Plan, RotationGroup
 from enjoyln_cli.quantisation.candidates import ORIGINAL
 from enjoyln_cli.quantisation.measure import Outputs, with_embedding
 from enjoyln_cli.rotation.given_matrices import nearest_orthogonal
 
 RATE = 0.03
 """Adam's learning rate at the beginning, times the square root of the size of the matrix. A step
-then turns matrices of all sizes by about the same angle. It falls to zero along a half cosine."""
+then rotates matrices of all sizes by about the same angle. It falls to zero along a half cosine."""
 ROWS = 8
 """Inputs in a step."""
 SAVED_EVERY = 10
@@ -53,22 +53,22 @@ LEARNED = "learned"
 class Learning:
     """The matrices while they are learned."""
 
-    bases: tuple[Basis, ...]
+    rotation_groups: tuple[RotationGroup, ...]
     free: Mapping[str, torch.Tensor]
-    """For each basis by name, float32 of shape ``(size, size)``: ``A`` is its skew part."""
+    """For each group by name, float32 of shape ``(size, size)``: ``A`` is its skew part."""
     optimiser: torch.optim.Optimizer
 
     def rotations(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-        """``C(A)`` for each basis by name, in ``dtype``."""
+        """``C(A)`` for each rotation group by name, in ``dtype``."""
         found = {}
-        for basis in self.bases:
-            skew = self.free[basis.name].to(dtype)
+        for group in self.rotation_groups:
+            skew = self.free[group.name].to(dtype)
             skew = skew - skew.T
-            if basis.fixes_ones:
+            if group.fixes_ones:
                 skew = skew - skew.mean(0)
                 skew = skew - skew.mean(1, keepdim=True)
-            one = torch.eye(basis.size, dtype=dtype, device=skew.device)
-            found[basis.name] = torch.linalg.solve(one - skew, one + skew)
+            one = torch.eye(group.size, dtype=dtype, device=skew.device)
+            found[group.name] = torch.linalg.solve(one - skew, one + skew)
         return found
 
 
@@ -79,8 +79,8 @@ class RotatedParameter:
     name: str
     """One of its names."""
     values: torch.Tensor
-    axes: Mapping[Axis, Basis]
-    """The axes over which it is rotated, and the basis of each."""
+    axes: Mapping[Axis, RotationGroup]
+    """The axes over which it is rotated, and the rotation group of each."""
 
 
 def learn_matrices(
@@ -100,10 +100,10 @@ def learn_matrices(
     """
     plan = tried.ready.plan
     start, first, second = f"seed {plan.seed}", tried.choosing, tried.held_out
-    if any(basis.given for basis in plan.rotated):
+    if any(group.given for group in plan.rotated):
         start = "given matrices"
-    turns = _learn(tried, steps, state, event, on_progress, resume)
-    learned = with_turns(plan, turns)
+    rotations = _learn(tried, steps, state, event, on_progress, resume)
+    learned = with_rotations(plan, rotations)
     plans = {ORIGINAL: None, start: plan, LEARNED: learned}
     compared = {name: tried.measure(each, first) for name, each in plans.items()}
     measured = {name: tried.measure(each, second) for name, each in plans.items()}
@@ -113,15 +113,15 @@ def learn_matrices(
     return tried.choice(start, plan, compared, measured)
 
 
-def with_turns(plan: Plan, turns: Mapping[str, torch.Tensor]) -> Plan:
-    """The plan whose bases are also turned by these matrices, in float64, by name."""
-    bases = []
-    for basis in plan.bases:
-        if basis.name in turns and basis.is_rotated:
-            whole = turns[basis.name] @ matrix(basis.rotation(plan.seed))
-            basis = replace(basis, given=nearest_orthogonal(basis.name, whole, basis))
-        bases.append(basis)
-    return replace(plan, bases=tuple(bases))
+def with_rotations(plan: Plan, rotations: Mapping[str, torch.Tensor]) -> Plan:
+    """The plan whose rotation groups are also rotated by these matrices, in float64, by name."""
+    rotation_groups = []
+    for group in plan.rotation_groups:
+        if group.name in rotations and group.is_rotated:
+            whole = rotations[group.name] @ matrix(group.rotation(plan.seed))
+            group = replace(group, given=nearest_orthogonal(group.name, whole, group))
+        rotation_groups.append(group)
+    return replace(plan, rotation_groups=tuple(rotation_groups))
 
 
 def _learn(
@@ -129,8 +129,8 @@ def _learn(
 ) -> dict[str, torch.Tensor]:
     plan, job = tried.ready.plan, _digest(tried, steps)
     free = {
-        basis.name: torch.zeros(basis.size, basis.size, device=tried.device, requires_grad=True)
-        for basis in plan.rotated
+        group.name: torch.zeros(group.size, group.size, device=tried.device, requires_grad=True)
+        for group in plan.rotated
     }
     rates = [{"params": [each], "rate": RATE / math.sqrt(len(each))} for each in free.values()]
     learning = Learning(plan.rotated, free, torch.optim.Adam(rates, betas=(0.9, 0.99)))
@@ -138,12 +138,12 @@ def _learn(
     after = f", {done} done by an earlier run" if done else ""
     event("stage", f"learning {len(free)} matrices in {steps} steps{after}")
     model = tried.load(plan).requires_grad_(False)
-    turned = list(_rotated_parameters(model, plan))
+    rotated = list(_rotated_parameters(model, plan))
     countdown = Countdown(steps - done, on_progress)
     for step in range(done, steps):
         for group in learning.optimiser.param_groups:
             group["lr"] = group["rate"] * (1 + math.cos(math.pi * step / steps)) / 2
-        loss = _step(learning, model, turned, tried, step)
+        loss = _step(learning, model, rotated, tried, step)
         countdown.count()
         if (step + 1) % SAVED_EVERY == 0 or step + 1 == steps:
             _save(learning, state, job, step + 1)
@@ -154,18 +154,18 @@ def _learn(
 
 
 def _step(
-    learning: Learning, model: nn.Module, turned: list[RotatedParameter], tried: Trials, step: int
+    learning: Learning, model: nn.Module, rotated: list[RotatedParameter], tried: Trials, step: int
 ) -> torch.Tensor:
     """One step of the optimiser on a few inputs that depend on ``step`` alone; returns the loss.
 
-    The gradients of all inputs are summed at the turned weights, which are computed only once.
+    The gradients of all inputs are summed at the rotated weights, which are computed only once.
     """
     matrices = {name: GivenMatrix("", values) for name, values in learning.rotations().items()}
     weights = {}
-    for parameter in turned:
+    for parameter in rotated:
         weight = parameter.values
-        for axis, basis in parameter.axes.items():
-            rotation = replace(basis, given=matrices[basis.name]).rotation(0)
+        for axis, group in parameter.axes.items():
+            rotation = replace(group, given=matrices[group.name]).rotation(0)
             weight = rotate(weight, axis, rotation)
         weights[parameter.name] = weight
     leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
@@ -209,11 +209,11 @@ def _rotated_parameters(model: nn.Module, plan: Plan) -> Iterator[RotatedParamet
     """Each parameter that is rotated, once."""
     tensors = values_of(model)
     names: dict[int, str] = {}
-    axes: dict[str, dict[Axis, Basis]] = {}
-    for basis in plan.rotated:
-        for tensor in basis.tensors:
+    axes: dict[str, dict[Axis, RotationGroup]] = {}
+    for group in plan.rotated:
+        for tensor in group.tensors:
             name = names.setdefault(id(tensors[tensor.parameter]), tensor.parameter)
-            axes.setdefault(name, {})[tensor.held or tensor.axis] = basis
+            axes.setdefault(name, {})[tensor.module_axis or tensor.axis] = group
     for name, found in axes.items():
         yield RotatedParameter(name, tensors[name].detach(), found)
 
@@ -223,7 +223,7 @@ def _digest(tried: Trials, steps: int) -> str:
     ready = tried.ready
     model, names = ready.subject.source.model, tried.choosing.names
     parts = [model, tried.scheme, steps, ready.plan.seed, *names]
-    parts += [(basis.name, basis.size, basis.given) for basis in ready.plan.rotated]
+    parts += [(group.name, group.size, group.given) for group in ready.plan.rotated]
     digest = hashlib.sha256(repr(parts).encode())
     for example in tried.choosing.examples:
         for name, value in example.batch.items():

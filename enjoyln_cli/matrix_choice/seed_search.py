@@ -15,8 +15,11 @@ def search_seeds(tried: Trials, seeds: int, event: Event, on_progress: Progress)
     """Compare the matrices of the first ``seeds`` seeds, and choose the best."""
     event("stage", f"trying {counted(seeds, 'seed')} with simulated {tried.scheme}")
     start, countdown = tried.ready.plan, Countdown(seeds + 1, on_progress)
-    bases = tuple(replace(basis, given=None) for basis in start.bases)
-    plans = {f"seed {seed}": replace(start, seed=seed, bases=bases) for seed in range(seeds)}
+    rotation_groups = tuple(replace(group, given=None) for group in start.rotation_groups)
+    plans = {
+        f"seed {seed}": replace(start, seed=seed, rotation_groups=rotation_groups)
+        for seed in range(seeds)
+    }
     compared = {}
     for name, plan in {ORIGINAL: None, **plans}.items():
         compared[name] = tried.measure(plan, tried.choosing)

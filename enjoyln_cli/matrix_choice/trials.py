@@ -60,11 +60,11 @@ class Trials:
         return Scheme(named.weight_bits, named.input_bits, per_token=not named.is_static)
 
     def load(self, plan: Plan | None) -> Any:
-        """The model in float32, turned by the plan; the original without one."""
+        """The model in float32, rotated by the plan; the original without one."""
         return _load(self.ready, plan, self.device)
 
     def measure(self, plan: Plan | None, half: ExactOutputs) -> Differences:
-        """Run the rounded model, turned by the plan."""
+        """Run the rounded model, rotated by the plan."""
         model = self.load(plan)
         with simulated(model, self.rounding):
             return differences(lambda batch: run(model, [batch])[0], half)

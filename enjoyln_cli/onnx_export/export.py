@@ -42,7 +42,7 @@ from enjoyln_cli.onnx_export.programs import DATA, programs_of, save
 from enjoyln_cli.onnx_export.requirements import require_export
 from enjoyln_cli.onnx_export.runtimes import Run, installed
 from enjoyln_cli.plan import schema
-from enjoyln_cli.recipe.read import tried_to_merge
+from enjoyln_cli.recipe.read import tried_to_fuse
 from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.runtime.loading import optimize
 from enjoyln_cli.runtime.modules import Folded
@@ -85,7 +85,7 @@ class Exported:
     biased: int
     """Number of RMSNorms with a node for their bias, which ``fold --merge bias`` may take away.
 
-    0 for a model that was folded with ``--merge``: what is left there cannot be merged."""
+    0 for a model that was folded with ``--merge``: what is left there cannot be fused."""
     checks: tuple[RuntimeCheck, ...]
     """One for each runtime that ran the programs; empty without ``verify``."""
     seconds: float
@@ -174,7 +174,7 @@ def export(
         opset=programs.opset,
         programs={name: _summary(program.graph) for name, program in programs.models.items()},
         centrings=len(marker.centering),
-        biased=0 if tried_to_merge(source.path) else _count_biased(model),
+        biased=0 if tried_to_fuse(source.path) else _count_biased(model),
         checks=(),
         seconds=0.0,
     )

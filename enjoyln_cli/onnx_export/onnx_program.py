@@ -29,7 +29,7 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export.call import ProgramCall
 from enjoyln_cli.onnx_export.cross_cache import keep_cross_cache
-from enjoyln_cli.runtime.entries import entries
+from enjoyln_cli.runtime.call_guards import call_guards
 from enjoyln_cli.text import first_line
 
 OPSET = 23
@@ -179,7 +179,7 @@ def require_rms_norms(graph: Any, model: nn.Module, norms: set[str]) -> None:
     nodes = (node for node in graph if node.op_type == RMS_NORM)
     missing = sorted(norms - {module_of(node).removeprefix("model.") for node in nodes})
     if missing:
-        trouble = next((entry.trouble for _, entry in entries(model) if entry.trouble), "")
+        trouble = next((guard.trouble for _, guard in call_guards(model) if guard.trouble), "")
         raise UnsupportedModel(
             f"{missing[0]} of {type(model).__name__} would be exported as LayerNorm"
             + (f": {trouble}" if trouble else "")

@@ -34,7 +34,7 @@ from enjoyln_cli.onnx_export.onnx_program import (
     require_rms_norms,
     traced_program,
 )
-from enjoyln_cli.runtime.entries import input_means
+from enjoyln_cli.runtime.call_guards import input_means
 from enjoyln_cli.text import dtype_name, listed_briefly
 
 FOLDER = "onnx"

@@ -1,11 +1,11 @@
-"""The orthogonal matrices that a basis is turned by, and their fast products.
+"""The orthogonal matrices that a rotation group is rotated by, and their fast products.
 
 Every matrix is ``Q = K S``. ``K`` spreads each feature over all of them, and does not depend on the
 seed: a Kronecker product of ``J / 2 - I`` of order 4 (``J`` is all ones), of the Hadamard matrix of
 order 2, and of one circulant of odd or small order whose eigenvalues are ``exp(i pi u k^2 / 2m)``.
 ``S`` differs with the seed: a permutation if ``Q 1 = 1`` has to hold, otherwise random signs.
 
-``Q 1 = 1`` is what a basis with a LayerNorm needs: then ``Q`` commutes with centring, and
+``Q 1 = 1`` is what a rotation group with a LayerNorm needs: then ``Q`` commutes with centring, and
 ``LayerNorm(Q x) = Q LayerNorm(x)`` for a LayerNorm without weight and bias. The matrices of order 4
 and the circulant have it; that of order 2 is left out there. No entry of ``K`` is larger than
 ``1.45 / sqrt(d)`` for the sizes of usual models, and ``1.75 / sqrt(d)`` for large primes;
@@ -45,12 +45,12 @@ class GivenMatrix:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The matrix ``Q`` of one basis."""
+    """The matrix ``Q`` of one rotation group."""
 
     size: int
     seed: int
     label: str
-    """Differs between the bases of a model, so that each gets a matrix of its own."""
+    """Differs between the rotation groups of a model, so that each gets a matrix of its own."""
     fixes_ones: bool
     """Whether ``Q 1 = 1``."""
     given: GivenMatrix | None = None
@@ -63,15 +63,15 @@ def rotate(x: torch.Tensor, axis: Axis, rotation: Rotation) -> torch.Tensor:
     ``x`` is float64, of any shape; of any dtype if the matrix is given. The result is a new tensor.
     """
     if not axis.step and axis.length == x.shape[axis.dim]:
-        return _turned(x, axis, rotation)
+        return _rotated(x, axis, rotation)
     out = x.clone()
     for block in blocks(axis):
         place = (block.dim, block.start, block.length)
-        out.narrow(*place).copy_(_turned(x.narrow(*place), block, rotation))
+        out.narrow(*place).copy_(_rotated(x.narrow(*place), block, rotation))
     return out
 
 
-def _turned(x: torch.Tensor, axis: Axis, rotation: Rotation) -> torch.Tensor:
+def _rotated(x: torch.Tensor, axis: Axis, rotation: Rotation) -> torch.Tensor:
     """``Q x`` for the groups of an axis that covers its dimension."""
     before, after = math.prod(x.shape[: axis.dim]), math.prod(x.shape[axis.dim + 1 :])
     groups = x.reshape(before * axis.outer, axis.size, axis.inner * after)
@@ -102,8 +102,8 @@ def product(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         x = tail @ rows
     if rest > 1:
         rows = x.view(many * size // rest, rest, width)
-        turned = torch.fft.rfft(rows, dim=1) * _eigenvalues(rest).unsqueeze(1)
-        x = torch.fft.irfft(turned, rest, 1).contiguous()
+        rotated = torch.fft.rfft(rows, dim=1) * _eigenvalues(rest).unsqueeze(1)
+        x = torch.fft.irfft(rotated, rest, 1).contiguous()
     return x.view(many, size, width)
 
 

@@ -38,11 +38,11 @@ class Options:
     keep_norms: tuple[str, ...] = ()
     """Paths of norms that stay LayerNorm, or patterns of paths such as ``*.ln_f``."""
     rotate: bool = False
-    """Turn each basis (see ``Basis``) by an orthogonal matrix."""
+    """Rotate each rotation group (see ``RotationGroup``) by an orthogonal matrix."""
     values: bool = True
-    """With ``rotate``, also turn the values of each attention head."""
-    products: bool = False
-    """With ``rotate``, also turn streams by products that are added (see ``Basis.product``)."""
+    """With ``rotate``, also rotate the values of each attention head."""
+    online_rotations: bool = False
+    """With ``rotate``, also rotate streams online (see ``RotationGroup.online_rotation``)."""
     seed: int = 0
     """Chooses the matrices of ``rotate``."""
     matrix: str = ""
@@ -107,17 +107,17 @@ class EditedTensor:
     """Axis of the stored tensor: ``Axis(1, 0, 1, d, 1)`` for a Conv1D weight."""
     shape: tuple[int, ...]
     """Shape of the stored tensor."""
-    held: Axis | None = None
+    module_axis: Axis | None = None
     """Axis of the parameter, if the class uses another layout than the file."""
     scale: NamedParameter | None = None
-    """A vector (LayerScale) that is merged in along ``axis.dim`` first, into all writers of a layer
+    """A vector (LayerScale) that is fused in along ``axis.dim`` first, into all writers of a layer
     or none, and then set to ones."""
     baked: BakedNorm | None = None
     """Baked into this table. ``axis`` is that of the rows, which are those of the norm's result."""
 
 
 @dataclass(frozen=True)
-class Writer(EditedTensor):
+class CentredWeight(EditedTensor):
     """A parameter whose values are centred: ``W <- P W`` over ``axis``, or ``P diag(scale) W``."""
 
 
@@ -145,7 +145,7 @@ class Verdict:
     ops: tuple[str, ...] = ()
     """Modules with explicit centrings that this norm's zero-mean input depends on."""
     needs: tuple[str, ...] = ()
-    """Parameters (``Writer.parameter``) that this norm's zero-mean input depends on."""
+    """Parameters (``CentredWeight.parameter``) that this norm's zero-mean input depends on."""
     mlps: tuple[str, ...] = ()
     """Widened MLPs (``Widening.second.parameter``) that subtract a mean for this norm."""
     reason: str = ""
@@ -199,7 +199,7 @@ class Widening:
 
 
 @dataclass(frozen=True)
-class Reader:
+class NextLinear:
     """A linear layer that reads a norm with weight g and bias v: ``W <- W diag(g)``,
     ``b <- b + W v``."""
 
@@ -208,7 +208,7 @@ class Reader:
     """The dimension of inputs in the stored weight: 0 for a Conv1D."""
     bias: NamedParameter | None = None
     """The bias of the layer, if the norm's bias moves into it."""
-    held: Annotated[int, number(0, 7)] | None = None
+    module_dim: Annotated[int, number(0, 7)] | None = None
     """The dimension of inputs in the parameter, if the class uses another layout than the file.
     Such a parameter, as a stack of experts, has a reader for each of its stored tensors."""
     outer: Count = 1
@@ -221,7 +221,7 @@ class Reader:
 
 
 @dataclass(frozen=True)
-class Merge:
+class NormFusion:
     """A norm whose weight or bias moves into all of its readers, which are linear layers."""
 
     norm: str
@@ -230,7 +230,7 @@ class Merge:
     """Name of the norm's stored weight; empty if the weight does not move."""
     bias: str = ""
     """Name of the norm's stored bias, which becomes zeros; empty if there is none."""
-    readers: tuple[Reader, ...] = ()
+    readers: tuple[NextLinear, ...] = ()
     offset: float = 0.0
     """1 if the class multiplies by ``1 + weight``. A moved weight becomes ``1 - offset``."""
     divided: str = ""
@@ -240,14 +240,14 @@ class Merge:
     def __post_init__(self) -> None:
         """Raise ``ValueError`` if nothing moves, or what moves does not fit together."""
         if not self.weight and not self.bias:
-            raise ValueError("it has neither weight nor bias, so nothing is merged; write keep")
+            raise ValueError("it has neither weight nor bias, so nothing is fused; write keep")
         if self.divided and (self.bias or not self.weight):
             raise ValueError("divided is a bias that stays while the weight moves; remove bias")
         if self.offset not in (0, 1) or (self.offset and not self.weight):
             raise ValueError("offset is 0, or 1 beside a weight")
         if not self.readers or any(bool(reader.bias) != bool(self.bias) for reader in self.readers):
             raise ValueError(
-                "it needs readers, each with a bias if and only if the norm's bias is merged"
+                "it needs readers, each with a bias if and only if the norm's bias is fused"
             )
 
     @property
@@ -262,12 +262,12 @@ class Merge:
 
 
 @dataclass(frozen=True)
-class TurnedTensor(EditedTensor):
-    """A stored tensor that is multiplied by the matrix of a basis: ``W <- Q W`` over ``axis``.
+class RotatedTensor(EditedTensor):
+    """A stored tensor that is multiplied by the matrix of a group: ``W <- Q W`` over ``axis``.
 
-    The tensors that write the basis are turned over their outputs, and those that read it over
+    The tensors that write the group are rotated over their outputs, and those that read it over
     their inputs. For an orthogonal ``Q`` both are the same product. Every group of the axis is
-    turned by the same matrix.
+    rotated by the same matrix.
     """
 
     writes: bool = True
@@ -276,37 +276,37 @@ class TurnedTensor(EditedTensor):
     """Whether it is multiplied by the features. One that is tied may do both."""
 
 
-BasisKind = Literal["stream", "heads", "values"]
+RotationKind = Literal["residual", "heads", "values"]
 """A residual stream, heads that are normed one by one, or the values of an attention."""
 
 
 @dataclass(frozen=True)
-class Basis:
-    """Values that can only be turned together.
+class RotationGroup:
+    """Values that can only be rotated together.
 
-    It is turned if it has no ``reason``. See ``rotation.bases``.
+    It is rotated if it has no ``reason``. See ``rotation.rotation_groups``.
     """
 
     name: str
-    """The first parameter of it; the basis of a kept one may have none."""
-    kind: BasisKind
+    """The first parameter of it; a group that stays may have none."""
+    kind: RotationKind
     size: int
     """How many features each matrix acts on: those of the stream, or of one head."""
     fixes_ones: bool
     """Whether a LayerNorm is inside, so that the matrix has to fix the vector of ones."""
-    tensors: tuple[TurnedTensor, ...] = ()
+    tensors: tuple[RotatedTensor, ...] = ()
     norms: tuple[str, ...] = ()
-    """The norms inside whose weight has to be merged (see ``Merge``)."""
+    """The norms inside whose weight has to be fused (see ``NormFusion``)."""
     inputs: tuple[str, ...] = ()
     """Optional inputs of ``forward`` (``inputs_embeds``) that have to be given in the new basis."""
     outputs: tuple[str, ...] = ()
-    """Output fields (``image_outputs.last_hidden_state``) that change if it is turned."""
+    """Output fields (``image_outputs.last_hidden_state``) that change if it is rotated."""
     reason: str = ""
     culprit: str = ""
     """The module path or parameter that prevents the rotation."""
     given: Annotated[GivenMatrix | None, NOT_STORED] = None
     """The matrix, if the user gave one."""
-    product: Annotated[str, NOT_STORED] = ""
+    online_rotation: Annotated[str, NOT_STORED] = ""
     """Path of the block whose first input is multiplied by the matrix, since nothing linear writes
     this stream. Only a live model or a program can carry that; empty if it is not needed."""
 
@@ -321,14 +321,14 @@ class Basis:
 
 
 @dataclass(frozen=True)
-class UnmergedNorm:
-    """A norm whose weight and bias cannot be merged into its readers."""
+class UnfusedNorm:
+    """A norm whose weight and bias cannot be fused into its readers."""
 
     norm: str
     reason: str
     """The obstacle; norms with the same obstacle have the same text."""
     culprit: str = ""
-    """The module path or parameter that prevents the merge."""
+    """The module path or parameter that prevents the fusion."""
 
 
 @dataclass(frozen=True)
@@ -378,7 +378,7 @@ class Plan:
     classes: tuple[str, ...]
     """Classes for which the plan is proven, ``model_class`` among them."""
     norms: tuple[Verdict, ...]
-    writers: tuple[Writer, ...]
+    writers: tuple[CentredWeight, ...]
     ops: tuple[Centring, ...]
     entry_inputs: tuple[str, ...] = ()
     """Inputs of ``forward`` (``inputs_embeds``) that a folded model has to centre on entry."""
@@ -393,12 +393,12 @@ class Plan:
     """Calls whose operations depend on values of the inputs; they are proven for inputs like the
     examples only."""
     widened: tuple[Widening, ...] = ()
-    merged: tuple[Merge, ...] = ()
-    unmerged: tuple[UnmergedNorm, ...] = ()
-    bases: tuple[Basis, ...] = ()
-    """With ``Options.rotate``: what is turned, and what stays and why."""
+    fused: tuple[NormFusion, ...] = ()
+    unfused: tuple[UnfusedNorm, ...] = ()
+    rotation_groups: tuple[RotationGroup, ...] = ()
+    """With ``Options.rotate``: what is rotated, and what stays and why."""
     seed: int = 0
-    """Chooses the matrices of ``bases``."""
+    """Chooses the matrices of ``rotation_groups``."""
     untied: tuple[UntiedParameter, ...] = ()
     settings: tuple[Setting, ...] = ()
     covered: CoveredCalls | None = None
@@ -415,14 +415,14 @@ class Plan:
         return tuple(v for v in self.norms if v.status != "kept")
 
     @property
-    def rotated(self) -> tuple[Basis, ...]:
-        """The bases that are rotated."""
-        return tuple(basis for basis in self.bases if basis.is_rotated)
+    def rotated(self) -> tuple[RotationGroup, ...]:
+        """The rotation groups that are rotated."""
+        return tuple(group for group in self.rotation_groups if group.is_rotated)
 
     @property
     def edited_tensors(self) -> tuple[EditedTensor, ...]:
         """The tensors that are centred, then those that are rotated; some are in both."""
-        return (*self.writers, *(tensor for basis in self.rotated for tensor in basis.tensors))
+        return (*self.writers, *(tensor for group in self.rotated for tensor in group.tensors))
 
     @property
     def baked(self) -> Mapping[str, BakedNorm]:

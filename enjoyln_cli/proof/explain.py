@@ -14,7 +14,7 @@ from enjoyln_cli.graph.nodes import aten, op_name, packet, rank_of
 from enjoyln_cli.plan.axis import on_dimension
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.proof.flow import Value
-from enjoyln_cli.proof.min_cut import USES_ITS_MEAN, Carrier, Cut, Item, Parameter, Problem
+from enjoyln_cli.proof.min_cut import USES_ITS_MEAN, CentringPoint, Cut, Item, Parameter, Problem
 from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.proof.widening import Mlp
 
@@ -117,10 +117,10 @@ def label(problem: Problem, item: Item) -> str:
     return f"{module} ({op_name(item.node)})" if module else op_name(item.node)
 
 
-def own_mean(problem: Problem, carrier: Carrier) -> str:
+def own_mean(problem: Problem, centring_point: CentringPoint) -> str:
     """Why the value at ``carrier`` has a mean that cannot be removed in the weights."""
-    trace, node = problem.carried(carrier)[0]
-    axis = on_dimension(carrier.axis, carrier.axis.dim + rank_of(node))
+    trace, node = problem.carried(centring_point)[0]
+    axis = on_dimension(centring_point.axis, centring_point.axis.dim + rank_of(node))
     waiting = [problem.item(Value(trace, node, axis))]
     while waiting:
         current = waiting.pop()
@@ -148,29 +148,27 @@ def tree(problem: Problem, cut: Cut, norm: str) -> Tree:
     return Tree(f"{norm} {verdict}", folded, tuple(calls))
 
 
-def merge_in_words(plan: Plan, norm: str) -> Tree | None:
-    """Which parameters of a folded norm are merged, or why none is; ``None`` if not asked for."""
-    for one in plan.merged:
+def fusion_in_words(plan: Plan, norm: str) -> Tree | None:
+    """Which parameters of a folded norm are fused, or why none is; ``None`` if not asked for."""
+    for one in plan.fused:
         if one.norm == norm:
             moving = " and ".join(["weight"] * bool(one.weight) + ["bias"] * bool(one.bias))
             into = tuple(Tree(reader.weight.parameter, True) for reader in one.readers)
-            return Tree(
-                f"its {moving} can be merged: all its readers are linear layers", True, into
-            )
-    for kept in plan.unmerged:
+            return Tree(f"its {moving} can be fused: all its readers are linear layers", True, into)
+    for kept in plan.unfused:
         if kept.norm == norm:
             where = f" ({kept.culprit})" if kept.culprit else ""
-            return Tree(f"nothing is merged: {kept.reason}{where}", False)
+            return Tree(f"nothing is fused: {kept.reason}{where}", False)
     return None
 
 
 def _branch(problem: Problem, cut: Cut, item: Item) -> Tree:
     pure = item not in cut.impure
     found = problem.sources(item)
-    carrier = problem.carrier(item)
+    centring_point = problem.centring_point(item)
     if isinstance(item, Parameter):
         return Tree(_parameter_text(problem, cut, item, found), pure)
-    if carrier in _inserted(cut):
+    if centring_point in _inserted(cut):
         return Tree(f"{label(problem, item)}: centred by an added mean subtraction", True)
     if isinstance(found, Opaque):
         return Tree(f"{label(problem, item)}: {found.reason}", pure)
@@ -195,8 +193,8 @@ def _term(problem: Problem, cut: Cut, item: Item, mlp: Mlp | None) -> Tree:
     return Tree(f"{label(problem, item)}: its mean is subtracted by {units}", True)
 
 
-def _inserted(cut: Cut) -> set[Carrier | None]:
-    return {carrier for support in cut.folded.values() for carrier in support.ops}
+def _inserted(cut: Cut) -> set[CentringPoint | None]:
+    return {centring_point for support in cut.folded.values() for centring_point in support.ops}
 
 
 def _terms(problem: Problem, cut: Cut, item: Item) -> list[tuple[Item, Mlp | None]]:
@@ -218,7 +216,7 @@ def _terms(problem: Problem, cut: Cut, item: Item) -> list[tuple[Item, Mlp | Non
             terms[current, mlp] = None
             continue
         single = len(found) == 1 and not isinstance(found[0], Parameter)
-        inserted = problem.carrier(current) in _inserted(cut)
+        inserted = problem.centring_point(current) in _inserted(cut)
         if not inserted and (packet(current.node) is aten.add or single):
             for source in found:
                 by = problem.subtracting(current, source)
@@ -238,5 +236,5 @@ def _parameter_text(
     if isinstance(found, Opaque):
         return f"{where}: {found.reason}"
     used = any(item in support.writers for support in cut.folded.values())
-    merged = f" after {scale} is merged into it" if scale else ""
-    return f"{where}: {'' if used else 'could be '}centred in the weights{merged}"
+    fused = f" after {scale} is fused into it" if scale else ""
+    return f"{where}: {'' if used else 'could be '}centred in the weights{fused}"

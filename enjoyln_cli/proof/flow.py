@@ -90,7 +90,7 @@ class Flow:
     """Ops that become the identity since weights take over what they do (see ``identity_ops``), to
     the value that they pass on."""
     refused: Mapping[Node, str] = field(default_factory=dict)
-    """Products whose scale cannot be merged, and why."""
+    """Products whose scale cannot be fused, and why."""
     _pulls: dict[Value, Pull] = field(default_factory=dict)
     _observers: dict[Value, Observer | None] = field(default_factory=dict)
 

@@ -1,6 +1,6 @@
 """Ops that become the identity since stored weights take over what they do.
 
-LayerScale, feature scales that merge into the weight and bias before them:
+LayerScale, feature scales that fuse into the weight and bias before them:
 
     λ ⊙ (W x + b) = (diag(λ) W) x + λ ⊙ b
 
@@ -47,7 +47,7 @@ from enjoyln_cli.trace.trace import Trace
 
 _PRODUCTS = {aten.mul, aten.multiply}
 _KINDS = {"matrix", "convolution", "embedding"}
-"""The kinds of layers that a scale can be merged into."""
+"""The kinds of layers that a scale can be fused into."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Scales:
     into: dict[str, str] = field(default_factory=dict)
     """Each scaled parameter to its scale, both by the first of their tied names."""
     refused: dict[Node, str] = field(default_factory=dict)
-    """Products with a scale that cannot be merged, and why."""
+    """Products with a scale that cannot be fused, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class _Product:
 def find_scales(
     traces: Iterable[Trace], groups: dict[str, str], single: Callable[[str], bool]
 ) -> Scales:
-    """Every scale that can be merged, in all traces at once.
+    """Every scale that can be fused, in all traces at once.
 
     ``groups`` maps any parameter name to the first of its tied names. ``single(name)`` says whether
     a tied group is stored as one tensor with the parameter's own layout.
@@ -109,7 +109,7 @@ def _obstacle(
     readers: dict[str, set[Node]],
     single: Callable[[str], bool],
 ) -> str | None:
-    """Why a scale cannot be merged into the layer before it."""
+    """Why a scale cannot be fused into the layer before it."""
     if len({product.writers for product in products}) > 1:
         return "a scale of the features is applied to the outputs of several layers"
     own = {scale: {p.reader for p in products}}

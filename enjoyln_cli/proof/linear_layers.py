@@ -1,7 +1,7 @@
 """Which nodes of a graph are linear layers: ``y = W x + b``, where ``W`` and ``b`` are parameters.
 
-Three edits change such layers: ``widening`` adds hidden units to them, ``identity_ops`` merges
-scales into them, and ``rotation.affine_merge`` merges the weights and biases of norms into them.
+Three edits change such layers: ``widening`` adds hidden units to them, ``identity_ops`` fuses
+scales into them, and ``rotation.norm_fusion`` fuses the weights and biases of norms into them.
 Each edit checks by itself which kinds of layers it accepts. An ``nn.Linear`` and a Conv1D store the
 same matrix transposed, so a layer records which dimension of its weight is that of the inputs.
 """

@@ -23,7 +23,7 @@ import networkx
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Node
 
-from enjoyln_cli.graph.insertion_points import Spot, Where
+from enjoyln_cli.graph.insertion_points import InsertionPoint, Where
 from enjoyln_cli.graph.nodes import rank_of, shape_of
 from enjoyln_cli.plan.axis import Axis, feature_axis, on_dimension
 from enjoyln_cli.proof.flow import READS_ITS_MEAN, Flow, Observer, Value
@@ -49,7 +49,7 @@ USES_ITS_MEAN = "uses its mean"
 
 
 @dataclass(frozen=True)
-class Carrier:
+class CentringPoint:
     """A place where an operation can be inserted: a module's output or input, or a model input."""
 
     module: str
@@ -74,27 +74,27 @@ class Problem:
     groups: dict[str, str]
     """Maps any parameter name to the first of its tied names."""
     scales: Mapping[str, str] = field(default_factory=dict)
-    """Maps parameters to the scale that is merged into them before they are centred."""
+    """Maps parameters to the scale that is fused into them before they are centred."""
     baked: Mapping[str, NormBehindTable] = field(default_factory=dict)
     """Maps embedding tables to the norm that is baked into them before they are centred."""
     widenings: Widenings = field(default_factory=Widenings)
     """Which MLPs can subtract which means."""
     nodes: Mapping[str, list[tuple[int, Node]]] = field(init=False)
     """The nodes of each parameter, each with the index of its trace."""
-    _carried: dict[Spot, list[tuple[int, Node]]] = field(init=False, default_factory=dict)
-    _spots: dict[tuple[int, Node], Spot] = field(init=False, default_factory=dict)
-    _carriers: dict[Value, Carrier | None] = field(init=False, default_factory=dict)
+    _carried: dict[InsertionPoint, list[tuple[int, Node]]] = field(init=False, default_factory=dict)
+    _points: dict[tuple[int, Node], InsertionPoint] = field(init=False, default_factory=dict)
+    _centring_points: dict[Value, CentringPoint | None] = field(init=False, default_factory=dict)
     _sources: dict[Item, tuple[Item, ...] | Opaque] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         carried = defaultdict(list)
         self.nodes = parameter_nodes(self.flow.traces, self.groups)[1]
-        lost = {spot for trace in self.flow.traces for spot in trace.lost}
+        unusable_points = {point for trace in self.flow.traces for point in trace.unusable_points}
         for position, trace in enumerate(self.flow.traces):
-            for node, spot in trace.places.items():
-                if spot not in lost:
-                    carried[spot].append((position, node))
-                    self._spots[position, node] = spot
+            for node, point in trace.places.items():
+                if point not in unusable_points:
+                    carried[point].append((position, node))
+                    self._points[position, node] = point
         self._carried = dict(carried)
 
     def item(self, value: Value) -> Item:
@@ -116,7 +116,7 @@ class Problem:
             obstacle = self.obstacle(item)
             return () if obstacle is None else Opaque(obstacle)
         trace = self.flow.traces[item.trace]
-        if item.node in trace.inputs and not trace.required and self.carrier(item):
+        if item.node in trace.inputs and not trace.required and self.centring_point(item):
             return ()
         found = self.flow.sources(item)
         return found if isinstance(found, Opaque) else tuple(self.item(v) for v in found)
@@ -161,33 +161,33 @@ class Problem:
             return module
         return f"{module or 'the model'} ({observer.reason})"
 
-    def carrier(self, item: Item) -> Carrier | None:
+    def centring_point(self, item: Item) -> CentringPoint | None:
         """Where ``item`` can be centred explicitly, unnoticed in all calls; ``None`` if nowhere."""
         if isinstance(item, Parameter):
             return None
-        if item not in self._carriers:
-            self._carriers[item] = self._find_carrier(item)
-        return self._carriers[item]
+        if item not in self._centring_points:
+            self._centring_points[item] = self._find_centring_point(item)
+        return self._centring_points[item]
 
-    def _find_carrier(self, item: Value) -> Carrier | None:
+    def _find_centring_point(self, item: Value) -> CentringPoint | None:
         from_end = on_dimension(item.axis, item.axis.dim - rank_of(item.node))
         name = self.flow.traces[item.trace].inputs.get(item.node)
         if name is not None:
             argument = name.isidentifier()  # a part of an argument cannot be centred on entry
             free = argument and self.observer(item) is None and from_end.dim == -1
-            return Carrier(name, "entry", from_end) if free else None
-        spot = self._spots.get((item.trace, item.node))
-        if spot is None:
+            return CentringPoint(name, "entry", from_end) if free else None
+        point = self._points.get((item.trace, item.node))
+        if point is None:
             return None
-        for trace, node in self._carried[spot]:
+        for trace, node in self._carried[point]:
             axis = on_dimension(from_end, from_end.dim + rank_of(node))
             if axis.dim < 0 or self.flow.observer(Value(trace, node, axis)) is not None:
                 return None
-        return Carrier(*spot, from_end)
+        return CentringPoint(*point, from_end)
 
-    def carried(self, carrier: Carrier) -> list[tuple[int, Node]]:
+    def carried(self, centring_point: CentringPoint) -> list[tuple[int, Node]]:
         """Every value that an operation at ``carrier`` acts on, with the index of its trace."""
-        return self._carried[carrier.module, carrier.place]
+        return self._carried[centring_point.module, centring_point.place]
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Support:
     """The edits that make the input of one norm zero-mean."""
 
     writers: tuple[Parameter, ...]
-    ops: tuple[Carrier, ...]
+    ops: tuple[CentringPoint, ...]
     entries: tuple[str, ...]
     mlps: tuple[Mlp, ...] = ()
     """MLPs that subtract the mean of the value that they are added to."""
@@ -217,7 +217,7 @@ class _Way:
     """How an item gets zero mean: from its sources, unless it is cut off from them."""
 
     item: Item
-    carrier: Carrier | None
+    centring_point: CentringPoint | None
     sources: tuple[tuple[int, Mlp | None], ...] | None
     """The numbers of the sources, each with the MLP that can subtract its mean; ``None`` if the
     item cannot be made zero-mean."""
@@ -269,12 +269,12 @@ def _ways(problem: Problem) -> tuple[list[_Way], dict[str, list[int]]]:
         if this in ways:
             continue
         item = items[this]
-        carrier, found = problem.carrier(item), problem.sources(item)
+        centring_point, found = problem.centring_point(item), problem.sources(item)
         if isinstance(found, Opaque):
-            ways[this] = _Way(item, carrier, None)
+            ways[this] = _Way(item, centring_point, None)
             continue
         sources = tuple((number(one), problem.subtracting(item, one)) for one in found)
-        ways[this] = _Way(item, carrier, sources)
+        ways[this] = _Way(item, centring_point, sources)
         waiting += (one for one, _ in sources)
     return [ways[this] for this in range(len(items))], norms
 
@@ -306,12 +306,16 @@ def _network(
         graph.add_edges_from((_out(number), ("norm", norm)) for number in inputs)
     for number, way in enumerate(ways):
         begin, end = _in(number), _out(number)
-        if way.carrier is None:
+        if way.centring_point is None:
             graph.add_edge(begin, end)
         else:
-            before, after = ("before", way.carrier), ("after", way.carrier)
+            before, after = ("before", way.centring_point), ("after", way.centring_point)
             graph.add_edge(begin, before)
-            more = 1 if way.carrier.place == "entry" or way.carrier.module in usual else 2
+            more = (
+                1
+                if way.centring_point.place == "entry" or way.centring_point.module in usual
+                else 2
+            )
             graph.add_edge(before, after, capacity=COST * scale + more)
             graph.add_edge(after, end)
         if way.sources is None:
@@ -342,14 +346,14 @@ def _source_side(graph: networkx.DiGraph) -> set[Any]:
 
 def _edits(problem: Problem, number: int, way: _Way, impure_side: set[Any]) -> _Edits:
     """What gives an item zero mean, if it has zero mean in the cut."""
-    item, carrier = way.item, way.carrier
+    item, centring_point = way.item, way.centring_point
     if isinstance(item, Parameter):
         return _Edits(Support((item,), (), ()))
-    if carrier is not None and _in(number) in impure_side:
-        entries = (carrier.module,) if carrier.place == "entry" else ()
-        return _Edits(Support((), (carrier,), entries))
-    if carrier is not None and item.node in problem.flow.traces[item.trace].inputs:
-        return _Edits(Support((), (), (carrier.module,)))
+    if centring_point is not None and _in(number) in impure_side:
+        entries = (centring_point.module,) if centring_point.place == "entry" else ()
+        return _Edits(Support((), (centring_point,), entries))
+    if centring_point is not None and item.node in problem.flow.traces[item.trace].inputs:
+        return _Edits(Support((), (), (centring_point.module,)))
     subtracted, sources = [], []
     for source, mlp in way.sources or ():
         if mlp is not None and _out(source) in impure_side:
@@ -363,7 +367,7 @@ def _edits(problem: Problem, number: int, way: _Way, impure_side: set[Any]) -> _
 def _support(edits: Sequence[_Edits], inputs: Iterable[int]) -> Support:
     """Go back from zero-mean inputs to the parameters, operations and MLPs that make them so."""
     writers: dict[Parameter, None] = {}
-    ops: dict[Carrier, None] = {}
+    ops: dict[CentringPoint, None] = {}
     entries: dict[str, None] = {}
     mlps: dict[Mlp, None] = {}
     waiting, visited = list(inputs), set(inputs)

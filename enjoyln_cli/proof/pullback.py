@@ -8,7 +8,7 @@ linear in the listed ones and commutes with centring them: ``f(P x) = P f(x)``. 
   constant along ``size`` and arbitrary along every other index.
 
 Most rules say more: the op treats ``size`` as one free index, and commutes with every matrix on it,
-``f(M x) = M f(x)``. ``rotation.bases`` relies on that. The exceptions are registered as
+``f(M x) = M f(x)``. ``rotation.rotation_groups`` relies on that. The exceptions are registered as
 ``centring_only``.
 
 The rules are in ``rules.py``, ``index_rules.py`` and ``weight_rules.py``.

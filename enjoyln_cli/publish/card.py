@@ -165,7 +165,7 @@ def values(
         "outputs": ", ".join(f"`{key}`" for key in plan.outputs),
         "classes": ", ".join(f"`{cls}`" for cls in plan.classes),
         "relation": RELATION if source.revision else "",
-        "merged": bool(plan.merged),
+        "fused": bool(plan.fused),
         "rotated": bool(plan.rotated),
         "unproven": bool(plan.unproven),
         "untied": ", ".join(f"`{copy.tensor}`" for copy in plan.untied),

@@ -1,4 +1,4 @@
-"""The forms of a model that may quantise best: as it is, untied, with turned values, or rotated.
+"""The forms of a model that may quantise best: as it is, untied, with rotated values, or rotated.
 
 A rotation unties the head, which then has its own scales. So the model that is only untied is tried
 as well: what it gains is no merit of the rotation.
@@ -21,7 +21,7 @@ from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.events import Event
 from enjoyln_cli.models.classes import classes_for
 from enjoyln_cli.models.load import class_of, load
-from enjoyln_cli.plan.plan import Basis, Options, Plan
+from enjoyln_cli.plan.plan import Options, Plan, RotationGroup
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 
 ORIGINAL = "original"
@@ -29,7 +29,7 @@ Rounding = Literal["nearest", "gptq", "asymmetric gptq"]
 
 
 @dataclass(frozen=True)
-class TurnedForm:
+class RotatedForm:
     """One form of the model."""
 
     name: str
@@ -41,11 +41,11 @@ class TurnedForm:
 
     @property
     def is_rotated(self) -> bool:
-        """Whether more than the values of attentions is turned."""
+        """Whether more than the values of attentions is rotated."""
         return self.plan is not None and any(b.kind != "values" for b in self.plan.rotated)
 
 
-def rounded_by_error(form: TurnedForm) -> list[TurnedForm]:
+def rounded_by_error(form: RotatedForm) -> list[RotatedForm]:
     """The same form with weights that are rounded by the error of the outputs (GPTQ)."""
     return [
         replace(form, name=f"{form.name}, GPTQ", rounding="gptq"),
@@ -55,48 +55,48 @@ def rounded_by_error(form: TurnedForm) -> list[TurnedForm]:
 
 def candidates(
     plan: Plan | None, seeds: Sequence[int], head_is_rounded: bool = True
-) -> list[TurnedForm]:
-    """The original, and what can be made of it by the ``plan`` that turns all that can turn.
+) -> list[RotatedForm]:
+    """The original, and what can be made of it by the ``plan`` that rotates all that can rotate.
 
     A head that is not rounded gains nothing from its own copy of the weights.
     """
-    forms = [TurnedForm(ORIGINAL, None)]
+    forms = [RotatedForm(ORIGINAL, None)]
     if plan is None or not plan.rotated:
         return forms
     if plan.untied and head_is_rounded:
-        forms.append(TurnedForm("untied", replace(plan, bases=(), merged=())))
-    values = tuple(basis for basis in plan.rotated if basis.kind == "values")
+        forms.append(RotatedForm("untied", replace(plan, rotation_groups=(), fused=())))
+    values = tuple(group for group in plan.rotated if group.kind == "values")
     if values:
-        alone = replace(_turning(plan, values), untied=(), settings=())
-        forms.append(TurnedForm("values only", alone))
-    written = tuple(basis for basis in plan.rotated if not basis.product)
-    for name, bases, fewer in (
+        alone = replace(_rotating(plan, values), untied=(), settings=())
+        forms.append(RotatedForm("values only", alone))
+    written = tuple(group for group in plan.rotated if not group.online_rotation)
+    for name, rotation_groups, fewer in (
         ("rotated", written, values),
         ("rotated with a product", plan.rotated, written),
     ):
-        if len(bases) > len(fewer):
-            turning = _turning(plan, bases)
+        if len(rotation_groups) > len(fewer):
+            rotating = _rotating(plan, rotation_groups)
             forms += [
-                TurnedForm(f"{name}, seed {seed}", replace(turning, seed=seed)) for seed in seeds
+                RotatedForm(f"{name}, seed {seed}", replace(rotating, seed=seed)) for seed in seeds
             ]
     return forms
 
 
-def _turning(plan: Plan, bases: tuple[Basis, ...]) -> Plan:
-    """The plan that turns some of its bases only."""
-    inside = {norm for basis in bases for norm in basis.norms}
-    merged = tuple(merge for merge in plan.merged if merge.norm in inside)
-    return replace(plan, bases=bases, merged=merged)
+def _rotating(plan: Plan, rotation_groups: tuple[RotationGroup, ...]) -> Plan:
+    """The plan that rotates some of its rotation groups only."""
+    inside = {norm for group in rotation_groups for norm in group.norms}
+    fused = tuple(fusion for fusion in plan.fused if fusion.norm in inside)
+    return replace(plan, rotation_groups=rotation_groups, fused=fused)
 
 
-def rotation_plan(subject: Subject, event: Event, products: bool = False) -> Plan | None:
+def rotation_plan(subject: Subject, event: Event, online_rotations: bool = False) -> Plan | None:
     """The plan that turns everything that can turn; ``None`` if the model cannot be analysed.
 
-    With ``products``, a stream may be turned by a product that is added at its head.
+    With ``online_rotations``, a stream may be rotated by a product that is added at its head.
     """
     reason = ""
     for untie in (True, False):
-        options = Options(fold=False, rotate=True, untie=untie, products=products)
+        options = Options(fold=False, rotate=True, untie=untie, online_rotations=online_rotations)
         try:
             return analyze_config(
                 subject.config, checkpoint=subject.checkpoint, options=options

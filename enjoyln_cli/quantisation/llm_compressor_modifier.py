@@ -1,6 +1,6 @@
 """A modifier for recipes of llm-compressor that rotates the model before it is quantised.
 
-It takes the place of ``SpinQuantModifier`` with R1 and R2, for any architecture: what turns is
+It takes the place of ``SpinQuantModifier`` with R1 and R2, for any architecture: what rotates is
 proven, not looked up. It has to come first in a recipe:
 
     from llmcompressor import oneshot
@@ -23,19 +23,19 @@ from enjoyln_cli.conversion.rotate import rotate
 
 
 class EnjoylnRotateModifier(Modifier):
-    """Turns the features of the model in place (see ``enjoyln_cli.rotate``)."""
+    """Rotates the features of the model in place (see ``enjoyln_cli.rotate``)."""
 
     seed: int = 0
     """Chooses the matrices."""
     untie: bool = True
     """Whether a head that is tied to the embedding gets a copy of its own."""
     values: bool = True
-    """Whether the values of each attention head turn as well."""
+    """Whether the values of each attention head rotate as well."""
 
     def on_initialize(self, state: Any, **kwargs: Any) -> bool:
         """Rotate the model, before later modifiers add quantisers to its layers.
 
-        Raises ``EnjoyLNError`` if nothing can turn.
+        Raises ``EnjoyLNError`` if nothing can rotate.
         """
         rotate(state.model, seed=self.seed, untie=self.untie, values=self.values)
         return True

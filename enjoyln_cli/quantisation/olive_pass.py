@@ -27,7 +27,7 @@ from enjoyln_cli.plan.plan import Options
 
 
 class EnjoylnRotate(Pass):
-    """Turns the features of a Hugging Face model, as ``enjoyln rotate`` does."""
+    """Rotates the features of a Hugging Face model, as ``enjoyln rotate`` does."""
 
     @classmethod
     def _default_config(cls, accelerator_spec: Any) -> dict[str, PassConfigParam]:
@@ -39,7 +39,7 @@ class EnjoylnRotate(Pass):
                 type_=bool, default_value=True, description="Store a tied head separately."
             ),
             "values": PassConfigParam(
-                type_=bool, default_value=True, description="Turn the values of attentions too."
+                type_=bool, default_value=True, description="Rotate the values of attentions too."
             ),
         }
 

@@ -31,7 +31,7 @@ from enjoyln_cli.fs.staging import check_place, staged_output
 from enjoyln_cli.publish.written_card import write_quantised_card
 from enjoyln_cli.quantisation.candidates import (
     FloatModel,
-    TurnedForm,
+    RotatedForm,
     candidates,
     rotation_plan,
     rounded_by_error,
@@ -75,7 +75,7 @@ def quantize(
 ) -> Quantised:
     """Quantise ``model`` (a Hub id or a directory) into the new directory ``out``.
 
-    * ``data``: at least eight inputs. The original, the model with turned values, and rotations
+    * ``data``: at least eight inputs. The original, the model with rotated values, and rotations
       with these ``seeds`` are compared on the first half; the result is measured on the second.
     * ``form`` and ``scheme`` are names of ``schemes.FORMATS`` and ``schemes.SCHEMES``.
     * ``keep``: paths of layers, or patterns, to leave in floating point (in ONNX in 8 bits if
@@ -100,8 +100,8 @@ def quantize(
     source = subject.source
     check_place(Path(out), source=source.root, force=force)
     event("stage", f"finding which features of {subject.config.model_type} can be rotated")
-    products = form == ONNX and settings.is_static
-    plan = rotation_plan(subject, event, products)
+    online_rotations = form == ONNX and settings.is_static
+    plan = rotation_plan(subject, event, online_rotations)
     name = plan.model_class if plan else stored_class(subject)
     original = FloatModel(subject, name)
     with (
@@ -125,7 +125,7 @@ def quantize(
         forms = candidates(plan, seeds, settings.rounds_untied_heads(form))
         countdown, compared = Countdown(len(forms) + 2, on_progress), []
 
-        def compare(candidate: TurnedForm) -> None:
+        def compare(candidate: RotatedForm) -> None:
             event("stage", f"quantising: {candidate.name}{countdown.in_words}")
             weights = work.write(candidate, choosing.examples, on_progress)
             apart = differences(work.load(candidate.name), choosing)

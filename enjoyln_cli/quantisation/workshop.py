@@ -18,7 +18,7 @@ from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.events import Event
 from enjoyln_cli.onnx_export import transformers_exporter
 from enjoyln_cli.onnx_export.programs import save
-from enjoyln_cli.quantisation.candidates import ORIGINAL, FloatModel, TurnedForm
+from enjoyln_cli.quantisation.candidates import ORIGINAL, FloatModel, RotatedForm
 from enjoyln_cli.quantisation.examples import Example, traced_batch
 from enjoyln_cli.quantisation.measure import Compute, Differences, ExactOutputs, differences
 from enjoyln_cli.quantisation.speed import Speed, speeds, speeds_of_programs
@@ -67,7 +67,7 @@ class Workshop:
 
     def write(
         self,
-        candidate: TurnedForm,
+        candidate: RotatedForm,
         examples: Sequence[Example],
         on_progress: Progress = no_progress,
     ) -> WeightCount | None:
@@ -102,7 +102,7 @@ class Workshop:
     def round_by_error(
         self,
         model: Any,
-        candidate: TurnedForm,
+        candidate: RotatedForm,
         calibration: Sequence[Batch],
         on_progress: Progress,
     ) -> dict[str, RoundedWeight]:
@@ -176,7 +176,7 @@ class Measured:
 
 
 def measure(
-    work: Workshop, chosen: TurnedForm, held_out: ExactOutputs, limit: float, event: Event
+    work: Workshop, chosen: RotatedForm, held_out: ExactOutputs, limit: float, event: Event
 ) -> Measured:
     """Run the chosen candidate on the held-out data, beside the original.
 

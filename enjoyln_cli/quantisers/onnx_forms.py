@@ -77,12 +77,14 @@ class OnnxForms:
     def _structure(self, model: Any, plan: Plan | None) -> Structure:
         if plan is None:
             return ()
-        products = tuple((basis.product, basis.size) for basis in plan.rotated if basis.product)
+        online_rotations = tuple(
+            (group.online_rotation, group.size) for group in plan.rotated if group.online_rotation
+        )
         if plan.settings and plan.settings not in self.harmless:
             if not _same_outputs(model, plan.settings, self.sample):
-                return (*products, *plan.settings)
+                return (*online_rotations, *plan.settings)
             self.harmless.add(plan.settings)
-        return products
+        return online_rotations
 
 
 def _require_same_inputs(model: Any, sample: Batch) -> None:

@@ -18,7 +18,7 @@ from enjoyln_cli.quantisers.dynamic_int8 import round_weights
 from enjoyln_cli.quantisers.gptq import RoundedWeight
 from enjoyln_cli.quantisers.products_in_groups import write_rounded
 from enjoyln_cli.quantisers.schemes import QuantisationScheme
-from enjoyln_cli.rewrite.inserted_product import NAME
+from enjoyln_cli.rewrite.inserted_rotation import NAME
 
 PRODUCTS = ("MatMul", "Gemm")
 GROUP = 32

@@ -14,13 +14,13 @@ from enjoyln_cli.calls import call_text
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.plan import (
     PLAIN,
-    Basis,
     Centring,
     EditedTensor,
-    Merge,
+    NormFusion,
     Options,
     Plan,
-    UnmergedNorm,
+    RotationGroup,
+    UnfusedNorm,
     Verdict,
     size_settings,
 )
@@ -32,10 +32,21 @@ DEPENDS = ("tie_word_embeddings",)
 """Config attributes that every recipe records as a condition, if the config has them."""
 
 MOVES = {"weight": "weight", "bias": "bias", "divided": "bias"}
-"""Fields of a ``Merge`` with the stored name of a norm's parameter, and that parameter."""
+"""Fields of a ``NormFusion`` with the stored name of a norm's parameter, and that parameter."""
 
 _LEFT_OUT = frozenset(
-    {"needs", "mlps", "path", "tensor", "stored", "held", "shape", "tensors", "norms", "given"}
+    {
+        "needs",
+        "mlps",
+        "path",
+        "tensor",
+        "stored",
+        "module_axis",
+        "shape",
+        "tensors",
+        "norms",
+        "given",
+    }
 )
 
 
@@ -79,7 +90,7 @@ def lines_of(plan: Plan) -> EditLines:
         norms=_section(plan.norms, "norm"),
         centre=_section(plan.writers, "parameter"),
         centring_ops=_section(plan.ops, "module"),
-        merge=_section((*plan.merged, *plan.unmerged), "norm"),
+        merge=_section((*plan.fused, *plan.unfused), "norm"),
         widen=_section(plan.widened, "second"),
         rotate=_section(plan.rotated, "name"),
         untie=_section(plan.untied, "parameter"),
@@ -112,7 +123,7 @@ def _section(edits: Iterable[Any], key: str) -> dict[str, Any]:
 def _line(edit: Any, key: str) -> Any:
     if isinstance(edit, Verdict) and edit.status != "kept":
         return {"fold_with": list(edit.ops)} if edit.ops else "fold"
-    if isinstance(edit, (Verdict, UnmergedNorm)):
+    if isinstance(edit, (Verdict, UnfusedNorm)):
         culprit = {"culprit": edit.culprit} if edit.culprit else {}
         return {KEEP: edit.reason, **culprit} if edit.reason or culprit else KEEP
     line: dict[str, Any] = {}
@@ -121,9 +132,9 @@ def _line(edit: Any, key: str) -> Any:
             continue
         if field == "axis":
             line |= _axis(edit)
-        elif isinstance(edit, Merge) and field in MOVES:
+        elif isinstance(edit, NormFusion) and field in MOVES:
             line[field] = f"{edit.norm}.{MOVES[field]}"
-        elif not (isinstance(edit, Basis) and field == "size"):
+        elif not (isinstance(edit, RotationGroup) and field == "size"):
             line[field] = _short(item)
     return line
 
@@ -133,8 +144,8 @@ def _axis(edit: EditedTensor | Centring) -> dict[str, Any]:
     if isinstance(edit, Centring):
         axis, length = edit.axis, edit.axis.length
     else:
-        axis = edit.held or edit.axis
-        length = axis.length if edit.held else edit.shape[axis.dim]
+        axis = edit.module_axis or edit.axis
+        length = axis.length if edit.module_axis else edit.shape[axis.dim]
     line: dict[str, Any] = {"dim": axis.dim}
     if axis.outer > 1 or axis.inner > 1:
         line["groups"] = True

@@ -73,7 +73,7 @@ class EditLines:
     norms: Section
     """``fold``, ``fold_with`` a list of modules, or ``keep``."""
     centre: Section = field(default_factory=dict)
-    """The dimension that each parameter is centred over, with the ``scale`` that is merged into it;
+    """The dimension that each parameter is centred over, with the ``scale`` that is fused into it;
     a list, if there are several."""
     centring_ops: Section = field(default_factory=dict)
     merge: Section = field(default_factory=dict)

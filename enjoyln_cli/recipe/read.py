@@ -17,10 +17,10 @@ from enjoyln_cli.recipe.model import Recipe, prefix_errors
 from enjoyln_cli.recipe.yaml_text import MAX_CHARS, load, one_line
 
 
-def tried_to_merge(folder: Path) -> bool:
+def tried_to_fuse(folder: Path) -> bool:
     """Whether the checkpoint in ``folder`` was converted with ``--merge``, by its recipe.
 
-    A norm of it that still has a weight or a bias cannot be merged.
+    A norm of it that still has a weight or a bias cannot be fused.
     """
     try:
         return load_recipe(folder / RECIPE_FILE).options.merge is not None

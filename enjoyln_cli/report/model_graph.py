@@ -187,13 +187,13 @@ def _add_observer(sketch: Sketch, analysis: Analysis, weight: Parameter, part: M
 
 
 def _add_ops(sketch: Sketch, analysis: Analysis) -> None:
-    carriers = {op for support in analysis.cut.folded.values() for op in support.ops}
-    for carrier in carriers:
-        if carrier.place == "entry":
+    centring_points = {op for support in analysis.cut.folded.values() for op in support.ops}
+    for centring_point in centring_points:
+        if centring_point.place == "entry":
             continue
-        words = f"{carrier.module}.(centre {carrier.place})"
+        words = f"{centring_point.module}.(centre {centring_point.place})"
         part = sketch.add(ModelPart("op", words, "op"))
-        for trace, node in analysis.problem.carried(carrier):
+        for trace, node in analysis.problem.carried(centring_point):
             if trace == 0:
                 sketch.after[node] = part
 

@@ -38,7 +38,7 @@ class Counts:
 
 def counts_of(plan: Plan) -> Counts:
     """The counts of a plan's entries. A parameter that is stored twice is centred once."""
-    shapes = {(w.parameter, w.tensor if w.held else ""): w.shape for w in plan.writers}
+    shapes = {(w.parameter, w.tensor if w.module_axis else ""): w.shape for w in plan.writers}
     statuses = [verdict.status for verdict in plan.norms]
     return Counts(
         layernorms=len(plan.norms),

@@ -1,4 +1,4 @@
-"""A report as lines of text: what is added or merged, and why norms stay."""
+"""A report as lines of text: what is added or fused, and why norms stay."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from enjoyln_cli.calls.call_text import summary
 from enjoyln_cli.plan.covered_calls import CallForm
 from enjoyln_cli.plan.plan import (
     NOT_ASKED,
-    Basis,
-    Merge,
+    NormFusion,
     Plan,
-    UnmergedNorm,
+    RotationGroup,
+    UnfusedNorm,
     Verdict,
     Widening,
 )
@@ -32,7 +32,7 @@ UNTIED = "an engine that ignores the copy gives wrong results; docs/untied_heads
 MOST_CALLS = 3
 """Number of proven calls that are named in one line."""
 
-Kept = Verdict | UnmergedNorm | Basis
+Kept = Verdict | UnfusedNorm | RotationGroup
 """Something that stays as it is."""
 Item = TypeVar("Item")
 
@@ -46,12 +46,12 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list
 
 
 def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
-    """The lines below the table for one model: what is added or merged, and why norms stay.
+    """The lines below the table for one model: what is added or fused, and why norms stay.
 
     ``bytes_added`` is how many bytes a result has more than the original, if that is known.
     """
     plan, already = report.plan, sum(many for _, many in report.plan.other_norms)
-    if not plan.norms and not plan.bases:
+    if not plan.norms and not plan.rotation_groups:
         if already:
             return [f"{report.model}: {already} norms are RMSNorm already, no LayerNorm to convert"]
         return [f"{report.model}: no LayerNorm in this model"]
@@ -63,7 +63,7 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
         lines.append(f"  mean subtraction added at the {where}: {op.reason}")
     lines += _rotated_lines(plan)
     lines += _widened_lines(plan.widened)
-    lines += _merged_lines(plan)
+    lines += _fused_lines(plan)
     for table, norm in plan.baked.items():
         weight = norm.weight.parameter.rpartition(".")[0]
         lines.append(f"  bake the norm {weight} into {table}, whose rows it passes on from then on")
@@ -96,7 +96,7 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
         inputs = [name for name in plan.unproven if "." not in name]  # not the weights they need
         unproven = ", ".join(compact(inputs or plan.unproven))
         what = "not proven for" if only_rotated else "LayerNorm is used in"
-        if plan.folded and (plan.merged or plan.baked):
+        if plan.folded and (plan.fused or plan.baked):
             what = "a folded model refuses"
         lines.append(f"  {what} calls with {unproven}")
     return lines if len(lines) > 1 else []
@@ -122,37 +122,37 @@ def _proven_calls(forms: Sequence[CallForm], other: str) -> str:
 
 
 def _rotated_lines(plan: Plan) -> list[str]:
-    """What an orthogonal matrix turns, and what it does not, and why."""
+    """What an orthogonal matrix rotates, and what it does not, and why."""
     lines = [
-        f"  rotate {_bases_in_words(plan.rotated, kind)}"
-        for kind in ("stream", "heads", "values")
-        if any(basis.kind == kind for basis in plan.rotated)
+        f"  rotate {_groups_in_words(plan.rotated, kind)}"
+        for kind in ("residual", "heads", "values")
+        if any(group.kind == kind for group in plan.rotated)
     ]
-    left = (basis for basis in plan.bases if basis.reason)
+    left = (group for group in plan.rotation_groups if group.reason)
     for (kind, reason), kept in grouped(left, attrgetter("kind", "reason")).items():
-        lines.append(f"  not rotated: {_bases_in_words(kept, kind)}: {reason}")
+        lines.append(f"  not rotated: {_groups_in_words(kept, kind)}: {reason}")
         lines += _because(kept)
-    if any(basis.kind == "stream" for basis in plan.rotated):
-        fields = dict.fromkeys(name for basis in plan.rotated for name in basis.outputs)
+    if any(group.kind == "residual" for group in plan.rotated):
+        fields = dict.fromkeys(name for group in plan.rotated for name in group.outputs)
         lines.append(
             f"  these outputs change: {', '.join(['hidden states', *fields])}; "
             "--outputs names what must stay the same"
         )
-    if inputs := list(dict.fromkeys(name for basis in plan.rotated for name in basis.inputs)):
+    if inputs := list(dict.fromkeys(name for group in plan.rotated for name in group.inputs)):
         named = " and ".join(inputs)
         lines.append(f"  {named} must come from the rotated model itself, if they are passed")
     return lines
 
 
-def _bases_in_words(bases: Iterable[Basis], kind: str) -> str:
-    some = [basis for basis in bases if basis.kind == kind]
-    sizes = ", ".join(map(str, dict.fromkeys(basis.size for basis in some)))
+def _groups_in_words(rotation_groups: Iterable[RotationGroup], kind: str) -> str:
+    some = [group for group in rotation_groups if group.kind == kind]
+    sizes = ", ".join(map(str, dict.fromkeys(group.size for group in some)))
     if kind == "values":
         return f"the values of {counted(len(some), 'attention')}, {sizes} features in each head"
-    names = ", ".join(compact(basis.name for basis in some if basis.name))
+    names = ", ".join(compact(group.name for group in some if group.name))
     if kind == "heads":
         return f"the heads of {names}, {sizes} features each"
-    return f"{counted(len(some), 'stream')} of {sizes} features ({names})"
+    return f"{counted(len(some), 'residual stream')} of {sizes} features ({names})"
 
 
 def suggestion(gain: Suggestion) -> str:
@@ -171,21 +171,21 @@ def _widened_lines(mlps: Sequence[Widening]) -> list[str]:
     return lines
 
 
-def _merged_lines(plan: Plan) -> list[str]:
-    """Which norms are merged into the layers after them, and why others are not."""
+def _fused_lines(plan: Plan) -> list[str]:
+    """Which norms are fused into the layers after them, and why others are not."""
 
-    def moving(merge: Merge) -> str:
-        return " and ".join(name for name in ("weight", "bias") if getattr(merge, name))
+    def moving(fusion: NormFusion) -> str:
+        return " and ".join(name for name in ("weight", "bias") if getattr(fusion, name))
 
     lines = []
-    for parameters, some in grouped(plan.merged, moving).items():
-        norms = ", ".join(compact(merge.norm for merge in some))
-        readers = (reader.weight.tensor for merge in some for reader in merge.readers)
+    for parameters, some in grouped(plan.fused, moving).items():
+        norms = ", ".join(compact(fusion.norm for fusion in some))
+        readers = (reader.weight.tensor for fusion in some for reader in fusion.readers)
         into = ", ".join(compact(dict.fromkeys(readers)))
-        lines.append(f"  merge the {parameters} of {norms} into {into}")
-    for reason, kept in grouped(plan.unmerged, attrgetter("reason")).items():
+        lines.append(f"  fuse the {parameters} of {norms} into {into}")
+    for reason, kept in grouped(plan.unfused, attrgetter("reason")).items():
         norms = ", ".join(compact(norm.norm for norm in kept))
-        lines.append(f"  not merged: {norms}: {reason}")
+        lines.append(f"  not fused: {norms}: {reason}")
         lines += _because(kept)
     return lines
 
@@ -208,17 +208,17 @@ def _gain_line(gain: OutputGain, plan: Plan) -> str:
 def counts(plan: Plan) -> str:
     """``25 of 25 LayerNorms, using 1 added mean subtraction; 49 tensors centred (...)``."""
     if plan.rotated and not plan.folded:
-        turned = {edited.tensor for basis in plan.rotated for edited in basis.tensors}
-        merged = counted(len(plan.merged), "norm")
-        return f"{counted(len(turned), 'tensor')}; {merged} merged into the layers that read them"
+        rotated = {edited.tensor for group in plan.rotated for edited in group.tensors}
+        fused = counted(len(plan.fused), "norm")
+        return f"{counted(len(rotated), 'tensor')}; {fused} fused into the layers that read them"
     many, added = counts_of(plan), len(plan.ops)
     norms = f"{many.become_rmsnorm} of {many.layernorms} LayerNorms"
     using = f"using {counted(added, 'added mean subtraction')}" if added else "in the weights alone"
     tensors = counted(many.tensors_centred, "tensor")
     scales = {edited.scale.tensor for edited in plan.edited_tensors if edited.scale}
     more = (
-        (scales, "scale", "merged into them"),
-        (plan.merged, "norm", "merged into the layers that read them"),
+        (scales, "scale", "fused into them"),
+        (plan.fused, "norm", "fused into the layers that read them"),
         (plan.widened, "MLP", "widened"),
     )
     shown = [f"{counted(len(some), noun)} {what}" for some, noun, what in more if some]

@@ -4,7 +4,7 @@
 
 SmoothQuant and AWQ scale the features of a norm by such ``s``, and SpinQuant takes ``s = g``, which
 is right only for a norm without a bias. All of them need to know every layer that reads the norm,
-which a plan with merged norms has proven.
+which a plan with fused norms has proven.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from enjoyln_cli.plan import schema
-from enjoyln_cli.plan.plan import Merge, Plan
+from enjoyln_cli.plan.plan import NormFusion, Plan
 from enjoyln_cli.recipe.yaml_text import dump
 from enjoyln_cli.report.layer_names import compact
 
@@ -43,38 +43,39 @@ class NormMapping:
 def norm_mappings(plan: Plan, model: Any) -> list[NormMapping]:
     """The mappings of all norms whose readers are ``nn.Linear``.
 
-    ``plan`` merges all norms that can be merged, and ``model`` is its class, with or without
+    ``plan`` fuses all norms that can be fused, and ``model`` is its class, with or without
     weights.
     """
     modules = dict(model.named_modules())
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     tied = {name for copy in plan.untied for name in (copy.parameter, copy.source)}
-    alike: dict[tuple[str, tuple[str, ...], bool, bool], list[Merge]] = {}
-    for merge in plan.merged:
-        if _why_none(merge, model):
+    alike: dict[tuple[str, tuple[str, ...], bool, bool], list[NormFusion]] = {}
+    for fusion in plan.fused:
+        if _why_none(fusion, model):
             continue
-        layers, weights = _layers(merge), {reader.weight.parameter for reader in merge.readers}
+        layers, weights = _layers(fusion), {reader.weight.parameter for reader in fusion.readers}
         reads_head = any(modules[layer] is head for layer in layers) or bool(weights & tied)
         patterns = tuple(dict.fromkeys(map(_pattern, layers)))
-        key = _pattern(merge.norm), patterns, bool(merge.bias or merge.divided), reads_head
-        alike.setdefault(key, []).append(merge)
+        key = _pattern(fusion.norm), patterns, bool(fusion.bias or fusion.divided), reads_head
+        alike.setdefault(key, []).append(fusion)
     mappings = []
-    for (norm, patterns, has_bias, reads_head), merges in alike.items():
-        proven = {path for merge in merges for path in (merge.norm, *_layers(merge))}
+    for (norm, patterns, has_bias, reads_head), fusions in alike.items():
+        proven = {path for fusion in fusions for path in (fusion.norm, *_layers(fusion))}
         matched = {path for path in modules if _pattern(path) in (norm, *patterns)}
-        if matched == proven and all(map(_is_inside, merges)):
+        if matched == proven and all(map(_is_inside, fusions)):
             expressions = tuple(map(_expression, patterns))
             mappings.append(NormMapping(_expression(norm), expressions, has_bias, reads_head))
             continue
         mappings += [
-            NormMapping(merge.norm, tuple(_layers(merge)), has_bias, reads_head) for merge in merges
+            NormMapping(fusion.norm, tuple(_layers(fusion)), has_bias, reads_head)
+            for fusion in fusions
         ]
     return mappings
 
 
-def _layers(merge: Merge) -> list[str]:
+def _layers(fusion: NormFusion) -> list[str]:
     """The paths of the layers that read the norm."""
-    return [reader.weight.parameter.rpartition(".")[0] for reader in merge.readers]
+    return [reader.weight.parameter.rpartition(".")[0] for reader in fusion.readers]
 
 
 def _numbers(path: str) -> list[str]:
@@ -82,10 +83,10 @@ def _numbers(path: str) -> list[str]:
     return [word for word in path.split(".") if word.isdigit()]
 
 
-def _is_inside(merge: Merge) -> bool:
+def _is_inside(fusion: NormFusion) -> bool:
     """Whether all layers have the layer numbers of the norm, and perhaps more."""
-    numbers = _numbers(merge.norm)
-    return all(_numbers(layer)[: len(numbers)] == numbers for layer in _layers(merge))
+    numbers = _numbers(fusion.norm)
+    return all(_numbers(layer)[: len(numbers)] == numbers for layer in _layers(fusion))
 
 
 def _pattern(path: str) -> str:
@@ -125,7 +126,7 @@ def mappings_json(plan: Plan) -> str:
 
     Its keys are those of a plan, and ``plan`` is as for ``norm_mappings``.
     """
-    names = ("model_class", "merged", "unmerged", "bases", "untied")
+    names = ("model_class", "fused", "unfused", "rotation_groups", "untied")
     fields = {name: getattr(plan, name) for name in names}
     return json.dumps(schema.plain(fields, {"given"})) + "\n"
 
@@ -133,20 +134,20 @@ def mappings_json(plan: Plan) -> str:
 def _left_out(plan: Plan, model: Any) -> str:
     """A comment for each reason why norms have no mapping."""
     reasons: dict[str, list[str]] = {}
-    for norm in plan.unmerged:
+    for norm in plan.unfused:
         reasons.setdefault(norm.reason, []).append(norm.norm)
-    for merge in plan.merged:
-        if reason := _why_none(merge, model):
-            reasons.setdefault(reason, []).append(merge.norm)
+    for fusion in plan.fused:
+        if reason := _why_none(fusion, model):
+            reasons.setdefault(reason, []).append(fusion.norm)
     return "".join(
         f"# without a mapping, since {reason}: {', '.join(compact(norms))}\n"
         for reason, norms in reasons.items()
     )
 
 
-def _why_none(merge: Merge, model: Any) -> str:
-    """Why a norm has no mapping although it could be merged; empty if it has one."""
-    for reader in merge.readers:
+def _why_none(fusion: NormFusion, model: Any) -> str:
+    """Why a norm has no mapping although it could be fused; empty if it has one."""
+    for reader in fusion.readers:
         layer = model.get_submodule(reader.weight.parameter.rpartition(".")[0])
         if not isinstance(layer, nn.Linear):
             return f"it is read by {type(layer).__name__}, which is no nn.Linear"

@@ -142,7 +142,7 @@ def fold_checkpoint(
         (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (inner / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
         (inner / PLAN_FILE).write_text(plan_text(plan), encoding="utf-8")
-        matrices = {basis.name: basis.given.values for basis in plan.rotated if basis.given}
+        matrices = {group.name: group.given.values for group in plan.rotated if group.given}
         if matrices:
             (inner / FOLDER).mkdir(exist_ok=True)
             save_file(matrices, inner / MATRIX_FILE)

@@ -22,7 +22,7 @@ from enjoyln_cli.models.load import values_of
 from enjoyln_cli.models.offload import Value, WeightsOnDemand, reader_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.editable import require_editable
-from enjoyln_cli.rewrite.inserted_product import insert_product
+from enjoyln_cli.rewrite.inserted_rotation import insert_rotation
 
 
 def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = False) -> None:
@@ -44,9 +44,9 @@ def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = F
     reader = reader_of(model)
     untied = {copy.parameter for copy in plan.untied}
     require_editable(model, edits_by_name, replaced=untied, read_on_demand=reader is not None)
-    for basis in plan.rotated:
-        if basis.product:
-            model.get_submodule(basis.product)
+    for group in plan.rotated:
+        if group.online_rotation:
+            model.get_submodule(group.online_rotation)
     if not allow_nonfinite:
         _require_finite(model, plan, edits_by_name, reader)
     _untie(model, plan, reader)
@@ -77,9 +77,9 @@ def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = F
             grown = wide.to(tensor.dtype)
             for name in names[key]:
                 tensors[name].data = grown
-    for basis in plan.rotated:
-        if basis.product:
-            insert_product(model.get_submodule(basis.product), basis.rotation(plan.seed))
+    for group in plan.rotated:
+        if group.online_rotation:
+            insert_rotation(model.get_submodule(group.online_rotation), group.rotation(plan.seed))
     for mlp in plan.widened:
         for part in mlp.parts:
             _update_size(model, part.parameter, mlp.size, mlp.to)
@@ -111,7 +111,7 @@ def require_fit(model: nn.Module, plan: Plan) -> Mapping[str, Edit]:
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in values_of(model).items()}
     try:
-        return fitting_edits(plan, shapes, held=True)
+        return fitting_edits(plan, shapes, in_memory=True)
     except ValueError as error:
         raise BadCheckpoint(
             f"the plan does not fit {type(model).__name__}: {error}; pass the model that was "

@@ -19,15 +19,15 @@ from enjoyln_cli.plan.plan import Plan
 def check_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
     """The edits of ``plan``, by the names of the written tensors.
 
-    Raises ``NothingToFold`` if the plan converts no norm and turns nothing, ``UnsupportedModel``
+    Raises ``NothingToFold`` if the plan converts no norm and rotates nothing, ``UnsupportedModel``
     if it adds a product, and ``BadCheckpoint`` if a tensor of the plan is not stored or has another
     shape.
     """
-    for basis in plan.rotated:
-        if basis.product:
+    for group in plan.rotated:
+        if group.online_rotation:
             raise UnsupportedModel(
-                f"the input of {basis.product} needs an online rotation, and a checkpoint has no "
-                "place for it; leave out Options.products"
+                f"the input of {group.online_rotation} needs an online rotation, and a checkpoint "
+                "has no place for it; leave out Options.online_rotations"
             )
     if not plan.folded and not plan.rotated:
         raise NothingToFold(why_nothing_changes(plan, checkpoint.source.model))
@@ -45,8 +45,10 @@ def why_nothing_changes(plan: Plan, model: str, ways: Sequence[str] = ()) -> str
 
     ``ways`` are suggestions such as ``--widen-mlp would convert 3 of 5``.
     """
-    if plan.bases:
-        counted_reasons = Counter(f"{basis.reason} (at {basis.culprit})" for basis in plan.bases)
+    if plan.rotation_groups:
+        counted_reasons = Counter(
+            f"{group.reason} (at {group.culprit})" for group in plan.rotation_groups
+        )
         why = "; ".join(f"{count} x {reason}" for reason, count in counted_reasons.items())
         return f"nothing of {model} can be rotated: {why}"
     already = sum(count for _, count in plan.other_norms)

@@ -233,9 +233,7 @@ def _loaded_edit(checkpoint: Checkpoint, allow_nonfinite: bool, edit: Edit) -> E
     read = partial(read_tensor, checkpoint)
     loaded = edit.loaded(read)
     if not allow_nonfinite and (unusable := unusable_input(loaded, read)):
-        raise BadCheckpoint(
-            f"{unusable} and cannot be merged; repair it, or pass --allow-nonfinite"
-        )
+        raise BadCheckpoint(f"{unusable} and cannot be fused; repair it, or pass --allow-nonfinite")
     return loaded
 
 

@@ -1,1 +1,1 @@
-"""Which features can be turned, and which norms can be merged into the layers after them."""
+"""Which features can be rotated, and which norms can be fused into the layers after them."""

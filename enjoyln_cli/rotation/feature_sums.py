@@ -1,4 +1,4 @@
-"""Which ops sum over features, so that turning their operands does not change the result.
+"""Which ops sum over features, so that rotating their operands does not change the result.
 
 * A product of two values that is summed over the features of both: ``(W Qᵀ)(Q x) = W x``.
 * A sum of squares, and with ``Q 1 = 1`` also a mean or a variance.

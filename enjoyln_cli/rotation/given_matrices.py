@@ -1,13 +1,13 @@
 """Matrices that the user gives instead of a seed, for example learned ones (SpinQuant's ``R.bin``).
 
-A file names a matrix ``Q`` of shape ``(size, size)`` for each of some bases; the values of a basis
+A file names a matrix ``Q`` of shape ``(size, size)`` for each of some rotation groups, whose values
 become ``Q x``. SpinQuant's names are known as well: ``R1`` for every residual stream, and
 ``model.layers.0.self_attn.R2`` for the values of an attention. Its matrices multiply row vectors
 from the right, so they are transposed.
 
 A matrix that was learned in float32 is orthogonal up to rounding only. It is replaced by the
 nearest orthogonal one in float64: by ``U V^T`` of its singular value decomposition ``U S V^T``. If
-the basis has a LayerNorm inside, ``Q 1 = 1`` has to hold as well; then the same is done with the
+the group has a LayerNorm inside, ``Q 1 = 1`` has to hold as well; then the same is done with the
 part of ``Q`` that acts on vectors of mean zero.
 """
 
@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.orthogonal_matrices import GivenMatrix
-from enjoyln_cli.plan.plan import Basis, Plan
+from enjoyln_cli.plan.plan import Plan, RotationGroup
 from enjoyln_cli.text import did_you_mean, first_line
 
 LIMIT = 1e-3
@@ -32,36 +32,36 @@ LIMIT = 1e-3
 
 
 def give_matrices(plan: Plan, path: Path) -> Plan:
-    """The plan with the matrices of a file; bases that the file does not name keep their seed's.
+    """The plan with the matrices of a file; groups that the file does not name keep their seed's.
 
     ``path`` is a safetensors file, or one that ``torch.save`` wrote. Raises ``BadCheckpoint`` if it
-    cannot be read, or if one of its matrices belongs to no turned basis, has another size, is not
+    cannot be read, or if one of its matrices belongs to no rotated group, has another size, is not
     orthogonal, or does not fix the vector of ones where it has to.
     """
     given: dict[str, GivenMatrix] = {}
     for key, found in _read(path).items():
-        bases = list(_bases_named(key, plan))
-        if not bases:
-            names = [basis.name for basis in plan.rotated]
+        rotation_groups = list(_groups_named(key, plan))
+        if not rotation_groups:
+            names = [group.name for group in plan.rotated]
             remedy = did_you_mean(key, names, 1) or "the recipe of a rotation lists them"
             raise BadCheckpoint(f"{path}: {key} names nothing that is rotated; {remedy}")
-        for basis, transposed in bases:
+        for group, transposed in rotation_groups:
             matrix = found.T if transposed and found.ndim == 2 else found
-            given[basis.name] = nearest_orthogonal(f"{path}: {key}", matrix, basis)
-    turned = tuple(replace(one, given=given.get(one.name)) for one in plan.bases)
-    return replace(plan, bases=turned)
+            given[group.name] = nearest_orthogonal(f"{path}: {key}", matrix, group)
+    rotated = tuple(replace(one, given=given.get(one.name)) for one in plan.rotation_groups)
+    return replace(plan, rotation_groups=rotated)
 
 
-def _bases_named(key: str, plan: Plan) -> Iterator[tuple[Basis, bool]]:
-    """The turned bases that a matrix is for, and whether it is transposed there."""
+def _groups_named(key: str, plan: Plan) -> Iterator[tuple[RotationGroup, bool]]:
+    """The rotated groups that a matrix is for, and whether it is transposed there."""
     module, _, last = key.rpartition(".")
-    for basis in plan.rotated:
-        is_learned_stream = key == "R1" and basis.kind == "stream"
-        within = last == "R2" and basis.name.startswith(f"{module}.")
-        if key == basis.name:
-            yield basis, False
-        elif is_learned_stream or (within and basis.kind == "values"):
-            yield basis, True
+    for group in plan.rotated:
+        is_learned_stream = key == "R1" and group.kind == "residual"
+        within = last == "R2" and group.name.startswith(f"{module}.")
+        if key == group.name:
+            yield group, False
+        elif is_learned_stream or (within and group.kind == "values"):
+            yield group, True
 
 
 def _read(path: Path) -> Mapping[str, torch.Tensor]:
@@ -97,12 +97,12 @@ def _dense(where: str, matrix: torch.Tensor) -> torch.Tensor:
     return matrix.to_dense().double()
 
 
-def nearest_orthogonal(where: str, matrix: torch.Tensor, basis: Basis) -> GivenMatrix:
-    """The orthogonal matrix nearest to ``matrix``, a float64 tensor, for the values of ``basis``.
+def nearest_orthogonal(where: str, matrix: torch.Tensor, group: RotationGroup) -> GivenMatrix:
+    """The orthogonal matrix nearest to ``matrix``, a float64 tensor, for the values of ``group``.
 
     Raises ``BadCheckpoint`` if it is none up to rounding; ``where`` names it in the message.
     """
-    size = basis.size
+    size = group.size
     if matrix.shape != (size, size):
         raise BadCheckpoint(f"{where} has shape {list(matrix.shape)}, but needs {[size, size]}")
     one = torch.eye(size, dtype=torch.float64)
@@ -112,11 +112,11 @@ def nearest_orthogonal(where: str, matrix: torch.Tensor, basis: Basis) -> GivenM
             f"{where} is not orthogonal: an entry of Q Q^T is off by {off:.1g} (limit {LIMIT})"
         )
     ones = torch.ones(size, dtype=torch.float64)
-    if basis.fixes_ones:
+    if group.fixes_ones:
         off = float((matrix @ ones - ones).abs().max())
         if not off <= LIMIT:
             raise BadCheckpoint(
-                f"{where} moves the vector of ones by {off:.1g} (limit {LIMIT}), but {basis.name} "
+                f"{where} moves the vector of ones by {off:.1g} (limit {LIMIT}), but {group.name} "
                 "is read by a LayerNorm, whose result would change; use a matrix with Q 1 = 1"
             )
         rest = torch.linalg.qr(torch.cat([ones.unsqueeze(1), one[:, 1:]], 1))[0][:, 1:]

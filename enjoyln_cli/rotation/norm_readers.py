@@ -37,7 +37,7 @@ from enjoyln_cli.proof.linear_layers import (
 )
 from enjoyln_cli.proof.pullback import Opaque, commutes_with_every_matrix, pull
 from enjoyln_cli.rotation.feature_sums import summed_with
-from enjoyln_cli.rotation.found_basis import LayerObstacle
+from enjoyln_cli.rotation.found_group import LayerObstacle
 
 _TRANSPARENT = WHOLE_FEATURE_OPS | {
     aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.broadcast_to, aten.cat, aten.expand,
@@ -47,7 +47,7 @@ _TRANSPARENT = WHOLE_FEATURE_OPS | {
 }  # fmt: skip
 """Ops whose result holds elements of one operand, or averages of them, feature by feature."""
 _KINDS = {"matrix", "product"}
-"""The kinds of layers that a norm with a bias can be merged into."""
+"""The kinds of layers that a norm with a bias can be fused into."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -71,13 +71,13 @@ class Use:
 
     @property
     def to_edit(self) -> ToEdit:
-        """What to edit if the norm is merged."""
+        """What to edit if the norm is fused."""
         bias = self.bias.name if self.bias else None
         return ToEdit(self.weight.name, self.axis.dim, bias, self.weight.outputs)
 
 
 class ToEdit(NamedTuple):
-    """The parameters of a linear layer that change if a norm is merged into it."""
+    """The parameters of a linear layer that change if a norm is fused into it."""
 
     weight: str
     dim: int

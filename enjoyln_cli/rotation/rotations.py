@@ -1,6 +1,6 @@
-"""From the bases of a model to the tensors to turn, and to the norms that have to be merged first.
+"""From the rotation groups of a model to the tensors to rotate, and the norms to fuse first.
 
-A basis stays as it is if one of its norms cannot be merged into what reads it, if one of its
+A group stays as it is if one of its norms cannot be fused into what reads it, if one of its
 parameters is not stored, or is locked, or if a parameter would be rotated in two ways at once.
 """
 
@@ -14,51 +14,58 @@ from torch.fx import Node
 from enjoyln_cli.graph.nodes import readers_of
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.plan import Basis, BasisKind, Merge, Options, TurnedTensor, UnmergedNorm
+from enjoyln_cli.plan.plan import (
+    NormFusion,
+    Options,
+    RotatedTensor,
+    RotationGroup,
+    RotationKind,
+    UnfusedNorm,
+)
 from enjoyln_cli.proof.min_cut import Parameter, Problem
-from enjoyln_cli.rotation.bases import find_bases
-from enjoyln_cli.rotation.found_basis import (
-    FoundBasis,
+from enjoyln_cli.rotation.found_group import (
+    FoundGroup,
     LayerObstacle,
     NormGain,
     is_read_elsewhere,
     writers_in,
 )
+from enjoyln_cli.rotation.rotation_groups import find_rotation_groups
 from enjoyln_cli.rotation.tensor_uses import TensorUses
 
-NORM_STAYS = "the weight of a norm acts on single features, and cannot be merged into linear layers"
-"""How the reason begins if a basis stays because of a norm that cannot be merged."""
+NORM_STAYS = "the weight of a norm acts on single features, and cannot be fused into linear layers"
+"""How the reason begins if a rotation group stays because of a norm that cannot be fused."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rotations:
-    """The bases of a model, before their norms are merged."""
+    """The rotation groups of a model, before their norms are fused."""
 
-    found: tuple[FoundBasis, ...]
+    found: tuple[FoundGroup, ...]
     table: Parameter | None = None
     """The weight of ``get_input_embeddings()``, from which users make ``inputs_embeds``."""
 
     @property
     def unproven(self) -> tuple[str, ...]:
-        """Embeddings that have to be given in a basis in which the table is not turned."""
+        """Embeddings that have to be given in a basis in which the table is not rotated."""
         return tuple(
             name
-            for basis in self.found
-            if self.table is not None and _lacks(basis, self.table)
-            for name in basis.inputs
+            for group in self.found
+            if self.table is not None and _lacks(group, self.table)
+            for name in group.inputs
             if name.endswith("inputs_embeds")
         )
 
     @property
     def forms(self) -> dict[str, LayerNormForm]:
-        """The norms whose weight has to move, in bases that could be turned."""
+        """The norms whose weight has to move, in rotation groups that could be rotated."""
         return {
             gain.module: LayerNormForm(
                 -1, "1 + weight" if gain.offset else "weight", gain.bias is not None, 0.0
             )
-            for basis in self.found
-            if basis.obstacle is None
-            for gain in basis.gains
+            for group in self.found
+            if group.obstacle is None
+            for gain in group.gains
         }
 
     @property
@@ -66,69 +73,72 @@ class Rotations:
         """For the norms in ``forms``: the ops that multiply by the weight."""
         return {
             gain.module: list(products)
-            for basis in self.found
-            if basis.obstacle is None
-            for gain, products in basis.gains.items()
+            for group in self.found
+            if group.obstacle is None
+            for gain, products in group.gains.items()
         }
 
-    def that_turn(self, bases: Iterable[Basis]) -> Rotations:
-        """Those of the bases, listed in the same order, that turn."""
-        pairs = zip(self.found, bases, strict=True)
-        turned = tuple(found for found, basis in pairs if basis.is_rotated)
-        return replace(self, found=turned)
+    def that_rotate(self, rotation_groups: Iterable[RotationGroup]) -> Rotations:
+        """Those of the rotation groups, listed in the same order, that rotate."""
+        pairs = zip(self.found, rotation_groups, strict=True)
+        rotated = tuple(found for found, group in pairs if group.is_rotated)
+        return replace(self, found=rotated)
 
 
 def rotations(problem: Problem, options: Options, table: Parameter | None) -> Rotations:
-    """All bases of the stated model that the options allow.
+    """All rotation groups of the stated model that the options allow.
 
-    ``table`` is the weight of ``get_input_embeddings()``. If ``forward`` does not read it, it turns
-    with the basis of ``inputs_embeds``, which users make from it.
+    ``table`` is the weight of ``get_input_embeddings()``. If ``forward`` does not read it, it
+    rotates with the group of ``inputs_embeds``, which users make from it.
     """
-    found = find_bases(
-        problem.flow, problem.groups, values=options.values, products=options.products
+    found = find_rotation_groups(
+        problem.flow,
+        problem.groups,
+        values=options.values,
+        online_rotations=options.online_rotations,
     )
     if table and not any(readers_of(node) for _, node in problem.nodes.get(table.name, ())):
-        for basis in found:
-            if "inputs_embeds" in basis.inputs and _lacks(basis, table):
-                basis.parameters[table] = TensorUses(writes=True, reads=False)
-    turned: dict[str, list[Parameter]] = {}
-    for basis in found:
-        if basis.obstacle is None:
-            basis.obstacle = _obstacle(basis, problem, turned)
-        if basis.obstacle is None:
-            for parameter in basis.parameters:
-                turned.setdefault(parameter.name, []).append(parameter)
+        for group in found:
+            if "inputs_embeds" in group.inputs and _lacks(group, table):
+                group.parameters[table] = TensorUses(writes=True, reads=False)
+    rotated: dict[str, list[Parameter]] = {}
+    for group in found:
+        if group.obstacle is None:
+            group.obstacle = _obstacle(group, problem, rotated)
+        if group.obstacle is None:
+            for parameter in group.parameters:
+                rotated.setdefault(parameter.name, []).append(parameter)
     return Rotations(tuple(found), table)
 
 
-def _lacks(basis: FoundBasis, table: Parameter) -> bool:
-    return table not in basis.parameters and table.axis.size == basis.size
+def _lacks(group: FoundGroup, table: Parameter) -> bool:
+    return table not in group.parameters and table.axis.size == group.size
 
 
 def _obstacle(
-    basis: FoundBasis, problem: Problem, turned: Mapping[str, list[Parameter]]
+    group: FoundGroup, problem: Problem, rotated: Mapping[str, list[Parameter]]
 ) -> LayerObstacle | None:
-    """Why the parameters of a basis cannot be turned; ``None`` if they can.
+    """Why the parameters of a rotation group cannot be rotated; ``None`` if they can.
 
-    ``turned`` are the parameters of earlier bases by name.
+    ``rotated`` are the parameters of earlier rotation groups by name.
     """
-    for gain in basis.gains:
+    for gain in group.gains:
         for own_name in filter(None, (gain.weight, gain.bias)):
-            if is_read_elsewhere(own_name, basis, gain, problem.nodes[own_name]):
+            if is_read_elsewhere(own_name, group, gain, problem.nodes[own_name]):
                 return LayerObstacle("the parameters of a norm are also used elsewhere", own_name)
         usual = NormGain(gain.module, f"{gain.module}.weight", gain.bias, gain.offset)
         if gain != usual or gain.bias not in (None, f"{gain.module}.bias"):
             reason = "a vector multiplies it that is not the weight of a norm, or is tied"
             return LayerObstacle(reason, gain.weight)
-    if not basis.parameters:
+    if not group.parameters:
         return LayerObstacle("no parameter writes it", "")
-    for parameter in basis.parameters:
+    for parameter in group.parameters:
         baked = parameter.name in problem.baked  # and so centred, too
         if why := problem.obstacle(parameter) if baked else problem.locked(parameter):
             return LayerObstacle(why, parameter.name)
     own: dict[str, list[Parameter]] = {}
-    for parameter in basis.parameters:
-        others = (*turned.get(parameter.name, ()), *own.get(parameter.name, ()))
+    for parameter in group.parameters:
+        others = (*rotated.get(parameter.name, ()), *own.get(parameter.name, ()))
         if any(_overlap(other.axis, parameter.axis) for other in others):
             return LayerObstacle("a parameter of it would be rotated in two ways", parameter.name)
         own.setdefault(parameter.name, []).append(parameter)
@@ -139,39 +149,39 @@ def _overlap(one: Axis, other: Axis) -> bool:
     return one.dim == other.dim and one.start < other.stop and other.start < one.stop
 
 
-def bases_of(
+def planned_groups(
     known: Rotations,
     problem: Problem,
-    merged: Iterable[Merge],
-    unmerged: Iterable[UnmergedNorm],
-    tensors: Callable[[FoundBasis], tuple[TurnedTensor, ...]],
-) -> tuple[Basis, ...]:
-    """The bases of a plan; ``tensors`` gives the stored tensors of one that can be turned."""
-    moved = {one.norm for one in merged if one.weight}
-    reasons = {one.norm: one.reason for one in unmerged}
+    fused: Iterable[NormFusion],
+    unfused: Iterable[UnfusedNorm],
+    tensors: Callable[[FoundGroup], tuple[RotatedTensor, ...]],
+) -> tuple[RotationGroup, ...]:
+    """The groups of a plan; ``tensors`` gives the stored tensors of a group that can be rotated."""
+    moved = {one.norm for one in fused if one.weight}
+    reasons = {one.norm: one.reason for one in unfused}
     places = {name: place for place, name in enumerate(problem.groups)}
     made = []
-    for basis in known.found:
-        obstacle = basis.obstacle
-        for gain in basis.gains if obstacle is None else ():
+    for group in known.found:
+        obstacle = group.obstacle
+        for gain in group.gains if obstacle is None else ():
             if gain.module not in moved:
                 reason = reasons.get(gain.module, "something else reads it")
                 obstacle = LayerObstacle(f"{NORM_STAYS}: {reason}", gain.module)
                 break
-        names = [parameter.name for parameter in basis.parameters]
+        names = [parameter.name for parameter in group.parameters]
         made.append(
-            Basis(
+            RotationGroup(
                 name=min(names, key=places.__getitem__) if names else "",
-                kind=_kind(basis),
-                size=basis.size,
-                fixes_ones=basis.fixes_ones,
-                tensors=() if obstacle else tensors(basis),
-                norms=() if obstacle else tuple(sorted({gain.module for gain in basis.gains})),
-                inputs=tuple(basis.inputs),
-                outputs=() if obstacle else _without_indices(basis.outputs),
+                kind=_kind(group),
+                size=group.size,
+                fixes_ones=group.fixes_ones,
+                tensors=() if obstacle else tensors(group),
+                norms=() if obstacle else tuple(sorted({gain.module for gain in group.gains})),
+                inputs=tuple(group.inputs),
+                outputs=() if obstacle else _without_indices(group.outputs),
                 reason=obstacle.reason if obstacle else "",
                 culprit=obstacle.culprit if obstacle else "",
-                product="" if obstacle else basis.product,
+                online_rotation="" if obstacle else group.online_rotation,
             )
         )
     return tuple(made)
@@ -183,8 +193,8 @@ def _without_indices(fields: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
-def _kind(basis: FoundBasis) -> BasisKind:
-    if basis.carries_values:
+def _kind(group: FoundGroup) -> RotationKind:
+    if group.carries_values:
         return "values"
-    written = writers_in(basis)
-    return "heads" if all(one.axis.outer > 1 for one in written) and written else "stream"
+    written = writers_in(group)
+    return "heads" if all(one.axis.outer > 1 for one in written) and written else "residual"

@@ -1,4 +1,4 @@
-"""Where the search for bases starts: at the inputs of norms, and at the values of attentions."""
+"""Where the search for groups starts: at the inputs of norms, and at the values of attentions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a weight writes the features that are turned, or reads them.
+"""Whether a weight writes the features that are rotated, or reads them.
 
 A reader is multiplied by the features and the products are summed, ``W x`` over the inputs; an
 index may choose it from a stack, as for experts. All other weights write: as they are (a table, a
@@ -20,7 +20,7 @@ from enjoyln_cli.rotation.feature_sums import summed_with
 
 
 class TensorUses(NamedTuple):
-    """What the model does with a weight along the features that are turned."""
+    """What the model does with a weight along the features that are rotated."""
 
     writes: bool
     reads: bool
@@ -32,27 +32,27 @@ def tensor_uses(
     nodes: Mapping[str, Sequence[tuple[int, Node]]],
     computed: Sequence[Collection[Node]],
 ) -> dict[Parameter, TensorUses]:
-    """The uses of each of the ``parameters``; ``values`` are all values that turn with them.
+    """The uses of each of the ``parameters``; ``values`` are all values that rotate with them.
 
     ``nodes`` are those of each parameter, with the index of the trace, and ``computed`` has the
     result of ``computed_from_inputs`` for each trace.
     """
-    turned: defaultdict[tuple[int, Node], list[Value]] = defaultdict(list)
+    rotated: defaultdict[tuple[int, Node], list[Value]] = defaultdict(list)
     for value in values:
-        turned[value.trace, value.node].append(value)
+        rotated[value.trace, value.node].append(value)
     uses = {}
     for parameter in parameters:
         waiting = [
             value
             for place in nodes[parameter.name]
-            for value in turned[place]
+            for value in rotated[place]
             if value.axis == parameter.axis
         ]
         writes = reads = False
         while waiting:
             value = waiting.pop()
             for reader in consumers(value.node):
-                results = turned[value.trace, reader]
+                results = rotated[value.trace, reader]
                 pair = summed_with(reader, value.node, value.axis)
                 if pair is not None:
                     chosen, partner = (n in computed[value.trace] for n in (value.node, pair[0]))

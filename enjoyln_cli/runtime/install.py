@@ -33,7 +33,7 @@ from enjoyln_cli.plan.covered_calls import OTHER_CALLS, CoveredCalls
 from enjoyln_cli.plan.plan import Centring, Plan
 from enjoyln_cli.plan.trusted_code import foreign_hooks
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.entries import add_entries, be_called, encoder_of
+from enjoyln_cli.runtime.call_guards import add_guards, be_called, encoder_of
 from enjoyln_cli.runtime.modules import Folded, centred_subclass, rms_spelled_out, rms_subclass
 from enjoyln_cli.runtime.neutral import kinds_of_norms
 from enjoyln_cli.runtime.weight_check import WatchList
@@ -48,7 +48,7 @@ def install(
     ops: Iterable[Centring],
     entry_inputs: Iterable[str] = (),
     unproven: Iterable[str] = (),
-    merged: bool = False,
+    fused: bool = False,
     covered: CoveredCalls | None = None,
 ) -> nn.Module:
     """Make ``model`` compute with RMSNorm at ``norms`` and with the centrings ``ops``, in place.
@@ -60,7 +60,7 @@ def install(
     * ``entry_inputs``: inputs of ``forward`` (``inputs_embeds``) whose last dimension is centred on
       entry.
     * ``unproven``: a call that passes one of these inputs computes LayerNorm, or raises
-      ``UnprovenCall`` if norms were ``merged`` into other layers.
+      ``UnprovenCall`` if norms were ``fused`` into other layers.
     * ``covered``: if set, any call that it does not cover raises ``UnprovenCall``.
 
     Installing twice changes nothing, except that a model that was trained computes RMSNorm again:
@@ -81,10 +81,10 @@ def install(
             become(module, centred_subclass(plain))
             module.register_forward_hook(be_called)
         module.centrings = centrings  # type: ignore[assignment]
-    fold = add_entries(model, tuple(entry_inputs), unproven, merged, covered)
+    state = add_guards(model, tuple(entry_inputs), unproven, fused, covered)
     for module in model.modules():
         if isinstance(module, Folded) or hasattr(module, "centrings"):
-            module._enjoyln_fold = fold  # type: ignore[assignment]
+            module._enjoyln_fold = state  # type: ignore[assignment]
     return model
 
 
@@ -172,7 +172,7 @@ def install_marked(model: nn.Module, marker: Marker) -> None:
         marker.centering,
         marker.entry_inputs,
         marker.unproven,
-        bool(marker.merged.weight or marker.merged.bias or marker.baked),
+        bool(marker.fused.weight or marker.fused.bias or marker.baked),
         marker.covered,
     )
 

@@ -1,4 +1,4 @@
-"""Neutral parameters of folded norms: weights of one and biases of zero, as a merge leaves them.
+"""Neutral parameters of folded norms: weights of one and biases of zero, as a fusion leaves them.
 
 They stay in the model under their names. As long as they have these values, the norm skips them:
 

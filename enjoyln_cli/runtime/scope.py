@@ -1,11 +1,11 @@
 """Which call of a folded model is running in this thread, and may its norms compute RMSNorm?
 
 They may inside a call of a model whose weights, modules and inputs were checked and match the proof
-(see ``entries``). Everywhere else the model computes what its stock class computes, with LayerNorm
-and without explicit centrings: in a block or tower that is called directly, in another thread, in
-training mode. With centred weights that is the same function, since LayerNorm ignores a shift of
-its input. Training mode is different for a model whose weights a parametrisation centres (see
-``Fold.training_plan``).
+(see ``call_guards``). Everywhere else the model computes what its stock class computes, with
+LayerNorm and without explicit centrings: in a block or tower that is called directly, in another
+thread, in training mode. With centred weights that is the same function, since LayerNorm ignores a
+shift of its input. Training mode is different for a model whose weights a parametrisation centres
+(see ``FoldedModelState.training_plan``).
 
 The state of a call belongs to its thread. Compiled code reads the same state: Dynamo reads, writes
 and guards attributes of an object that is stored in a ``threading.local`` as Python does. (It does
@@ -41,7 +41,7 @@ def in_python(function: Function) -> Function:
 class Check(Protocol):
     """A check of a model's modules and weights."""
 
-    def holds(self, entry: Entry, model: nn.Module) -> bool:
+    def holds(self, guard: CallGuard, model: nn.Module) -> bool:
         """Whether ``model`` is as the proof assumes.
 
         Sets ``entry.trouble`` to the reason if not.
@@ -62,8 +62,8 @@ class InputRules:
     """Names of inputs that make a call compute LayerNorm everywhere."""
     centred: frozenset[str] = frozenset()
     """Names of inputs that are centred over their last dimension."""
-    merged: bool = False
-    """Whether the affine of norms was merged into the layers after them, or a norm into a table."""
+    fused: bool = False
+    """Whether the affine of norms was fused into the layers after them, or a norm into a table."""
     proven: ProvenCalls | None = None
     """The calls that the proof covers. If set, they decide instead of ``unproven``."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class InputRules:
 
         Raises ``UnprovenCall`` where LayerNorm cannot restore the original function:
 
-        * The affine of norms was ``merged``, or a norm into a table before it. With the unproven
+        * The affine of norms was ``fused``, or a norm into a table before it. With the unproven
           input, other layers may read these norms, or they other values.
         * ``proven`` is set (a model outside of transformers) and does not cover the call. A path
           that no trace took may read a value whose mean was removed by centring the weights.
@@ -99,10 +99,10 @@ class InputRules:
             for name, value in passed.items()
             if name in self.unproven and value is not self.defaults.get(name) and value is not None
         ]
-        if unproven and self.merged:
+        if unproven and self.fused:
             raise UnprovenCall(
                 f"{name}: not proven for calls with {', '.join(unproven)}; LayerNorm cannot be "
-                "used instead, since norm weights or biases were merged into other layers; leave "
+                "used instead, since norm weights or biases were fused into other layers; leave "
                 "that input out, or fold without --merge and --untie"
             )
         if unproven:
@@ -122,14 +122,14 @@ class InputRules:
         return (*values, *args[len(values) :]), changed_kwargs
 
 
-class Entry:
+class CallGuard:
     """A module whose calls are calls of a folded model: the model, its base model or its encoder.
 
     A call inside another call of the same ``fold`` belongs to that call, and is not checked again.
     """
 
-    def __init__(self, fold: Fold, check: Check) -> None:
-        self.fold = fold
+    def __init__(self, state: FoldedModelState, check: Check) -> None:
+        self.state = state
         self.check = check
         self.inputs: InputRules | None = None
         self.trouble = ""
@@ -142,25 +142,25 @@ class Entry:
         With gradients they compute LayerNorm: its gradients of weights are those of the original.
         A parametrised model (``training_plan``) has the same gradients with RMSNorm.
         """
-        parametrised = self.fold.training_plan is not None
+        parametrised = self.state.training_plan is not None
         if (model.training and not parametrised) or torch.jit.is_tracing():
             return False
         holds = self.check.holds(self, model)
         if parametrised:
-            self.fold.was_proven = holds
+            self.state.was_proven = holds
             return holds
         recorded = torch.is_grad_enabled() and not is_exporting()
-        return holds and not recorded and self.fold.checked == self.fold.trained
+        return holds and not recorded and self.state.checked == self.state.trained
 
 
 class Running:
     """The innermost call of a folded model that is running in one thread."""
 
     def __init__(self) -> None:
-        self.entry: Entry | None = None
+        self.guard: CallGuard | None = None
         """That of the model."""
-        self.proven: Fold | None = None
-        """The ``Fold`` of the model, if its norms may compute RMSNorm now; otherwise ``None``."""
+        self.proven: FoldedModelState | None = None
+        """The state of the model, if its norms may compute RMSNorm now; otherwise ``None``."""
 
 
 class Thread(threading.local):
@@ -173,7 +173,7 @@ class Thread(threading.local):
 thread = Thread()
 
 
-class Fold:
+class FoldedModelState:
     """What the norms, the explicit centrings and the entries of one folded model share."""
 
     training_plan: Plan | None = None
@@ -191,36 +191,36 @@ class Fold:
     """With a ``training_plan``: whether the norms computed RMSNorm in the last call."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.call_guards: list[CallGuard] = []
         self.trained = 0
         """How often the model was put into training mode, in which its weights may change."""
         self.checked = 0
         """``trained`` when the weights were last checked."""
 
 
-NOT_INSTALLED = Fold()
-"""The ``Fold`` of a norm that is installed in no model: no call of it ever runs."""
+NOT_INSTALLED = FoldedModelState()
+"""The ``FoldedModelState`` of a norm that is installed in no model: no call of it ever runs."""
 
 
-def runs_proven(fold: Fold) -> bool:
+def runs_proven(state: FoldedModelState) -> bool:
     """Whether norms and explicit centrings of ``fold`` compute now what the plan says.
 
     So they do in a proven call, and where gradient checkpointing computes a part of such a call
     again in the backward pass of a parametrised model.
     """
-    if thread.running.proven is fold:
+    if thread.running.proven is state:
         return True
-    again = fold.training_plan is not None and fold.was_proven
+    again = state.training_plan is not None and state.was_proven
     return again and torch._C._current_graph_task_id() != -1
 
 
-def computes_layer_norm(fold: Fold) -> bool:
+def computes_layer_norm(state: FoldedModelState) -> bool:
     """Whether norms of ``fold`` compute LayerNorm in the call that runs in this thread.
 
     Outside of a call: whether the last checks found a reason for it, or no model was installed.
     """
     running = thread.running
-    if running.entry is not None and running.entry.fold is fold:
-        return running.proven is not fold
-    unchecked = fold.training_plan is None and fold.checked != fold.trained
-    return unchecked or not fold.entries or any(entry.trouble for entry in fold.entries)
+    if running.guard is not None and running.guard.state is state:
+        return running.proven is not state
+    unchecked = state.training_plan is None and state.checked != state.trained
+    return unchecked or not state.call_guards or any(guard.trouble for guard in state.call_guards)

@@ -27,7 +27,7 @@ from enjoyln_cli.models.norm_modules import has_replaced_forward
 from enjoyln_cli.plan.trusted_code import foreign_hooks
 from enjoyln_cli.runtime.adapters import added_weights, replaced_message
 from enjoyln_cli.runtime.modules import Folded, stock_class
-from enjoyln_cli.runtime.scope import Entry, in_python
+from enjoyln_cli.runtime.scope import CallGuard, in_python
 from enjoyln_cli.text import first_line
 
 SAME_IN_TRAINING = {nn.Linear, nn.Embedding, nn.LayerNorm, nn.Identity, nn.ModuleList}
@@ -219,30 +219,30 @@ class KeepStructure:
                 )
         self.snapshot: Snapshot | None = None
         self.trained = -1
-        """``Fold.trained`` at the last check: after training, the model is checked again."""
+        """``trained`` of the state at the last check: after training, the model is checked anew."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "snapshot": None}
 
     @in_python
-    def holds(self, entry: Entry, model: nn.Module) -> bool:
+    def holds(self, guard: CallGuard, model: nn.Module) -> bool:
         """Whether ``model`` is as the proof assumes. Sets ``entry.trouble`` to the reason if not.
 
         Compares the model if it has changed since the last check. Warns if the trouble is new.
         """
-        return (self.unchanged(entry) or self._look_again(entry, model)) and not entry.trouble
+        return (self.unchanged(guard) or self._look_again(guard, model)) and not guard.trouble
 
     @torch.compiler.disable
-    def _look_again(self, entry: Entry, model: nn.Module) -> bool:
+    def _look_again(self, guard: CallGuard, model: nn.Module) -> bool:
         """Set ``entry.trouble``; false if the model cannot be checked in this call."""
         with check_lock:
-            return self.unchanged(entry) or self._look(entry, model)
+            return self.unchanged(guard) or self._look(guard, model)
 
     @in_python
-    def unchanged(self, entry: Entry) -> bool:
+    def unchanged(self, guard: CallGuard) -> bool:
         """Whether modules, tensors and their values are those of the last check."""
         snapshot = self.snapshot  # another thread may set it
-        trained = self.trained == entry.fold.trained
+        trained = self.trained == guard.state.trained
         return trained and snapshot is not None and snapshot.unchanged()
 
     def facts(self, model: nn.Module) -> Iterable[Fact]:
@@ -271,11 +271,11 @@ class KeepStructure:
         before, after = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
         _check_hooks("every module", (*before.values(), *after.values()))
 
-    def _look(self, entry: Entry, model: nn.Module) -> bool:
+    def _look(self, guard: CallGuard, model: nn.Module) -> bool:
         """Set ``entry.trouble``; false if the model cannot be checked in this call."""
-        trained = entry.fold.trained
+        trained = guard.state.trained
         snapshot = Snapshot([*model.modules()], self.facts(model))
-        set_trouble(entry, trouble_with(self.compare, model))
+        set_trouble(guard, trouble_with(self.compare, model))
         self.trained, self.snapshot = trained, snapshot
         return True
 
@@ -289,8 +289,8 @@ def trouble_with(check: Callable[[nn.Module], None], model: nn.Module) -> str:
     return ""
 
 
-def set_trouble(entry: Entry, trouble: str) -> None:
+def set_trouble(guard: CallGuard, trouble: str) -> None:
     """Set ``entry.trouble``, and warn if it is new."""
-    if trouble and not entry.trouble:
+    if trouble and not guard.trouble:
         warnings.warn(f"computing LayerNorm: {trouble}", stacklevel=2)
-    entry.trouble = trouble
+    guard.trouble = trouble

@@ -246,21 +246,21 @@ def centre_watched(model: nn.Module, watch: WatchList) -> None:
     """Centre the weights of ``watch`` in place: in float64, rounded once.
 
     Weights whose mean is that of rounding stay as they are, bit for bit. A LayerScale that is no
-    longer ones is merged into its weights, and becomes ones.
+    longer ones is fused into its weights, and becomes ones.
     """
-    merged: dict[str, torch.Tensor] = {}
+    fused: dict[str, torch.Tensor] = {}
     for weight in watch.weights:
         tensor = tensor_at(model, weight.parameter)
         if weight.scale and not bool((tensor_at(model, weight.scale) == 1).all()):
-            merged[weight.scale] = tensor_at(model, weight.scale)
-            scale = merged[weight.scale].double()
+            fused[weight.scale] = tensor_at(model, weight.scale)
+            scale = fused[weight.scale].double()
             wide = scale_along(tensor.double(), scale, weight.axis.dim)
             tensor.copy_(centre(wide, weight.axis))
         for _ in range(2):  # a mean far above the other values is rounded: once more
             if not unexplained_mean(weight.axis, tensor):
                 break
             tensor.copy_(centre(tensor.double(), weight.axis))
-    for scale in merged.values():
+    for scale in fused.values():
         scale.fill_(1)
 
 

@@ -23,10 +23,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import build
-from enjoyln_cli.runtime.entries import entries
+from enjoyln_cli.runtime.call_guards import call_guards
 from enjoyln_cli.runtime.modules import stock_class
 from enjoyln_cli.runtime.neutral import neutral_parameters, skip_neutral
-from enjoyln_cli.runtime.scope import Entry
+from enjoyln_cli.runtime.scope import CallGuard
 from enjoyln_cli.runtime.structure import (
     Fact,
     KeepStructure,
@@ -61,10 +61,10 @@ class KeepCentred(KeepStructure):
         with suppress(RuntimeError):
             self.snapshot = self._snapshot(model)
 
-    def _look(self, entry: Entry, model: nn.Module) -> bool:
+    def _look(self, guard: CallGuard, model: nn.Module) -> bool:
         if any(isinstance(tensor, FakeTensor) for _, _, tensor in self._tensors(model)):
-            return self._look_in_export(entry, model)
-        trained = entry.fold.trained
+            return self._look_in_export(guard, model)
+        trained = guard.state.trained
         try:
             snapshot = self._snapshot(model)
         except RuntimeError:  # ``torch.func`` puts tensors without an address in their place
@@ -75,9 +75,9 @@ class KeepCentred(KeepStructure):
                 "the weights were made in inference mode, in which torch does not count changes; "
                 "load or copy the model outside of torch.inference_mode()"
             )
-        set_trouble(entry, trouble)
+        set_trouble(guard, trouble)
         self.snapshot, self.trained = snapshot, trained
-        entry.fold.checked = trained
+        guard.state.checked = trained
         return True
 
     def compare(self, model: nn.Module) -> None:
@@ -85,9 +85,9 @@ class KeepCentred(KeepStructure):
         super().compare(model)
         check_centred(model, self.watch)
 
-    def _look_in_export(self, entry: Entry, model: nn.Module) -> bool:
+    def _look_in_export(self, guard: CallGuard, model: nn.Module) -> bool:
         """Whether the fake tensors of an export, which have no values, stand for checked ones."""
-        trouble = entry.trouble or trouble_with(super().compare, model)
+        trouble = guard.trouble or trouble_with(super().compare, model)
         snapshot = self.snapshot
         if snapshot is None or not snapshot.tensors.unchanged(_stands_for):
             trouble = trouble or (
@@ -162,10 +162,10 @@ def watch_weights(model: nn.Module, watch: WatchList, reference: nn.Module | Non
     """
     watch = with_adapters(model, locate_watched(model, watch))
     paths = {id(module): path for path, module in model.named_modules()}
-    for module, entry in entries(model):
+    for module, guard in call_guards(model):
         inner = reference.get_submodule(paths[id(module)]) if reference is not None else None
         watched = watch if module is model else _part_in(module, model, watch)
-        entry.check = KeepCentred(watched, module, inner)
+        guard.check = KeepCentred(watched, module, inner)
 
 
 def unedited(model: Any) -> nn.Module | None:

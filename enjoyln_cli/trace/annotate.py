@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.calls.input_forms import accepted_by
 from enjoyln_cli.errors import TraceFailed
-from enjoyln_cli.graph.insertion_points import blocks, lost_places, places_of
+from enjoyln_cli.graph.insertion_points import ambiguous_points, blocks, insertion_points_of
 from enjoyln_cli.models.outputs import is_fed_back
 from enjoyln_cli.trace.recorder import Recording
 from enjoyln_cli.trace.shared_storage import reason_outside
@@ -71,7 +71,7 @@ def annotate(
     leaves = {naming(path) for path, module in model.named_modules() if not any(module.children())}
     results: Any = recording.graph.output_node().args[0]
     returned = _fields_of(list(results), recording.layout)
-    lost = this.watchers.places.lost | lost_places(recording.graph)
+    unusable_points = this.watchers.places.unusable_points | ambiguous_points(recording.graph)
     locked = {**_locked_by_call(this, changed, recording.constants.values()), **this.locked}
     return Trace(
         label=this.call.label,
@@ -97,9 +97,10 @@ def annotate(
         locked={naming(name): reason for name, reason in locked.items()},
         scaled=frozenset(map(naming, scaled)),
         places={
-            node: (naming(path), at) for node, (path, at) in places_of(recording.graph).items()
+            node: (naming(path), at)
+            for node, (path, at) in insertion_points_of(recording.graph).items()
         },
-        lost=frozenset((naming(path), at) for path, at in lost),
+        unusable_points=frozenset((naming(path), at) for path, at in unusable_points),
     )
 
 

@@ -32,7 +32,7 @@ from torch.fx import config as fx_config
 from torch.utils import _pytree as pytree
 
 from enjoyln_cli.errors import TraceFailed
-from enjoyln_cli.graph.insertion_points import Places, mark_insertion_points
+from enjoyln_cli.graph.insertion_points import InsertionPoints, mark_insertion_points
 from enjoyln_cli.models.known_answers import KnownAnswers
 from enjoyln_cli.models.meta_device import answers_without_values
 from enjoyln_cli.models.outputs import by_field, tensors_in
@@ -47,7 +47,7 @@ _LATER = (Iterator, FunctionType, MethodType, BuiltinMethodType, partial, Refere
 class Watchers:
     """Records about a model while it is captured."""
 
-    places: Places
+    places: InsertionPoints
     hooked: list[Any] = field(default_factory=list)
     """Inputs and outputs of modules that hooks of other code get to see."""
 

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from enjoyln_cli.calls.calls import Call
-from enjoyln_cli.graph.insertion_points import Spot
+from enjoyln_cli.graph.insertion_points import InsertionPoint
 from enjoyln_cli.graph.nodes import aten, packet
 
 Naming = Callable[[str], str]
@@ -49,10 +49,10 @@ class Trace:
     """Parameters that must not be edited, with the reason: they are read through other tensors, or
     a call changes them."""
     scaled: frozenset[str] = frozenset()
-    """Parameters that a call multiplies by numbers. They may be centred, but not merged."""
-    places: Mapping[Node, Spot] = field(default_factory=dict)
+    """Parameters that a call multiplies by numbers. They may be centred, but not fused."""
+    places: Mapping[Node, InsertionPoint] = field(default_factory=dict)
     """The values that an inserted operation can act on, with the place of the operation."""
-    lost: frozenset[Spot] = frozenset()
+    unusable_points: frozenset[InsertionPoint] = frozenset()
     """Places that cannot be used, since an operation there would act on other values too."""
     by_values: bool = False
     """Whether Python read an example value, so that other values may lead to another graph."""

@@ -27,7 +27,7 @@ from enjoyln_cli.plan.axis import Axis, centre
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.editable import require_editable
 from enjoyln_cli.rewrite.in_memory import require_fit
-from enjoyln_cli.runtime.entries import entries, entry_of
+from enjoyln_cli.runtime.call_guards import call_guards, guard_of
 from enjoyln_cli.runtime.install import fold_in_memory, install_marked
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.structure import Fact, KeepStructure
@@ -86,10 +86,10 @@ def reparametrize(
         parametrisation: Any = module.parametrizations
         parametrisation.train(module.training)
     paths = {id(module): path for path, module in model.named_modules()}
-    for module, entry in entries(model):
-        entry.fold.training_plan, entry.fold.literal = plan, True
+    for module, guard in call_guards(model):
+        guard.state.training_plan, guard.state.literal = plan, True
         path = paths[id(module)]
-        entry.check = KeepParametrised(module, plan, f"{path}." if path else "")
+        guard.check = KeepParametrised(module, plan, f"{path}." if path else "")
     return plan
 
 
@@ -100,9 +100,9 @@ def merge(model: nn.Module) -> nn.Module:
     training mode. Parameters stay the same objects, under their own names. Returns ``model``.
     Raises ``EnjoyLNError`` if ``reparametrize`` was not called for this model.
     """
-    entry = entry_of(model)
-    plan = entry.fold.training_plan if entry is not None else None
-    if entry is None or plan is None:
+    guard = guard_of(model)
+    plan = guard.state.training_plan if guard is not None else None
+    if guard is None or plan is None:
         raise EnjoyLNError(
             f"{type(model).__name__} has no centred parametrisation; pass the model that "
             "reparametrize was called with"
@@ -110,7 +110,7 @@ def merge(model: nn.Module) -> nn.Module:
     for module, name in list(_parametrised(model)):
         _own_class(module)
         parametrize.remove_parametrizations(module, name, leave_parametrized=False)
-    entry.fold.training_plan, entry.fold.literal, entry.fold.was_proven = None, False, False
+    guard.state.training_plan, guard.state.literal, guard.state.was_proven = None, False, False
     return fold_in_memory(model, plan)
 
 
@@ -161,7 +161,7 @@ def _as_call(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 
 
 def _require_unconverted(model: nn.Module) -> None:
-    if entries(model):
+    if call_guards(model):
         raise UnsupportedModel(
             f"{type(model).__name__} computes RMSNorm already; pass the plan that it was converted "
             "with, or load the checkpoint with transformers' own from_pretrained"
@@ -182,7 +182,7 @@ def _require_usable(model: nn.Module, plan: Plan) -> None:
     if rate := _other_rate(model, plan):
         raise UnsupportedModel(f"{rate}; call reparametrize without a plan")
     require_fit(model, plan)
-    if (enter := entry_of(model)) is None:
+    if (enter := guard_of(model)) is None:
         return
     folded = {path for path, module in model.named_modules() if isinstance(module, Folded)}
     planned = {locate(model, verdict.norm) for verdict in plan.folded}
@@ -199,7 +199,7 @@ def _by_tensor(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, str, tuple
     A tensor that several modules share gets one at each of them. Raises ``UnsupportedModel`` for a
     tensor that cannot be trained through one, or whose memory other weights share.
     """
-    tensors, edits = values_of(model), edits_of(plan, held=True)
+    tensors, edits = values_of(model), edits_of(plan, in_memory=True)
     require_editable(model, edits)
     axes: dict[object, dict[Axis, None]] = {}
     for name, edit in edits.items():

@@ -46,7 +46,7 @@ from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.garbage import collections_of_new_objects
 from enjoyln_cli.models.load import class_of
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.entries import input_means
+from enjoyln_cli.runtime.call_guards import input_means
 from enjoyln_cli.runtime.install import install_marked
 from enjoyln_cli.text import dtype_name, first_line
 from enjoyln_cli.verification.checkpoint_pair import CheckpointPair

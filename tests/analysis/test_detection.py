@@ -24,7 +24,7 @@ from enjoyln_cli.calls.calls import Call, ways_to_call
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.plan.plan import Options
-from enjoyln_cli.runtime.entries import input_means
+from enjoyln_cli.runtime.call_guards import input_means
 from enjoyln_cli.runtime.install import install
 
 OPT = {**BERT, "ffn_dim": 33, "word_embed_proj_dim": 21}
@@ -148,9 +148,9 @@ def test_a_switch_of_forward_is_proven_on_and_off() -> None:
     predictor = {f"pred_{name}": value for name, value in {**encoder, "hidden_size": 26}.items()}
     config = CONFIG_MAPPING["vjepa2"](**sizes, **encoder, **predictor)
     original = live("VJEPA2Model", config)
-    # merged norms cannot compute LayerNorm, so a call that is not proven would be refused
+    # fused norms cannot compute LayerNorm, so a call that is not proven would be refused
     plan = analyze_config(config, options=Options(fold=False, rotate=True)).plan
-    assert plan.merged
+    assert plan.fused
     video = torch.randn(2, 4, 3, 8, 8, dtype=torch.float64)
     off = {"pixel_values_videos": video, "skip_predictor": True}
     result = converted(original, plan)

@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Any, dict[str, tuple[int, ...]], dict[str, tuple[int, ...
     "split": (("w", ["q", "k"], [Chunk(0)]), {"w": (12, 8)}, {"q": (6, 8), "k": (6, 8)}),
     "joined": ((["a", "b"], "p", [Concatenate(0)]), {"a": (6, 8), "b": (6, 8)}, {"p": (12, 8)}),
     "interleaved": (("w", "p", [Interleave(0)]), {"w": (12, 8)}, {"p": (12, 8)}),
-    "split and turned": (
+    "split and rotated": (
         ("w", ["q", "k"], [Chunk(0), PermuteForRope(permute_layer_names=["w", "q", "k"])]),
         {"w": (24, 8)},
         {"q": (12, 8), "k": (12, 8)},
@@ -68,7 +68,7 @@ def axes(shape: tuple[int, ...]) -> list[Axis]:
     return whole + heads
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"split and turned"}))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"split and rotated"}))
 def test_centring_what_is_stored_centres_the_parameter_and_no_other(name: str) -> None:
     found, shapes = made(name)
     torch.manual_seed(0)
@@ -97,7 +97,7 @@ def test_centring_what_is_stored_centres_the_parameter_and_no_other(name: str) -
         ("joined", "p", Axis(0, 0, 1, 12, 1), "concatenation along the features"),
         ("stacked", "p", Axis(0, 0, 1, 11, 1), "stack along the features"),
         ("split", "q", Axis(1, 0, 1, 8, 1), "together with other weights"),
-        ("split and turned", "q", Axis(0, 0, 3, 4, 1), "mixes the features with other dimensions"),
+        ("split and rotated", "q", Axis(0, 0, 3, 4, 1), "mixes the features with other dimensions"),
     ],
 )
 def test_what_cannot_be_centred_on_disk_says_why(

@@ -203,16 +203,16 @@ def test_a_head_that_is_stored_in_the_place_of_the_embedding(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_head_that_a_norm_is_merged_into_is_untied_although_its_embedding_stays(
+def test_a_head_that_a_norm_is_fused_into_is_untied_although_its_embedding_stays(
     tmp_path: Path,
 ) -> None:
     config = tf.CTRLConfig(vocab_size=31, n_positions=12, n_embd=12, dff=20, n_layer=2, n_head=3)
     source = stored(config, "CTRLLMHeadModel", tmp_path / "model")
-    only, merging = {"model_class": "CTRLLMHeadModel"}, Options(untie=True, merge="affine")
+    only, fusing = {"model_class": "CTRLLMHeadModel"}, Options(untie=True, merge="affine")
     assert analyze_config(config, options=UNTIE, **only).plan.untied == ()
-    result = convert(source, tmp_path / "out", options=merging, **only)
+    result = convert(source, tmp_path / "out", options=fusing, **only)
     assert [one.tensor for one in result.plan.untied] == ["lm_head.weight"]
-    readers = {reader.weight.tensor for m in result.plan.merged for reader in m.readers}
+    readers = {reader.weight.tensor for m in result.plan.fused for reader in m.readers}
     assert "lm_head.weight" in readers
     assert result.verification.passed and result.verification.identity_error < 1e-12
 

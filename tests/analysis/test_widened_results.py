@@ -31,7 +31,7 @@ from enjoyln_cli.plan.mean_units import UNITS
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.rewrite.directory import fold_checkpoint
-from enjoyln_cli.runtime.entries import input_means
+from enjoyln_cli.runtime.call_guards import input_means
 from enjoyln_cli.runtime.modules import RMSNorm
 from enjoyln_cli.verification.verify import verify
 

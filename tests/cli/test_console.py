@@ -17,7 +17,7 @@ from rich.table import Table
 from terminal import on_a_terminal
 
 from enjoyln_cli.cli import console, progress
-from enjoyln_cli.plan.plan import Merge, NamedParameter, Plan, Reader
+from enjoyln_cli.plan.plan import NamedParameter, NextLinear, NormFusion, Plan
 from enjoyln_cli.proof.explain import Tree
 from enjoyln_cli.publish.push import File, Upload
 from enjoyln_cli.report import layer_names, notes
@@ -109,10 +109,10 @@ def test_a_note_on_calls_names_inputs_and_not_the_weights_that_they_need() -> No
     assert last == "  LayerNorm is used in calls with bool_masked_pos"
 
 
-MERGED = Merge(
+MERGED = NormFusion(
     "h.0.ln",
     bias="h.0.ln.bias",
-    readers=(Reader(NamedParameter("h.0.fc.weight"), 1, NamedParameter("h.0.fc.bias")),),
+    readers=(NextLinear(NamedParameter("h.0.fc.weight"), 1, NamedParameter("h.0.fc.bias")),),
 )
 
 

@@ -67,7 +67,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ways = {
         "rotated": Options(fold=False, rotate=True, seed=2),
         "folded": Options(),
-        "merged": Options(merge="affine"),
+        "fused": Options(merge="affine"),
     }
     for way, options in ways.items():
         fold(folder / "phi", folder / way, options=options, verify=False)
@@ -137,9 +137,9 @@ def test_an_adapter_with_biases_and_whole_modules(folders: dict[str, Path], tmp_
     given = {"lora_bias": True, "target_modules": ["q_proj", "dense"]}
     model = adapted(load(folders["phi"]), **given, modules_to_save=["fc1", "fc2"])
     model.save_pretrained(tmp_path / "adapter")
-    merging = Options(merge="bias")
+    fusing = Options(merge="bias")
     with pytest.raises(UnsupportedModel, match=r"mlp.fc1.bias: the adapter has its own values"):
-        fold_both(folders["phi"], tmp_path / "adapter", tmp_path, options=merging)
+        fold_both(folders["phi"], tmp_path / "adapter", tmp_path, options=fusing)
     out, edited = fold_both(folders["phi"], tmp_path / "adapter", tmp_path)
     tuned = peft.PeftModel.from_pretrained(load(out), edited).eval()
     assert relative(first_output(tuned), first_output(model)) < 1e-12
@@ -160,7 +160,7 @@ def test_an_adapter_on_an_untied_head(folders: dict[str, Path], tmp_path: Path) 
     out, edited = fold_both(folders["gpt2"], tmp_path / "adapter", tmp_path, **how)
     assert any(
         reader.weight.parameter == "lm_head.weight"
-        for norm in stored_plan(out).merged
+        for norm in stored_plan(out).fused
         for reader in norm.readers
     )
     tuned = peft.PeftModel.from_pretrained(from_pretrained(out), edited).eval()
@@ -225,7 +225,7 @@ def test_adapters_that_do_not_fit_are_refused(folders: dict[str, Path], tmp_path
     refused(tmp_path / "whole", UnsupportedModel, "embed_tokens: the fold edits this layer")
 
 
-@pytest.mark.parametrize("way", ["rotated", "folded", "merged"])
+@pytest.mark.parametrize("way", ["rotated", "folded", "fused"])
 def test_an_adapter_is_edited_like_its_base(
     way: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:

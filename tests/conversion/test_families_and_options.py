@@ -45,20 +45,20 @@ ROWS = [
 """A family, an option, the dtype that the source is stored in, and how many edits there are.
 
 GPT-2 has 3 layers, BERT and ViT too, and OPT, BLOOM and Phi have 4. Each layer has 2 norms (Phi: 3)
-and values that can turn; another norm ends the model, and BLOOM's embedding has one, which merges
+and values that can rotate; another norm ends the model, and BLOOM's embedding has one, which fuses
 into nothing.
 """
 
 
 def edited(plan: Plan, option: str) -> int:
-    """How many norms, copies, MLPs or bases the option is about."""
+    """How many norms, copies, MLPs or rotation groups the option is about."""
     if "rotate" in option:
         return len(plan.rotated)
     if "widen" in option:
         return len(plan.widened)
     if option == "untie":
         return len(plan.untied)
-    return len(plan.folded) if option == "plain" else len(plan.merged)
+    return len(plan.folded) if option == "plain" else len(plan.fused)
 
 
 def stored_in(dtype: str, family: str, model_class: str, folder: Path) -> Path:

@@ -60,12 +60,12 @@ def plan_of(name: str, options: Options = ROTATED) -> Plan:
     return analyze_config(config, checkpoint=open_checkpoint(source), options=options).plan
 
 
-def test_the_result_says_what_turned(out: Path) -> None:
+def test_the_result_says_what_rotated(out: Path) -> None:
     marker = json.loads((out / "config.json").read_text())["enjoyln"]
     assert marker["rmsnorm"] == [] and marker["rotated"] is True
     plan = json.loads((out / "enjoyln_plan.json").read_text())
     assert plan["seed"] == 3
-    assert [basis["kind"] for basis in plan["bases"]] == ["stream"] + 3 * ["values"]
+    assert [group["kind"] for group in plan["rotation_groups"]] == ["residual"] + 3 * ["values"]
 
 
 def test_it_is_verified_by_its_stored_plan(out: Path) -> None:
@@ -98,10 +98,10 @@ def test_a_recipe_with_another_rotation_is_refused(out: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / "gpt2")
     text = (out / "enjoyln_recipe.yaml").read_text()
     require_same(parse_recipe(text, where="same.yaml"), plan, config=config)
-    wrong = parse_recipe(text.replace("kind: stream", "kind: sideways"), where="wrong.yaml")
+    wrong = parse_recipe(text.replace("kind: residual", "kind: sideways"), where="wrong.yaml")
     with pytest.raises(
         RecipeError,
-        match=r"rotate: transformer.wte.weight: the recipe has {kind: sideways, .* {kind: stream",
+        match=r"rotate: transformer.wte.weight: the recipe has {kind: sideways, .* {kind: residual",
     ):
         require_same(wrong, plan, config=config)
 
@@ -121,13 +121,13 @@ def test_a_file_is_the_same_in_small_pieces(
 
 
 def transposed(x: torch.Tensor, axis: Axis, q: Rotation) -> torch.Tensor:
-    """``Qᵀ`` where a tensor is turned over its first dimension."""
+    """``Qᵀ`` where a tensor is rotated over its first dimension."""
     if axis.dim:
         return orthogonal_matrices.rotate(x, axis, q)
     inverse = orthogonal_matrices.matrix(q).T
     part = x.narrow(0, axis.start, axis.length).unflatten(0, (axis.outer, axis.size, axis.inner))
-    turned = torch.einsum("ij,oj...->oi...", inverse, part).flatten(0, 2)
-    return torch.cat([x[: axis.start], turned, x[axis.stop :]])
+    rotated = torch.einsum("ij,oj...->oi...", inverse, part).flatten(0, 2)
+    return torch.cat([x[: axis.start], rotated, x[axis.stop :]])
 
 
 def signed(x: torch.Tensor, axis: Axis, q: Rotation) -> torch.Tensor:
@@ -152,7 +152,7 @@ def test_what_cannot_be_rotated_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NothingToFold, match=r"nothing of .* can be rotated: 1 x the weight of a "):
         convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=tied)
     text = refused("rotate", CHECKPOINTS / "gpt2", "-o", tmp_path / "out", "--no-values")
-    hint = "weights are tied; --untie may also rotate the stream of transformer.wte.weight"
+    hint = "weights are tied; --untie may also rotate the residual stream of transformer.wte.weight"
     assert hint in text
     text = refused("fold", CHECKPOINTS / "phi", "--dry-run", "--seed", 3, status=2)
     assert "--seed needs --rotate." in text
@@ -160,12 +160,15 @@ def test_what_cannot_be_rotated_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_dry_run_and_a_report_say_what_turns_and_what_stays() -> None:
+def test_a_dry_run_and_a_report_say_what_rotates_and_what_stays() -> None:
     text = good("rotate", CHECKPOINTS / "bert", "--dry-run")
     assert "rotate the values of 3 attentions" in text
-    assert "not rotated: 1 stream of 80 features" in text and "gelu acts on single features" in text
+    assert (
+        "not rotated: 1 residual stream of 80 features" in text
+        and "gelu acts on single features" in text
+    )
     text = good("report", CHECKPOINTS / "phi", "--rotate")
-    assert "rotate 1 stream of 64 features (model.embed_tokens.weight)" in text
+    assert "rotate 1 residual stream of 64 features (model.embed_tokens.weight)" in text
     assert "not rotated: the heads of" in text
 
 
@@ -219,10 +222,10 @@ def test_learned_matrices_are_known_by_spinquants_names(tmp_path: Path) -> None:
     plan = plan_of("gpt2")
     learned = {"R1": orthogonal(96, 2, True), "transformer.h.0.attn.R2": orthogonal(24, 3, False)}
     torch.save(learned, tmp_path / "R.bin")
-    given = {one.name: one.given for one in give_matrices(plan, tmp_path / "R.bin").bases}
-    turned = given.pop(STREAM)
-    assert turned is not None
-    torch.testing.assert_close(turned.values, learned["R1"].T, rtol=0, atol=1e-13)
+    given = {one.name: one.given for one in give_matrices(plan, tmp_path / "R.bin").rotation_groups}
+    rotated = given.pop(STREAM)
+    assert rotated is not None
+    torch.testing.assert_close(rotated.values, learned["R1"].T, rtol=0, atol=1e-13)
     first = given.pop("transformer.h.0.attn.c_attn.weight")
     assert first is not None
     assert set(given.values()) == {None}
@@ -245,7 +248,7 @@ def test_wrong_matrices_are_refused_by_name(
         give_matrices(plan_of("gpt2"), tmp_path / "own.safetensors")
 
 
-def test_a_matrix_of_no_basis_is_refused(tmp_path: Path) -> None:
+def test_a_matrix_of_no_group_is_refused(tmp_path: Path) -> None:
     save_file({"R3": torch.eye(96)}, tmp_path / "own.safetensors")
     call = ["rotate", CHECKPOINTS / "gpt2", "-o", tmp_path / "out", "--untie"]
     assert "R3 names nothing that is rotated" in refused(
@@ -270,8 +273,8 @@ def test_a_matrix_may_be_any_tensor_of_real_numbers(
     whole = torch.eye(24, dtype=torch.int64).roll(5, 0)
     torch.save({VALUES: whole}, tmp_path / "W.bin")
     for file, expected in (("R.bin", matrix), ("W.bin", whole.double())):
-        bases = give_matrices(plan_of("gpt2"), tmp_path / file).bases
-        (given,) = (basis.given for basis in bases if basis.given)
+        rotation_groups = give_matrices(plan_of("gpt2"), tmp_path / file).rotation_groups
+        (given,) = (group.given for group in rotation_groups if group.given)
         torch.testing.assert_close(given.values, expected, rtol=0, atol=1e-13)
 
 
@@ -307,13 +310,13 @@ def test_a_tied_model_whose_norms_have_no_weight_stays_tied(tmp_path: Path) -> N
     found = open_checkpoint(open_source(str(tmp_path / "out"), weights=True))
     before = open_checkpoint(open_source(str(tmp_path / "in"), weights=True))
     assert found.tensors.keys() == before.tensors.keys()
-    turned = type(original).from_pretrained(tmp_path / "out", dtype=torch.float64)
-    assert turned.get_input_embeddings().weight is turned.get_output_embeddings().weight
-    assert not torch.allclose(turned.get_input_embeddings().weight,
+    rotated = type(original).from_pretrained(tmp_path / "out", dtype=torch.float64)
+    assert rotated.get_input_embeddings().weight is rotated.get_output_embeddings().weight
+    assert not torch.allclose(rotated.get_input_embeddings().weight,
                               original.get_input_embeddings().weight, atol=1e-2)  # fmt: skip
     with torch.no_grad():
         expected = original(IDS).logits
-        far = (turned.eval()(IDS).logits - expected).abs().max() / expected.abs().max()
+        far = (rotated.eval()(IDS).logits - expected).abs().max() / expected.abs().max()
     assert far <= 1e-5  # OLMo's norms compute in float32
 
 
@@ -338,13 +341,13 @@ def test_a_bias_beside_a_small_weight_goes_into_the_readers(
 ) -> None:
     original = with_small_weight("transformer.h.1.ln_2", dtype, small, tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "out", **UNCHECKED)
-    turned = type(original).from_pretrained(tmp_path / "out", dtype=torch.float64).eval()
-    assert not torch.allclose(turned.transformer.wpe.weight, original.transformer.wpe.weight)
-    merged, divided = turned.transformer.h[1].ln_2, turned.transformer.h[0].ln_2
-    assert not merged.bias.any() and divided.bias.abs().max() > 0.1
+    rotated = type(original).from_pretrained(tmp_path / "out", dtype=torch.float64).eval()
+    assert not torch.allclose(rotated.transformer.wpe.weight, original.transformer.wpe.weight)
+    fused, divided = rotated.transformer.h[1].ln_2, rotated.transformer.h[0].ln_2
+    assert not fused.bias.any() and divided.bias.abs().max() > 0.1
     with torch.no_grad():
         expected = original(IDS).logits
-        far = (turned(IDS).logits - expected).abs().max() / expected.abs().max()
+        far = (rotated(IDS).logits - expected).abs().max() / expected.abs().max()
     assert far <= 4 * torch.finfo(dtype).eps
 
 
@@ -353,7 +356,7 @@ def test_a_small_weight_before_a_layer_without_bias_is_an_obstacle(tmp_path: Pat
     with_small_weight("transformer.ln_f", torch.float16, 1e-5, tmp_path / "in")
     said = good("rotate", tmp_path / "in", "-o", tmp_path / "out", "--untie", "--no-verify")
     plain = " ".join(said.split())
-    assert "not rotated: 1 stream of 24 features (transformer.wte.weight)" in plain
+    assert "not rotated: 1 residual stream of 24 features (transformer.wte.weight)" in plain
     assert "its weight is too small: its bias divided by it would be" in plain
     assert "because of transformer.ln_f" in plain
     tensors = load_file(tmp_path / "out" / "model.safetensors")

@@ -53,10 +53,10 @@ def test_a_rotated_model_computes_the_same_and_can_be_saved(name: str, tmp_path:
     plan = rotate(model, seed=4)
     error = float((outputs_of(model) - expected).norm() / expected.norm())
     assert error < 1e-12
-    stream = [basis for basis in plan.rotated if basis.kind == "stream"]
+    stream = [group for group in plan.rotated if group.kind == "residual"]
     assert bool(stream) == (name != "bert")
-    for basis in plan.rotated:
-        assert changed(before, model) >= {tensor.parameter for tensor in basis.tensors}
+    for group in plan.rotated:
+        assert changed(before, model) >= {tensor.parameter for tensor in group.tensors}
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).eval()
     assert changed(model, loaded) == set()
@@ -64,10 +64,10 @@ def test_a_rotated_model_computes_the_same_and_can_be_saved(name: str, tmp_path:
 
 
 @pytest.mark.slow
-def test_seeds_and_options_choose_what_turns() -> None:
+def test_seeds_and_options_choose_what_rotates() -> None:
     tied = trained("gpt2")
     plan = rotate(tied, untie=False)
-    assert {basis.kind for basis in plan.rotated} == {"values"}
+    assert {group.kind for group in plan.rotated} == {"values"}
     assert tied.lm_head.weight is tied.transformer.wte.weight
     first, second = trained("phi"), trained("phi")
     rotate(first, values=False, seed=1)

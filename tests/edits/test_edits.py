@@ -1,4 +1,4 @@
-"""The parts of an edit (merge, scale, centre, append) apply in one order and round once."""
+"""The parts of an edit (fuse, scale, centre, append) apply in one order and round once."""
 
 from __future__ import annotations
 
@@ -118,31 +118,31 @@ def test_another_dtype_and_memory(tmp_path: Path, case: str, divided: None) -> N
     torch.testing.assert_close(in_memory, exact, rtol=0, atol=1e-14)
 
 
-def turn(axis: Axis, fixes_ones: bool = True) -> RotateAxis:
-    return RotateAxis(axis, Rotation(axis.size, 1, "a basis", fixes_ones))
+def rotating(axis: Axis, fixes_ones: bool = True) -> RotateAxis:
+    return RotateAxis(axis, Rotation(axis.size, 1, "a rotation group", fixes_ones))
 
 
-INPUTS, OUTPUTS = turn(Axis(1, 0, 1, 26, 1)), turn(Axis(0, 0, 1, 37, 1))
-HEADS = turn(Axis(0, 4, 4, 4, 1, 8))
+INPUTS, OUTPUTS = rotating(Axis(1, 0, 1, 26, 1)), rotating(Axis(0, 0, 1, 37, 1))
+HEADS = rotating(Axis(0, 4, 4, 4, 1, 8))
 TURNED = {
     "inputs": ("w", Edit((Scale("g", 1), INPUTS))),
-    "inputs, by signs": ("w", Edit((turn(Axis(1, 0, 1, 26, 1), False),))),
+    "inputs, by signs": ("w", Edit((rotating(Axis(1, 0, 1, 26, 1), False),))),
     "outputs": ("w", Edit((LayerScale("s", 0), CentreAxis(OUTPUTS.axis), OUTPUTS))),
-    "outputs of a transposed weight": ("t", Edit((turn(Axis(1, 0, 1, 37, 1), False),))),
+    "outputs of a transposed weight": ("t", Edit((rotating(Axis(1, 0, 1, 37, 1), False),))),
     "heads apart": ("w", Edit((HEADS,))),
-    "heads apart that are not multiples": ("w", Edit((turn(Axis(0, 4, 3, 5, 1, 12)),))),
-    "heads side by side": ("w", Edit((turn(Axis(0, 1, 2, 16, 1)),))),
+    "heads apart that are not multiples": ("w", Edit((rotating(Axis(0, 4, 3, 5, 1, 12)),))),
+    "heads side by side": ("w", Edit((rotating(Axis(0, 1, 2, 16, 1)),))),
     "heads and inputs": ("w", Edit((Scale("g", 1), HEADS, INPUTS))),
     "inputs, then heads": ("w", Edit((INPUTS, HEADS))),
-    "tokens that alternate": ("w", Edit((turn(Axis(1, 0, 1, 13, 2)),))),
-    "experts": ("e", Edit((turn(Axis(1, 0, 1, 37, 1)), turn(Axis(2, 0, 1, 26, 1), False)))),
+    "tokens that alternate": ("w", Edit((rotating(Axis(1, 0, 1, 13, 2)),))),
+    "experts": ("e", Edit((rotating(Axis(1, 0, 1, 37, 1)), rotating(Axis(2, 0, 1, 26, 1), False)))),
     "a bias": ("b", Edit((OUTPUTS,))),
 }
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("case", TURNED)
-def test_turned_files_hold_what_the_dense_matrix_says(
+def test_rotated_files_hold_what_the_dense_matrix_says(
     tmp_path: Path, case: str, stored: torch.dtype, divided: None
 ) -> None:
     name, edit = TURNED[case]
@@ -292,17 +292,17 @@ def test_nan_is_refused_where_it_would_spread_and_values_that_overflow(tmp_path:
         ("s", "b", Edit((LayerScale("s", 0),))),
     ],
 )
-def test_an_error_about_nan_names_the_merged_tensor(
+def test_an_error_about_nan_names_the_fused_tensor(
     tmp_path: Path, where: str, name: str, edit: Edit, bad: float
 ) -> None:
-    """Not the tensor that it is merged into. With ``allow_nonfinite``, NaN and Inf spread."""
+    """Not the tensor that it is fused into. With ``allow_nonfinite``, NaN and Inf spread."""
     held = tensors(torch.float32)
     held[where].view(-1)[2] = bad
     store(tmp_path / "model", held, "single")
     checkpoint = opened(tmp_path / "model")
     for out in ("refused", "allowed"):
         (tmp_path / out).mkdir()
-    with pytest.raises(BadCheckpoint, match=f"^{where} holds NaN or Inf and cannot be merged"):
+    with pytest.raises(BadCheckpoint, match=f"^{where} holds NaN or Inf and cannot be fused"):
         write_shards(checkpoint, {name: edit}, tmp_path / "refused")
     write_shards(checkpoint, {name: edit}, tmp_path / "allowed", allow_nonfinite=True)
     assert not written(tmp_path / "allowed")[name].isfinite().all()

@@ -68,10 +68,10 @@ WRONG: dict[str, tuple[str, Edit, Callable[[Tensors], None], str]] = {
         "w", Edit((CentreAxis(OUT),)), both(put("w", 6e4), put("w", -6e4, 0, 0)), f"w.* {BEYOND}",
     ),
     "a rotation": ("w", TURN, along_a_row_of_the_matrix, f"w.* {BEYOND}"),
-    "a merged weight": (
+    "a fused weight": (
         "w", Edit((MERGE,)), both(put("w", 300.0, 1, 2), put("g", 300.0, 2)), f"w.* {BEYOND}",
     ),
-    "NaN in a merged weight": ("w", Edit((MERGE,)), put("g", math.nan, 5), f"g.* {HOLDS}"),
+    "NaN in a fused weight": ("w", Edit((MERGE,)), put("g", math.nan, 5), f"g.* {HOLDS}"),
     "a LayerScale": (
         "w", Edit((SCALE, CentreAxis(OUT))), both(put("w", 4e3, 6, 7), put("s", 40.0, 6)),
         f"w.* {BEYOND}",
@@ -137,7 +137,7 @@ def test_the_reciprocal_of_a_number_near_zero_is_not_finite(tmp_path: Path) -> N
         write_shards(opened(tmp_path / "model"), {"v": edit}, tmp_path / "out")
 
 
-CASES = {**EDITS, "rotated": ("w", TURN), "rotated and merged": (
+CASES = {**EDITS, "rotated": ("w", TURN), "rotated and fused": (
     "w", Edit((MERGE, SCALE, CentreAxis(OUT), *TURN.steps)),
 )}  # fmt: skip
 
@@ -242,7 +242,7 @@ def test_nan_may_be_allowed_in_memory() -> None:
     assert weight[3].isnan().all() and weight[:3].isfinite().all()
 
 
-def test_a_product_of_merged_weights_beyond_float16() -> None:
+def test_a_product_of_fused_weights_beyond_float16() -> None:
     model = in_16_bits("PhiForCausalLM", transformers.PhiConfig(**PHI))
     plan = analyze(model, options=Options(merge="affine")).plan
     layer = model.model.layers[0]

@@ -122,9 +122,9 @@ def test_a_factor_is_edited_alike(name: str, step: Step) -> None:
 
 
 def test_steps_are_sorted_and_each_is_there_once() -> None:
-    scale, centre, turn = EXAMPLES[0][1], EXAMPLES[7][1], EXAMPLES[9][1]
-    edit = Edit((turn, centre)).adding(scale, centre)
-    assert edit.steps == (scale, centre, turn)
+    scale, centre, rotation = EXAMPLES[0][1], EXAMPLES[7][1], EXAMPLES[9][1]
+    edit = Edit((rotation, centre)).adding(scale, centre)
+    assert edit.steps == (scale, centre, rotation)
     assert edit.needs == ("g",) and edit.mixed_dims == {0}
-    assert not edit.is_linear_map and Edit((turn, centre)).is_linear_map
+    assert not edit.is_linear_map and Edit((rotation, centre)).is_linear_map
     assert Edit((CentreAxis(Axis(1, 0, 1, IN, 1)),)).mixed_dims == {1}

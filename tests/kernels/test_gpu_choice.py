@@ -135,6 +135,6 @@ def test_the_kinds_of_norms_of_a_model(outs: dict[str, Path]) -> None:
     assert {device for device, _ in found} == {torch.device("cpu")}
     kinds = [kind for _, kind in found]
     biasless = Norms(torch.bfloat16, torch.bfloat16, True, False, width)
-    assert kinds.count(biasless) == len(marker["merged"]["bias"])
+    assert kinds.count(biasless) == len(marker["fused"]["bias"])
     heads = biasless._replace(bias=True, width=width // model.config.num_attention_heads)
     assert set(kinds) <= {biasless, biasless._replace(bias=True), heads} and heads in kinds

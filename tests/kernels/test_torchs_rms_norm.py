@@ -126,15 +126,15 @@ class Norms(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("fusing")
-def test_a_merged_model_computes_no_layer_norm(outs: dict[str, Path]) -> None:
+def test_a_fused_model_computes_no_layer_norm(outs: dict[str, Path]) -> None:
     inputs = {"input_ids": torch.arange(3, 21).reshape(2, 9)}
     for case, own in (("phi", True), ("phi merge bias", False)):
         model = from_pretrained(outs[case])
         folded = [module for module in model.modules() if isinstance(module, Folded)]
         with torch.no_grad(), Norms() as counted:
             logits = model(**inputs).logits
-        merged = len(folded) if own else len(folded) - len(model.config.enjoyln["merged"]["bias"])
-        assert counted.count == merged
+        fused = len(folded) if own else len(folded) - len(model.config.enjoyln["fused"]["bias"])
+        assert counted.count == fused
         plain = type(model).from_pretrained(CHECKPOINTS / "phi").eval()
         with torch.no_grad():
             expected, exact = plain(**inputs).logits, in_float64(plain)(**inputs).logits

@@ -55,8 +55,8 @@ def test_no_operation_gets_tensors_of_two_devices(
 
     def load_with_values(original: FloatModel, plan: Plan | None) -> torch.nn.Module:
         with unset_fake_temporarily():
-            turned: torch.nn.Module = load(original, plan)
-        return turned
+            rotated: torch.nn.Module = load(original, plan)
+        return rotated
 
     def stop(*_: object) -> None:
         raise Stop
@@ -65,10 +65,10 @@ def test_no_operation_gets_tensors_of_two_devices(
     monkeypatch.setattr(learned_matrices, "_digest", lambda *_: "of values")
     with gpt2_trials() as tried, FakeTensorMode(allow_non_fake_inputs=True):
         placed = replace(tried, device=DEVICE)
-        turned = placed.load(placed.ready.plan)
-        assert {weight.device for weight in turned.parameters()} == {DEVICE}
-        with simulated(turned, placed.rounding):
-            (outputs,) = run(turned, [placed.choosing.examples[0].batch])
+        rotated = placed.load(placed.ready.plan)
+        assert {weight.device for weight in rotated.parameters()} == {DEVICE}
+        with simulated(rotated, placed.rounding):
+            (outputs,) = run(rotated, [placed.choosing.examples[0].batch])
         assert {value.device.type for value in outputs.values()} == {"cpu"}
         with pytest.raises(Stop):
             learn_matrices(placed, 20, tmp_path / "state", ignore, stop)

@@ -105,11 +105,11 @@ def test_the_other_half_of_the_data_does_not_choose(tokens: Path, tmp_path: Path
 def test_seeds_take_the_place_of_the_matrices_of_a_recipe(
     ready: PreparedFold, tokens: Path
 ) -> None:
-    bases = tuple(
-        replace(basis, given=GivenMatrix("", torch.eye(basis.size, dtype=torch.float64)))
-        for basis in ready.plan.bases
+    rotation_groups = tuple(
+        replace(group, given=GivenMatrix("", torch.eye(group.size, dtype=torch.float64)))
+        for group in ready.plan.rotation_groups
     )
-    given = replace(ready, plan=replace(ready.plan, bases=bases))
+    given = replace(ready, plan=replace(ready.plan, rotation_groups=rotation_groups))
     with trials(ready, read_user_data(tokens=tokens), "w4a4", 8, ignore) as tried:
         expected = search_seeds(tried, 1, ignore, ignore)
         found = search_seeds(replace(tried, ready=given), 1, ignore, ignore)
@@ -125,7 +125,7 @@ def learned(
 
 
 def matrices_of(plan: Plan) -> dict[str, torch.Tensor]:
-    return {basis.name: basis.given.values for basis in plan.rotated if basis.given}
+    return {group.name: group.given.values for group in plan.rotated if group.given}
 
 
 @pytest.mark.slow
@@ -223,13 +223,13 @@ def test_sentence_embeddings_are_compared(tokens: Path, tmp_path: Path) -> None:
     def embedded(hidden: torch.Tensor) -> torch.Tensor:
         return (hidden.mean(1) @ dense["linear.weight"].T + dense["linear.bias"]).tanh()
 
-    original, turned = (BertModel.from_pretrained(place).eval() for place in (model, out))
+    original, rotated = (BertModel.from_pretrained(place).eval() for place in (model, out))
     rounded, exact = [], []
     with torch.no_grad():
         for row in torch.tensor(rows_of(0)[ROWS // 2 :]):
             exact.append(embedded(original(row[None]).last_hidden_state))
-            with simulated(turned, Scheme(4, 4)):
-                rounded.append(embedded(turned(row[None]).last_hidden_state))
+            with simulated(rotated, Scheme(4, 4)):
+                rounded.append(embedded(rotated(row[None]).last_hidden_state))
     error = float((torch.cat(rounded) - torch.cat(exact)).norm() / torch.cat(exact).norm())
     assert found["second_half"]["learned"]["error"] == pytest.approx(error, rel=1e-3)
 

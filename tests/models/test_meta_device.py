@@ -443,7 +443,7 @@ def test_what_cannot_be_copied_is_refused() -> None:
 
 
 class Drawing(nn.Module):
-    """Draws random values for two tensors; only ``held`` has values."""
+    """Draws random values for two tensors; only ``in_memory`` has values."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

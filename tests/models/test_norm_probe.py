@@ -495,13 +495,13 @@ def test_a_norm_of_another_form_folds(norm: nn.Module, shape: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize("kind", ["", "buffer", "unbiased"])
-def test_parameters_of_other_names_are_not_merged(kind: str) -> None:
+def test_parameters_of_other_names_are_not_fused(kind: str) -> None:
     torch.manual_seed(0)
     model = Block(Custom(kind=kind)).double()
     x = torch.randn(2, 5, WIDTH).double()
     plan = analyze_module(model, x, options=Options(merge="affine")).plan
-    assert len(plan.folded) == 1 and plan.merged == ()
-    assert "other names than weight and bias" in plan.unmerged[0].reason
+    assert len(plan.folded) == 1 and plan.fused == ()
+    assert "other names than weight and bias" in plan.unfused[0].reason
 
 
 def test_a_layer_norm_over_several_features_is_none_over_one_dimension() -> None:

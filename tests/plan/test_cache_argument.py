@@ -66,7 +66,7 @@ def test_code_that_takes_both_names_means_two_things() -> None:
 @pytest.mark.parametrize("written", [CACHE, "cache"])
 def test_an_unproven_cache_is_noticed_under_either_name(written: str) -> None:
     model = live("GPT2LMHeadModel", transformers.GPT2Config(**GPT2))
-    install(model, ["transformer.ln_f"], [], unproven=[written], merged=True)
+    install(model, ["transformer.ln_f"], [], unproven=[written], fused=True)
     name = cache_argument(model.forward)
     with torch.no_grad():
         kept = returned_cache(model(input_ids=torch.ones(1, 3, dtype=torch.long), use_cache=True))

@@ -1,4 +1,4 @@
-"""The matrices that turn a basis."""
+"""The matrices that rotate a rotation group."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_centring_and_layer_norm_pass_a_matrix_on_that_fixes_ones() -> None:
     whole = Axis(1, 0, 1, 48, 1)
     normed = torch.layer_norm(x, [48])
     for fixes_ones in (True, False):
-        turned = rotate(x, whole, of(48, fixes_ones))
+        rotated = rotate(x, whole, of(48, fixes_ones))
         same = torch.allclose(
-            torch.layer_norm(turned, [48]), rotate(normed, whole, of(48, fixes_ones))
+            torch.layer_norm(rotated, [48]), rotate(normed, whole, of(48, fixes_ones))
         )
         both = torch.allclose(
-            centre(turned, whole), rotate(centre(x, whole), whole, of(48, fixes_ones))
+            centre(rotated, whole), rotate(centre(x, whole), whole, of(48, fixes_ones))
         )
         assert same == both == fixes_ones
 
@@ -84,15 +84,15 @@ def check_products(size: int, fixes_ones: bool) -> None:
     rotation = of(size, fixes_ones)
     x = torch.randn(3, size, 1, dtype=torch.float64)
     x[2] = 1
-    turned = product(x, rotation)
-    before, after = (v.squeeze(2) @ v.squeeze(2).T for v in (x, turned))
+    rotated = product(x, rotation)
+    before, after = (v.squeeze(2) @ v.squeeze(2).T for v in (x, rotated))
     torch.testing.assert_close(after, before, rtol=0, atol=1e-13 * size)
     if fixes_ones:
-        torch.testing.assert_close(turned[2], x[2], rtol=0, atol=1e-13)
+        torch.testing.assert_close(rotated[2], x[2], rtol=0, atol=1e-13)
     along_columns = product(x.permute(2, 1, 0), rotation).permute(2, 1, 0)
-    torch.testing.assert_close(along_columns, turned, rtol=0, atol=1e-13)
+    torch.testing.assert_close(along_columns, rotated, rtol=0, atol=1e-13)
     wide = product(x[:2].expand(2, size, 3), rotation)
-    torch.testing.assert_close(wide, turned[:2].expand(2, size, 3), rtol=0, atol=1e-13)
+    torch.testing.assert_close(wide, rotated[:2].expand(2, size, 3), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("fixes_ones", [True, False], ids=["fixes ones", "any"])
@@ -133,13 +133,13 @@ def groups_of(axis: Axis) -> Iterator[torch.Tensor]:
 
 
 @each_axis
-def test_each_group_of_an_axis_is_turned(axis: Axis) -> None:
+def test_each_group_of_an_axis_is_rotated(axis: Axis) -> None:
     x, rotation = torch.randn(24, 24, dtype=torch.float64), of(axis.size)
-    turned, q = rotate(x, axis, rotation), matrix(rotation)
+    rotated, q = rotate(x, axis, rotation), matrix(rotation)
     expected = x.clone().movedim(axis.dim, 0)
     for at in groups_of(axis):
         expected[at] = q @ expected[at]
-    torch.testing.assert_close(turned, expected.movedim(0, axis.dim))
+    torch.testing.assert_close(rotated, expected.movedim(0, axis.dim))
 
 
 @each_axis

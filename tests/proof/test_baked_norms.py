@@ -50,10 +50,10 @@ def test_the_new_norm_returns_the_wanted_rows(eps: float, size: float) -> None:
     largest = float(wanted.square().mean(-1).sqrt().max())
     assert 1.5 * largest <= level <= 3 * largest and level.as_integer_ratio()[0].bit_count() == 1
     matrix = Rotation(26, 5, "rows", True)
-    for turn in (lambda x: x, lambda x: rotate(x, Axis(1, 0, 1, 26, 1), matrix)):
-        baked = baked_rows(turn(rows), level, eps)
+    for rotating in (lambda x: x, lambda x: rotate(x, Axis(1, 0, 1, 26, 1), matrix)):
+        baked = baked_rows(rotating(rows), level, eps)
         again = level * functional.layer_norm(baked, (26,), None, None, eps)
-        assert relative(again, turn(wanted)) <= 1e-12
+        assert relative(again, rotating(wanted)) <= 1e-12
 
 
 def test_a_table_of_equal_features_has_a_level() -> None:
@@ -111,14 +111,14 @@ def test_all_norms_of_bloom_fold_in_the_weights_alone(bloom: Any) -> None:
     assert not torch.equal(bloom.get_submodule(NORM).weight, weight)
 
 
-def test_the_stream_of_bloom_turns(bloom: Any) -> None:
+def test_the_stream_of_bloom_rotates(bloom: Any) -> None:
     plan = plan_of(ROTATED)
-    assert [basis.kind for basis in plan.rotated] == ["stream", "values", "values"]
+    assert [group.kind for group in plan.rotated] == ["residual", "values", "values"]
     assert plan.rotated[0].fixes_ones and plan.rotated[0].inputs == ("inputs_embeds",)
-    turned = rotated(bloom, plan)
-    assert error(turned, bloom, use_cache=False) <= 1e-12  # cached values are turned
+    rotated_model = rotated(bloom, plan)
+    assert error(rotated_model, bloom, use_cache=False) <= 1e-12  # cached values are rotated
     before, after = (m.get_submodule(NORM)(m.get_input_embeddings()(PADDED["input_ids"]))
-                     for m in (bloom, turned))  # fmt: skip
+                     for m in (bloom, rotated_model))  # fmt: skip
     assert relative(after, before) > 0.1  # what it hands on is in another basis
 
 

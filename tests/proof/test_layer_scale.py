@@ -43,7 +43,7 @@ def test_a_model_with_layer_scale_folds_whole(tmp_path: Path) -> None:
     scaled = {w.scale for w in plan.writers if w.scale}
     scales = {scale.tensor for scale in scaled}
     assert len(scales) == len(scaled) == 4 and sum(w.scale is not None for w in plan.writers) == 8
-    assert counts(plan).endswith("4 scales merged into them")
+    assert counts(plan).endswith("4 scales fused into them")
     before, after = written(tmp_path / "source"), written(tmp_path / "out")
     assert all(torch.equal(after[name], torch.ones_like(after[name])) for name in scales)
     assert all(float(before[name][3]) == 0 for name in scales)
@@ -51,6 +51,6 @@ def test_a_model_with_layer_scale_folds_whole(tmp_path: Path) -> None:
     assert found.passed and found.identity_error <= 1e-12 and found.stock_ratio <= 1.1
 
 
-def test_the_proof_says_what_is_merged() -> None:
+def test_the_proof_says_what_is_fused() -> None:
     found = str(analyze(CONFIG_MAPPING["dinov2"](**SMALL)).why("encoder.layer.0.norm2"))
-    assert "centred in the weights after encoder.layer.0.layer_scale1.lambda1 is merged" in found
+    assert "centred in the weights after encoder.layer.0.layer_scale1.lambda1 is fused" in found

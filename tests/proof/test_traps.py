@@ -55,8 +55,8 @@ def forced(*parameters: str) -> Change:
     return change
 
 
-def merged(model: Any) -> None:
-    """Merges the scale into the layer before it."""
+def fused(model: Any) -> None:
+    """Fuses the scale into the layer before it."""
     for parameter in (model.writer.weight, model.writer.bias):
         parameter.mul_(model.scale.reshape(-1, *(1,) * (parameter.ndim - 1)))
     model.scale.fill_(1)
@@ -192,15 +192,15 @@ TRAPS: dict[str, tuple[nn.Module, torch.Tensor, str, str, Change | None]] = {
         stem(returned), ids(), "", "embed.weight", centred("embed.weight"),
     ),
     "4: features side by side": (side_by_side(), ROWS, "concatenation", "", forced(*SIDES)),
-    "7: the scale is read": (scaled(D, also="scale"), ids(), ELSEWHERE, "", merged),
-    "7: the weight is read": (scaled(D, also="weight"), ids(), ELSEWHERE, "", merged),
-    "7: the value is read": (scaled(D, also="value"), ids(), PRODUCT, "", merged),
+    "7: the scale is read": (scaled(D, also="scale"), ids(), ELSEWHERE, "", fused),
+    "7: the weight is read": (scaled(D, also="weight"), ids(), ELSEWHERE, "", fused),
+    "7: the value is read": (scaled(D, also="value"), ids(), PRODUCT, "", fused),
     "7: two layers have one scale": (
-        scaled(D, also="scale of two layers"), ids(), "several layers", "", merged,
+        scaled(D, also="scale of two layers"), ids(), "several layers", "", fused,
     ),
-    "7: a tied scale": (scaled(D, also="tied"), ids(), ELSEWHERE, "", merged),
+    "7: a tied scale": (scaled(D, also="tied"), ids(), ELSEWHERE, "", fused),
     "7: a scale that is a bias": (
-        scaled(D, also="bias of its own layer"), ids(), ELSEWHERE, "", merged,
+        scaled(D, also="bias of its own layer"), ids(), ELSEWHERE, "", fused,
     ),
     "7: a scaled grouped convolution": (scaled_image(groups=2), IMAGE, PRODUCT, "", None),
     "7: dropout before the scale": (scaled_image(drop=True), IMAGE, PRODUCT, "", None),
@@ -258,7 +258,7 @@ def test_a_norm_beside_a_trap_folds(case: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(D,), (1, 1, D), (1,)])
-def test_a_layer_scale_is_merged_into_the_layer_before_it(shape: tuple[int, ...]) -> None:
+def test_a_layer_scale_is_fused_into_the_layer_before_it(shape: tuple[int, ...]) -> None:
     """The layer's weight alone must not be centred. One number for all features stays."""
     model = scaled(*shape)
     assert folded(model, ids()) < 1e-12

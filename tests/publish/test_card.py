@@ -120,7 +120,7 @@ def test_a_model_that_is_only_rotated_is_not_called_an_rmsnorm_model(tmp_path: P
     out = folded(tmp_path, options=options, verify=False)
     found = made(out)
     assert found.data.to_dict()["tags"] == ["enjoyln"]
-    later = section(out, "", "me/turned", ("GPT2LMHeadModel",))
+    later = section(out, "", "me/rotated", ("GPT2LMHeadModel",))
     for text in (found.text, later):
         assert "RMSNorm" not in text.partition("bibtex")[0] and "compute LayerNorm" not in text
         assert "from_pretrained" in text and "enjoyln_cli" not in text

@@ -57,23 +57,23 @@ def times(*factors: float) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("turned", "chosen"),
+    ("rotated", "chosen"),
     [
-        (times(0.5, 0.4, 0.6, 0.5, 0.45), "turned"),
-        (times(0.97, 0.96, 0.97, 0.98, 0.97), "turned"),  # little, but on every input
+        (times(0.5, 0.4, 0.6, 0.5, 0.45), "rotated"),
+        (times(0.97, 0.96, 0.97, 0.98, 0.97), "rotated"),  # little, but on every input
         (times(1.1, 1.2, 1.05, 0.3, 1.1), "original"),  # one input makes the mean smaller
         (times(0.9, 1.1, 0.8, 1.0, 1.02), "original"),
         (times(1.5, 1.4, 1.6, 1.5, 1.45), "original"),
         (times(1.0, 1.0, 1.0, 1.0, 1.0), "original"),
         (times(0.5, 0.4, 0.6, 0.5, nan), "original"),
         (times(0.5, 0.4, 0.6, 0.5, inf), "original"),
-        (times(0.0, 0.0, 0.0, 0.0, 0.0), "turned"),
+        (times(0.0, 0.0, 0.0, 0.0, 0.0), "rotated"),
     ],
 )
 def test_another_form_has_to_be_better_by_more_than_chance(
-    turned: list[float], chosen: str
+    rotated: list[float], chosen: str
 ) -> None:
-    assert chosen_of(compared("original", *PLAIN), compared("turned", *turned)) == chosen
+    assert chosen_of(compared("original", *PLAIN), compared("rotated", *rotated)) == chosen
 
 
 def test_the_cheapest_of_several_better_forms_is_chosen() -> None:
@@ -203,10 +203,10 @@ def test_every_candidate_computes_the_function(name: str) -> None:
     assert plan is not None
     forms = candidates(plan, (0, 5))
     names = [form.name for form in forms]
-    turned = [] if name == "bert" else ["rotated, seed 0", "rotated, seed 5"]
+    rotated = [] if name == "bert" else ["rotated, seed 0", "rotated, seed 5"]
     untied = [] if plan.untied == () else ["untied"]
     assert untied == (["untied"] if name == "gpt2" else [])
-    assert names == ["original", *untied, "values only", *turned]
+    assert names == ["original", *untied, "values only", *rotated]
     inputs = {"input_ids": torch.arange(3, 43)[None]}
     outputs, weights = [], []
     for form in forms:
@@ -221,14 +221,14 @@ def test_every_candidate_computes_the_function(name: str) -> None:
         assert form.name == "untied" or any(
             not torch.equal(value, other[name]) for name, value in weights[0].items()
         )
-    if turned:
+    if rotated:
         stream = plan.rotated[0].tensors[0].parameter
         *same, first, second = weights  # all but the rotations, which have two seeds
         assert all(torch.equal(other[stream], same[0][stream]) for other in same)
         assert not torch.equal(first[stream], second[stream])
 
 
-def test_a_model_without_anything_to_turn_is_its_only_candidate() -> None:
+def test_a_model_without_anything_to_rotate_is_its_only_candidate() -> None:
     assert [form.name for form in candidates(None, (0, 1))] == ["original"]
 
 

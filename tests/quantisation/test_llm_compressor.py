@@ -48,8 +48,8 @@ def test_a_recipe_rotates_before_it_quantises(tmp_path: Path) -> None:
     llmcompressor.oneshot(model=model, recipe=recipe, output_dir=str(tmp_path))
     result = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert 1e-4 < relative(logits(result), logits(original)) < 0.02
-    turned, head = result.get_output_embeddings().weight, original.get_output_embeddings().weight
-    assert relative(turned, head) > 0.5
+    rotated, head = result.get_output_embeddings().weight, original.get_output_embeddings().weight
+    assert relative(rotated, head) > 0.5
 
 
 def test_a_recipe_in_yaml_knows_the_modifier(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_recipe_in_yaml_knows_the_modifier(tmp_path: Path) -> None:
     assert relative(model.lm_head.weight, original.lm_head.weight) > 0.5
 
 
-def test_a_model_that_cannot_turn_stops_the_recipe() -> None:
+def test_a_model_that_cannot_rotate_stops_the_recipe() -> None:
     from enjoyln_cli.quantisation.llm_compressor_modifier import EnjoylnRotateModifier
 
     model = loaded("gpt2")

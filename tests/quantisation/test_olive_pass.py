@@ -42,15 +42,15 @@ def run_passes(model: str, passes: dict[str, Any], folder: Path) -> Any:
 
 def test_a_rotated_model_computes_the_same(tmp_path: Path) -> None:
     original = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2")
-    turned = run_passes("gpt2", {"turn": {"type": "EnjoylnRotate", "seed": 3}}, tmp_path)
+    rotated = run_passes("gpt2", {"rotate": {"type": "EnjoylnRotate", "seed": 3}}, tmp_path)
     exact = logits(original)
-    assert (logits(turned) - exact).norm() < 1e-5 * exact.norm()
+    assert (logits(rotated) - exact).norm() < 1e-5 * exact.norm()
     head = original.get_output_embeddings().weight
-    assert (turned.get_output_embeddings().weight - head).norm() > 0.5 * head.norm()
+    assert (rotated.get_output_embeddings().weight - head).norm() > 0.5 * head.norm()
 
 
 def test_a_later_pass_quantises_the_rotated_model(tmp_path: Path) -> None:
-    passes = {"turn": {"type": "EnjoylnRotate"}, "quantise": RTN}
+    passes = {"rotate": {"type": "EnjoylnRotate"}, "quantise": RTN}
     exact = logits(AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "phi"))
     error = (logits(run_passes("phi", passes, tmp_path)) - exact).norm() / exact.norm()
     assert 1e-4 < error < 0.05

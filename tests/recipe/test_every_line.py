@@ -11,21 +11,21 @@ from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.covered_calls import CallForm, Constant, CoveredCalls, TensorForm
 from enjoyln_cli.plan.plan import (
-    Basis,
+    CentredWeight,
     Centring,
     GrownParameter,
-    Merge,
     NamedParameter,
+    NextLinear,
+    NormFusion,
     Options,
     Plan,
-    Reader,
+    RotatedTensor,
+    RotationGroup,
     Setting,
-    TurnedTensor,
-    UnmergedNorm,
+    UnfusedNorm,
     UntiedParameter,
     Verdict,
     Widening,
-    Writer,
 )
 from enjoyln_cli.recipe.compare import require_same
 from enjoyln_cli.recipe.from_plan import recipe_of
@@ -56,9 +56,9 @@ def norms() -> tuple[Verdict, ...]:
     return (*found, Verdict("final", "static", mlps=("h.2.mlp.down.weight",)))
 
 
-def writers() -> tuple[Writer, ...]:
-    def whole(parameter: str, tensor: str, shape: tuple[int, ...], dim: int) -> Writer:
-        return Writer(parameter, tensor, Axis(dim, 0, 1, shape[dim], 1), shape)
+def writers() -> tuple[CentredWeight, ...]:
+    def whole(parameter: str, tensor: str, shape: tuple[int, ...], dim: int) -> CentredWeight:
+        return CentredWeight(parameter, tensor, Axis(dim, 0, 1, shape[dim], 1), shape)
 
     found = [whole("embed.positions.weight", "toy.embed.positions.weight", (99, 32), 1)]
     for i in LAYERS:
@@ -72,7 +72,7 @@ def writers() -> tuple[Writer, ...]:
     for i in (0, 2):
         name = f"h.{i}.mlp.out.weight"
         stored = whole(name, f"toy.{name}", (64, 32), 1)
-        found.append(replace(stored, held=Axis(0, 0, 1, 32, 1)))
+        found.append(replace(stored, module_axis=Axis(0, 0, 1, 32, 1)))
     for i in LAYERS:
         stacked = (f"h.{i}.experts.{j}.w2.weight" for j in (0, 1))
         found += [whole(f"h.{i}.experts.down", tensor, (32, 16), 0) for tensor in stacked]
@@ -84,26 +84,26 @@ def writers() -> tuple[Writer, ...]:
     }
     for name, (shape, axes) in parts.items():
         names = (f"h.{i}.{name}.weight" for i in LAYERS)
-        found += [Writer(one, one, axis, shape) for one in names for axis in axes]
+        found += [CentredWeight(one, one, axis, shape) for one in names for axis in axes]
     blocks = (f"{block}.out.weight" for block in BLOCKS)
     return (*found, *(whole(name, name, (32, 8), 0) for name in blocks))
 
 
-def merged() -> tuple[Merge, ...]:
-    def merge(i: int) -> Merge:
+def fused() -> tuple[NormFusion, ...]:
+    def fusion(i: int) -> NormFusion:
         readers = (
-            Reader(NamedParameter(f"h.{i}.q.weight"), 1, NamedParameter(f"h.{i}.q.bias")),
-            Reader(
+            NextLinear(NamedParameter(f"h.{i}.q.weight"), 1, NamedParameter(f"h.{i}.q.bias")),
+            NextLinear(
                 NamedParameter(f"h.{i}.k.weight", f"toy.h.{i}.k.weight"),
                 0,
                 NamedParameter(f"h.{i}.k.bias", f"toy.h.{i}.k.bias"),
                 outputs=(8, 24),
             ),
         )
-        return Merge(f"h.{i}.q_norm", f"h.{i}.q_norm.weight", f"h.{i}.q_norm.bias", readers)
+        return NormFusion(f"h.{i}.q_norm", f"h.{i}.q_norm.weight", f"h.{i}.q_norm.bias", readers)
 
-    head = Reader(NamedParameter("head.weight", "head.weight"), 1)
-    return (*map(merge, LAYERS), Merge("final", "final.weight", "", (head,), 1.0))
+    head = NextLinear(NamedParameter("head.weight", "head.weight"), 1)
+    return (*map(fusion, LAYERS), NormFusion("final", "final.weight", "", (head,), 1.0))
 
 
 def widened() -> tuple[Widening, ...]:
@@ -125,11 +125,11 @@ def widened() -> tuple[Widening, ...]:
 
 def plan() -> Plan:
     axis = Axis(1, 0, 1, 32, 1)
-    turned = [TurnedTensor("embed.tokens.weight", "embed.tokens.weight", axis, (99, 32))]
+    rotated = [RotatedTensor("embed.tokens.weight", "embed.tokens.weight", axis, (99, 32))]
     mixes = (f"h.{i}.mix.weight" for i in LAYERS)
-    turned += [TurnedTensor(name, name, replace(axis, dim=0), (32, 16)) for name in mixes]
-    stream = Basis(
-        "embed.tokens.weight", "stream", 32, True, tuple(turned),
+    rotated += [RotatedTensor(name, name, replace(axis, dim=0), (32, 16)) for name in mixes]
+    stream = RotationGroup(
+        "embed.tokens.weight", "residual", 32, True, tuple(rotated),
         tuple(f"h.{i}.q_norm" for i in LAYERS), ("inputs_embeds",),
     )  # fmt: skip
     why = "embed.tokens.weight cannot be centred, since head uses its mean"
@@ -149,13 +149,13 @@ def plan() -> Plan:
         unproven=("cross_attn_head_mask", "any other call"),
         outputs=("logits",),
         widened=widened(),
-        merged=merged(),
-        unmerged=(
-            *(UnmergedNorm(f"h.{i}.ln_1", unread, f"h.{i}.act") for i in (1, 2)),
-            UnmergedNorm("h.0.ln_1", "it is read twice"),
-            UnmergedNorm("embed.norm", ""),
+        fused=fused(),
+        unfused=(
+            *(UnfusedNorm(f"h.{i}.ln_1", unread, f"h.{i}.act") for i in (1, 2)),
+            UnfusedNorm("h.0.ln_1", "it is read twice"),
+            UnfusedNorm("embed.norm", ""),
         ),
-        bases=(stream,),
+        rotation_groups=(stream,),
         seed=3,
         untied=(
             UntiedParameter("head.weight", source="embed.tokens.weight", shape=(99, 32)),

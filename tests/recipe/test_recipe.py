@@ -10,7 +10,7 @@ import pytest
 
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.plan import PLAIN, Centring, Options, Plan, Verdict, Writer
+from enjoyln_cli.plan.plan import PLAIN, CentredWeight, Centring, Options, Plan, Verdict
 from enjoyln_cli.recipe.compare import differences, require_same
 from enjoyln_cli.recipe.from_plan import layers_in, lines_of, recipe_of
 from enjoyln_cli.recipe.model import Recipe
@@ -37,10 +37,10 @@ def gpt2_plan(layers: int = 3, width: int = 48, tied: bool = True, stored: str =
     ``stored="base"``: the tensors are stored without the prefix ``transformer.``.
     """
 
-    def writer(name: str, *shape: int) -> Writer:
+    def writer(name: str, *shape: int) -> CentredWeight:
         tensor = name.removeprefix("transformer.") if stored == "base" else name
         dim = len(shape) - 1
-        return Writer(name, tensor, Axis(dim, 0, 1, width, 1), shape)
+        return CentredWeight(name, tensor, Axis(dim, 0, 1, width, 1), shape)
 
     writers = [writer("transformer.wpe.weight", 32, width)]
     if not tied:
@@ -79,7 +79,7 @@ def bert_plan(layers: int = 3) -> Plan:
             norm = f"encoder.layer.{i}.{name}"
             norms.append(Verdict(norm, "kept", reason=AFFINE, culprit=before))
             before = norm
-    writer = Writer(
+    writer = CentredWeight(
         "embeddings.word_embeddings.weight",
         "bert.embeddings.word_embeddings.weight",
         Axis(1, 0, 1, 32, 1),
@@ -91,15 +91,15 @@ def bert_plan(layers: int = 3) -> Plan:
 def heads_plan(layers: int = 2, heads: int = 4, head_dim: int = 8, groups: int = 2) -> Plan:
     """Query and key norms over each head: split and fused projections, grouped keys."""
     norms: list[Verdict] = []
-    writers: list[Writer] = []
+    writers: list[CentredWeight] = []
     width = heads * head_dim
     for i in range(layers):
         q, k = f"model.layers.{i}.q_proj.weight", f"model.layers.{i}.k_proj.weight"
         fused = f"model.layers.{i}.cross.qkv.weight"
         writers += [
-            Writer(q, q, Axis(0, 0, heads, head_dim, 1), (width, width)),
-            Writer(k, k, Axis(0, 0, groups, head_dim, 1), (groups * head_dim, width)),
-            Writer(fused, fused, Axis(0, width, heads, head_dim, 1), (3 * width, width)),
+            CentredWeight(q, q, Axis(0, 0, heads, head_dim, 1), (width, width)),
+            CentredWeight(k, k, Axis(0, 0, groups, head_dim, 1), (groups * head_dim, width)),
+            CentredWeight(fused, fused, Axis(0, width, heads, head_dim, 1), (3 * width, width)),
         ]
         norms += [
             Verdict(f"model.layers.{i}.q_norm", "static", (), (q,)),
@@ -220,7 +220,9 @@ def test_a_layer_that_differs_goes_before_the_rest() -> None:
 
 def test_numbers_that_do_not_count_layers_stay() -> None:
     axis = Axis(0, 0, 1, 4, 1)
-    writers = tuple(Writer(name, name, axis, (4,)) for name in ("h.0.mlp.2.bias", "h.1.mlp.2.bias"))
+    writers = tuple(
+        CentredWeight(name, name, axis, (4,)) for name in ("h.0.mlp.2.bias", "h.1.mlp.2.bias")
+    )
     norms = (Verdict("h.0.norm", "static"), Verdict("h.1.norm", "static"))
     text = dump_recipe(recipe_of(Plan("toy", "Toy", ("Toy",), norms, writers, ())))
     assert "h.{i}.mlp.2.bias: {dim: 0}" in text
@@ -425,7 +427,7 @@ HOSTILE = {
     ),
     "a tag of YAML": (GOOD + "outputs: !!set {logits}\n", "a value that JSON does not have"),
     "a key twice": ("version: 1\nversion: 1", "'version' occurs twice"),
-    "a merge": ("<<: {version: 1}", "unknown key '<<'"),
+    "a fusion": ("<<: {version: 1}", "unknown key '<<'"),
     "an unknown key": (GOOD + "optons: {}\n", "unknown key 'optons'; did you mean options?"),
     "lines in a key": (BODY + '{"a\\nb": fold}', "norms.'a\\nb': 'a\\nb' is not a dotted name"),
     "another version": (

@@ -15,20 +15,20 @@ from stored_files import stored_plan
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import (
-    Basis,
+    CentredWeight,
     Centring,
     GrownParameter,
-    Merge,
     NamedParameter,
+    NextLinear,
+    NormFusion,
     Plan,
-    Reader,
+    RotatedTensor,
+    RotationGroup,
     Setting,
-    TurnedTensor,
-    UnmergedNorm,
+    UnfusedNorm,
     UntiedParameter,
     Verdict,
     Widening,
-    Writer,
 )
 from enjoyln_cli.recipe.stored_plan import plan_text
 
@@ -44,9 +44,9 @@ PLAN = Plan(
         Verdict("c.norm", "centred", ("wte",)),
     ),
     writers=(
-        Writer("a.weight", "m.a.weight", HEADS, (19, 5), Axis(1, 5, 2, 3, 1, 7)),
-        Writer("b.weight", "b.weight", Axis(0, 0, 1, 5, 1), (5, 7), scale=GAMMA),
-        Writer("down.weight", "down.weight", Axis(0, 0, 1, 5, 1), (5, 9)),
+        CentredWeight("a.weight", "m.a.weight", HEADS, (19, 5), Axis(1, 5, 2, 3, 1, 7)),
+        CentredWeight("b.weight", "b.weight", Axis(0, 0, 1, 5, 1), (5, 7), scale=GAMMA),
+        CentredWeight("down.weight", "down.weight", Axis(0, 0, 1, 5, 1), (5, 9)),
     ),
     ops=(Centring("wte", "output", Axis(-1, 0, 1, 5, 1), "a head reads it"),),
     entry_inputs=("inputs_embeds",),
@@ -57,19 +57,19 @@ PLAN = Plan(
             9, 17, 5, "n_inner", True,
         ),
     ),
-    merged=(
-        Merge(
+    fused=(
+        NormFusion(
             "a.norm", "a.norm.weight", "a.norm.bias",
-            (Reader(NamedParameter("q.weight"), 1, NamedParameter("q.bias", "m.q.bias")),), 1.0,
+            (NextLinear(NamedParameter("q.weight"), 1, NamedParameter("q.bias", "m.q.bias")),), 1.0,
         ),
     ),
-    unmerged=(UnmergedNorm("b.norm", "why"),),
-    bases=(
-        Basis(
-            "b.weight", "stream", 5, True,
-            (TurnedTensor("b.weight", "b.weight", Axis(0, 0, 1, 5, 1), (5, 7)),),
+    unfused=(UnfusedNorm("b.norm", "why"),),
+    rotation_groups=(
+        RotationGroup(
+            "b.weight", "residual", 5, True,
+            (RotatedTensor("b.weight", "b.weight", Axis(0, 0, 1, 5, 1), (5, 7)),),
         ),
-        Basis("q.weight", "values", 3, False, reason="it is read twice", culprit="q"),
+        RotationGroup("q.weight", "values", 3, False, reason="it is read twice", culprit="q"),
     ),
     seed=7,
     untied=(UntiedParameter("head.weight", source="wte.weight", shape=(11, 5)),),
@@ -138,12 +138,12 @@ CHANGES: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "another number of units": (("widened", "0", "to"), 25, r"shape \[5, 1\] before the edit"),
     "too few units": (("widened", "0", "to"), 10, "to is 10, but must be at least 13"),
     "a reader over outputs": (
-        ("merged", "0", "readers", "0", "dim"),
+        ("fused", "0", "readers", "0", "dim"),
         0,
         "a.norm.weight: has 5 elements, too few or",
     ),
     "a bias of another size": (
-        ("merged", "0", "readers", "0", "bias", "tensor"),
+        ("fused", "0", "readers", "0", "bias", "tensor"),
         "b.gamma",
         "b.gamma: .* does not fit the product",
     ),
@@ -153,8 +153,8 @@ CHANGES: dict[str, tuple[tuple[str, ...], Any, str]] = {
         r"shape \[11, 5\] before the edit",
     ),
     "a copy that is not stored": (("untied", "0", "tensor"), "no", "no has not the shape"),
-    "a turned tensor of another shape": (
-        ("bases", "0", "tensors", "0", "shape"),
+    "a rotated tensor of another shape": (
+        ("rotation_groups", "0", "tensors", "0", "shape"),
         [7, 5],
         r"b.weight: shape \[5, 7\] before the edit",
     ),

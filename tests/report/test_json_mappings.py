@@ -76,16 +76,16 @@ class Experiment:
             module, _, weight = copy["parameter"].rpartition(".")
             source = self.model.get_parameter(copy["source"])
             setattr(self.model.get_submodule(module), weight, nn.Parameter(source.clone()))
-        self.norms = [merge["norm"] for merge in self.printed["merged"]]
+        self.norms = [fusion["norm"] for fusion in self.printed["fused"]]
         with torch.no_grad():
             self.expected = self.model(**self.call).logits
 
-    def tensors(self, basis: dict[str, Any], use: str) -> list[dict[str, Any]]:
-        """The tensors that write or read a basis, without the biases of norms."""
+    def tensors(self, group: dict[str, Any], use: str) -> list[dict[str, Any]]:
+        """The tensors that write or read a rotation group, without the biases of norms."""
         default = {"writes": True, "reads": False}[use]
         tensors = {  # a parameter that is stored in parts has an entry for each
             tensor["parameter"]: tensor
-            for tensor in basis["tensors"]
+            for tensor in group["tensors"]
             if tensor.get(use, default) and module_of(tensor["parameter"]) not in self.norms
         }
         return list(tensors.values())
@@ -97,7 +97,7 @@ class Experiment:
         with torch.no_grad():
             for tensor in tensors:
                 weight = self.model.get_parameter(tensor["parameter"])
-                axis = tensor.get("held", tensor["axis"])
+                axis = tensor.get("module_axis", tensor["axis"])
                 length = axis["outer"] * axis["size"] * axis["inner"]
                 weight.narrow(axis["dim"], axis["start"], length).mul_(factor)
         yield
@@ -144,25 +144,29 @@ def test_every_norm_has_all_of_its_readers(experiment: Experiment) -> None:
     kinds = ("LayerNorm", "RMSNorm")
     named = [n for n, m in experiment.model.named_modules() if type(m).__name__.endswith(kinds)]
     assert sorted(experiment.norms) == sorted(named)
-    for merge in experiment.printed["merged"]:
+    for fusion in experiment.printed["fused"]:
         readers = {}
-        for reader in merge["readers"]:
-            name, dim = reader["weight"]["parameter"], reader.get("held", reader["dim"])
+        for reader in fusion["readers"]:
+            name, dim = reader["weight"]["parameter"], reader.get("module_axis", reader["dim"])
             size = experiment.model.get_parameter(name).shape[dim]
             axis = {"dim": dim, "start": 0, "outer": 1, "size": size, "inner": 1}
             readers[name] = {"parameter": name, "axis": axis}
-        with experiment.norms_divided([merge["norm"]]):
+        with experiment.norms_divided([fusion["norm"]]):
             experiment.require_exactly(list(readers.values()), FACTOR)
 
 
 def test_a_stream_has_all_of_its_readers(experiment: Experiment) -> None:
-    (stream,) = [basis for basis in experiment.printed["bases"] if basis["kind"] == "stream"]
+    (stream,) = [
+        group for group in experiment.printed["rotation_groups"] if group["kind"] == "residual"
+    ]
     with experiment.norms_divided(experiment.norms):
         experiment.require_exactly(experiment.tensors(stream, "reads"), FACTOR)
 
 
 def test_a_stream_has_all_of_its_writers(experiment: Experiment) -> None:
-    (stream,) = [basis for basis in experiment.printed["bases"] if basis["kind"] == "stream"]
+    (stream,) = [
+        group for group in experiment.printed["rotation_groups"] if group["kind"] == "residual"
+    ]
     modules = [experiment.model.get_submodule(norm) for norm in experiment.norms]
     names = ["eps" if hasattr(norm, "eps") else "variance_epsilon" for norm in modules]
     for norm, name in zip(modules, names, strict=True):
@@ -173,13 +177,13 @@ def test_a_stream_has_all_of_its_writers(experiment: Experiment) -> None:
 
 
 def test_the_values_of_each_attention_are_pairs(experiment: Experiment) -> None:
-    values = [basis for basis in experiment.printed["bases"] if basis["kind"] == "values"]
+    values = [group for group in experiment.printed["rotation_groups"] if group["kind"] == "values"]
     assert len(values) == 2
-    for basis in values:
-        with experiment.multiplied(experiment.tensors(basis, "writes"), 1 / FACTOR):
-            experiment.require_exactly(experiment.tensors(basis, "reads"), FACTOR)
-        with experiment.multiplied(experiment.tensors(basis, "reads"), FACTOR):
-            experiment.require_exactly(experiment.tensors(basis, "writes"), 1 / FACTOR)
+    for group in values:
+        with experiment.multiplied(experiment.tensors(group, "writes"), 1 / FACTOR):
+            experiment.require_exactly(experiment.tensors(group, "reads"), FACTOR)
+        with experiment.multiplied(experiment.tensors(group, "reads"), FACTOR):
+            experiment.require_exactly(experiment.tensors(group, "writes"), 1 / FACTOR)
 
 
 @pytest.mark.slow
@@ -188,7 +192,9 @@ def test_a_tied_weight_writes_and_reads(tmp_path: Path) -> None:
     OlmoForCausalLM(config).save_pretrained(tmp_path / "olmo")
     options = Options(fold=False, rotate=True, values=False)
     plan = inspect(str(tmp_path / "olmo"), Opening(options=options)).analysis.plan
-    uses = {t.parameter: (t.writes, t.reads) for basis in plan.bases for t in basis.tensors}
+    uses = {
+        t.parameter: (t.writes, t.reads) for group in plan.rotation_groups for t in group.tensors
+    }
     assert uses["model.embed_tokens.weight"] == (True, True)
     assert uses["model.layers.0.mlp.down_proj.weight"] == (True, False)
     assert uses["model.layers.0.mlp.gate_proj.weight"] == (False, True)

@@ -113,7 +113,7 @@ def test_a_norm_that_some_outputs_of_a_layer_read_has_no_mapping() -> None:
     model = moved(Computing(run, **parts))
     x = torch.randn(2, 7, dtype=torch.float64)
     plan = analyze_module(model, x, options=Options(fold=False, merge="affine")).plan
-    assert [one.norm for one in plan.merged] == ["norm"] and not norm_mappings(plan, model)
+    assert [one.norm for one in plan.fused] == ["norm"] and not norm_mappings(plan, model)
 
 
 @pytest.mark.parametrize("option", [("--json",), ("--why", "a"), (GPT2,), ("--write-recipe", "x")])

@@ -36,7 +36,7 @@ from enjoyln_cli.errors import (
     VerificationFailed,
 )
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.plan import Centring, Plan, Verdict, Writer
+from enjoyln_cli.plan.plan import CentredWeight, Centring, Plan, Verdict
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 
@@ -310,7 +310,7 @@ class Small(nn.Module):
 
 def small_plan(model: nn.Module, edits: dict[str, Axis]) -> Plan:
     held = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
-    writers = tuple(Writer(n, n, axis, tuple(held[n].shape)) for n, axis in edits.items())
+    writers = tuple(CentredWeight(n, n, axis, tuple(held[n].shape)) for n, axis in edits.items())
     return Plan("x", "Small", ("Small",), (Verdict("ln", "static"),), writers, ())
 
 
@@ -351,7 +351,7 @@ def axis(*numbers: int) -> dict[str, int]:
     [
         {"version": 2},
         {"version": True},
-        {"merged": []},
+        {"fused": []},
         {"revision": 3},
         {"centering": [{"module": "a", "place": "between", "axis": axis(-1, 0, 1, 8, 1)}]},
         {"centering": [{"module": "a", "place": "output", "axis": {"dim": -1}}]},

@@ -155,13 +155,13 @@ def test_a_tensor_that_a_bin_file_stores_twice_is_written_twice(tmp_path: Path) 
     shared = torch.randn(30, 24) + 0.4
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    twice = {"wte.weight": shared, "lm_head.weight": shared, "turned": shared.t()}
+    twice = {"wte.weight": shared, "lm_head.weight": shared, "rotated": shared.t()}
     torch.save(twice, tmp_path / "model" / "pytorch_model.bin")
     axes = (Axis(1, 0, 1, 24, 1),)
     found = written(centred_shards(tmp_path / "model", {"wte.weight": axes})[0])
     assert same(found["wte.weight"], centred(shared, axes))
     assert same(found["lm_head.weight"], shared)
-    assert same(found["turned"], shared.t())
+    assert same(found["rotated"], shared.t())
 
 
 def test_resharding(source: Path) -> None:

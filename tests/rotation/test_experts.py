@@ -1,4 +1,4 @@
-"""Norms whose weight is merged into a mixture of experts, whose streams can then be turned."""
+"""Norms whose weight is fused into a mixture of experts, whose streams can then be rotated."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.one_case
 @pytest.mark.parametrize(("kind", "name", "settings"), MODELS, ids=[one[0] for one in MODELS])
-def test_the_stream_turns_with_router_and_experts(
+def test_the_stream_rotates_with_router_and_experts(
     kind: str, name: str, settings: dict[str, Any]
 ) -> None:
     config = CONFIG_MAPPING[kind](**settings)
     plan = analyze_config(config, model_class=name, options=ROTATED).plan
     (stream, *_) = plan.rotated
-    assert stream.kind == "stream" and stream.size == 24
+    assert stream.kind == "residual" and stream.size == 24
     changed = {one.parameter for one in stream.tensors}
     assert any(word in parameter for parameter in changed for word in ("router", "gate.weight"))
     assert any(parameter.endswith("experts.gate_up_proj") for parameter in changed)
@@ -64,18 +64,18 @@ def test_the_stream_turns_with_router_and_experts(
     assert torch.equal(norm, torch.ones_like(norm))
 
 
-def test_a_layer_norm_merges_its_weight_and_keeps_its_bias() -> None:
+def test_a_layer_norm_fuses_its_weight_and_keeps_its_bias() -> None:
     """The experts have no biases that the norm's could move into."""
     kind, name, settings = MODELS[-1]
     config = CONFIG_MAPPING[kind](**settings)
     plan = analyze_config(config, model_class=name, options=AFFINE).plan
     before = "model.layers.0.post_attention_layernorm"
-    (merge,) = [one for one in plan.merged if one.norm == before]
-    assert merge.divided == f"{before}.bias" and not merge.bias
+    (fusion,) = [one for one in plan.fused if one.norm == before]
+    assert fusion.divided == f"{before}.bias" and not fusion.bias
     experts = "model.layers.0.mlp.experts.gate_up_proj"
-    parts = [one for one in merge.readers if one.weight.parameter == experts]
+    parts = [one for one in fusion.readers if one.weight.parameter == experts]
     assert len(parts) == 6  # two projections of three experts are stored one by one
-    assert {(one.dim, one.held) for one in parts} == {(1, 2)}
+    assert {(one.dim, one.module_dim) for one in parts} == {(1, 2)}
     original = live(name, config)
     apply_experts(original)
     given = {"input_ids": torch.randint(3, 37, (2, 7))}
@@ -104,7 +104,7 @@ def test_experts_are_rotated_on_disk(kind: str, tmp_path: Path) -> None:
     assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-12
     again = stored_plan(tmp_path / "out")
     assert edits_of(again) == edits_of(result.plan)
-    assert edits_of(again, held=True) == edits_of(result.plan, held=True)
+    assert edits_of(again, in_memory=True) == edits_of(result.plan, in_memory=True)
 
 
 # One norm, and what stands between it and a stack of matrices.
@@ -204,7 +204,7 @@ def rows(seed: int = 3) -> torch.Tensor:
 def test_experts_take_the_weight_of_a_norm(case: str) -> None:
     model = routed(TAKES[case])
     plan = analyze_module(model, rows(), options=AFFINE).plan
-    assert [one.norm for one in plan.merged] == ["norm"], plan.unmerged
+    assert [one.norm for one in plan.fused] == ["norm"], plan.unfused
     folded = converted(model, plan)
     assert torch.equal(folded.norm.weight, torch.ones_like(folded.norm.weight))
     torch.testing.assert_close(folded(rows(4)), model(rows(4)), rtol=1e-12, atol=1e-12)
@@ -215,8 +215,8 @@ def test_experts_that_cannot_take_the_weight_of_a_norm(case: str) -> None:
     read, reason = REFUSES[case]
     model = routed(read)
     plan = analyze_module(model, rows(), options=AFFINE).plan
-    assert not plan.merged
-    assert [one.reason for one in plan.unmerged] == [reason]
+    assert not plan.fused
+    assert [one.reason for one in plan.unfused] == [reason]
     folded = converted(model, plan)
     torch.testing.assert_close(folded(rows(4)), model(rows(4)), rtol=1e-12, atol=1e-12)
 
@@ -231,7 +231,7 @@ def test_a_grouped_product_takes_the_weight_of_a_norm() -> None:
     """The product does not exist in float64, so the results are compared in float32."""
     model = routed(lambda m, y, chosen: grouped(m, y, OFFSETS.to(y.device)))
     plan = analyze_module(model.float(), rows().float(), options=AFFINE).plan
-    assert [one.norm for one in plan.merged] == ["norm"], plan.unmerged
+    assert [one.norm for one in plan.fused] == ["norm"], plan.unfused
     folded, x = converted(model, plan), rows(4).float()
     same = routed(lambda m, y, chosen: apart(m, y)).double()
     same.load_state_dict(model.state_dict())

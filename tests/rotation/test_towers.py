@@ -1,4 +1,4 @@
-"""Towers of vision models in the stock classes: what turns, and which outputs change."""
+"""Towers of vision models in the stock classes: what rotates, and which outputs change."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ TOWERS: list[tuple[str, str, int, set[str]]] = [
 @pytest.mark.parametrize(
     ("kind", "name", "streams", "changed"), TOWERS, ids=[tower[0] for tower in TOWERS]
 )
-def test_towers_turn_in_the_stock_class(
+def test_towers_rotate_in_the_stock_class(
     kind: str, name: str, streams: int, changed: set[str]
 ) -> None:
     row = census.examine(name, kind, "rotate")
     assert row["status"] == "ok" and row["error"] <= 1e-11, row
-    assert row["turned"].count("stream") == streams, row["not_turned"]
+    assert row["rotated"].count("residual") == streams, row["not_rotated"]
     assert set(row["changed"]) == changed
 
 
@@ -52,13 +52,13 @@ def test_a_tower_whose_last_norm_nothing_reads() -> None:
     )  # fmt: skip
     name, options = "LlavaForConditionalGeneration", Options(fold=False, rotate=True)
     plan = analyze_config(config, model_class=name, options=options).plan
-    streams = [basis for basis in plan.rotated if basis.kind == "stream"]
+    streams = [group for group in plan.rotated if group.kind == "residual"]
     assert [one.name.split(".")[1] for one in streams] == ["vision_tower", "multi_modal_projector"]
     assert "model.vision_tower.post_layernorm" not in streams[0].norms
     original = live(name, config)
-    turned = rotated(original, plan)
+    rotated_model = rotated(original, plan)
     pixels = torch.randn(1, 3, 15, 15, generator=torch.Generator().manual_seed(3)).double()
     inputs = {"input_ids": torch.tensor([[1, *[7] * 9, 3, 4, 9]]), "pixel_values": pixels}
     assert plan.outputs == ("logits",)
-    new, old = (choose_outputs(run(m, [inputs]), ["logits"])[0] for m in (turned, original))
+    new, old = (choose_outputs(run(m, [inputs]), ["logits"])[0] for m in (rotated_model, original))
     torch.testing.assert_close(new["logits"], old["logits"], rtol=1e-11, atol=1e-11)

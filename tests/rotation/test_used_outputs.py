@@ -55,11 +55,11 @@ def clip() -> Any:
 def moved_fields(plan: Any, config: Any) -> tuple[set[str], set[str]]:
     """The output fields of CLIP that stay the same, and those that change."""
     original = live("CLIPModel", config)
-    turned = rotated(original, plan)
+    rotated_model = rotated(original, plan)
     ids = torch.randint(3, 37, (2, 7), generator=torch.Generator().manual_seed(3))
     pixels = torch.randn(2, 3, 15, 15, generator=torch.Generator().manual_seed(4)).double()
     with torch.no_grad():
-        before, after = (m(input_ids=ids, pixel_values=pixels) for m in (original, turned))
+        before, after = (m(input_ids=ids, pixel_values=pixels) for m in (original, rotated_model))
     same, changed = set(), set()
     for name in before:
         nested = hasattr(before[name], "items")
@@ -71,9 +71,9 @@ def moved_fields(plan: Any, config: Any) -> tuple[set[str], set[str]]:
     return same, changed
 
 
-def test_outputs_of_parts_turn_and_are_listed() -> None:
+def test_outputs_of_parts_rotate_and_are_listed() -> None:
     plan = analyze_config(clip(), model_class="CLIPModel", options=ROTATED).plan
-    (stream,) = [basis for basis in plan.rotated if basis.kind == "stream"]
+    (stream,) = [group for group in plan.rotated if group.kind == "residual"]
     assert stream.outputs == ("text_model_output.last_hidden_state",)
     assert set(plan.outputs) == {
         "image_embeds", "logits_per_image", "logits_per_text", "text_embeds"
@@ -85,7 +85,9 @@ def test_outputs_of_parts_turn_and_are_listed() -> None:
 def test_a_named_output_is_kept() -> None:
     kept = ("logits_per_text", "text_model_output.last_hidden_state")
     plan = analyze_config(clip(), model_class="CLIPModel", outputs=kept, options=ROTATED).plan
-    reasons = {basis.reason for basis in plan.bases if basis.name.startswith("text_model")}
+    reasons = {
+        group.reason for group in plan.rotation_groups if group.name.startswith("text_model")
+    }
     assert "the model returns it" in reasons and plan.outputs == kept
     assert set(kept) <= moved_fields(plan, clip())[0]
 
@@ -105,11 +107,11 @@ def test_a_norm_that_nothing_reads_is_no_obstacle() -> None:
     model = unread()
     x, other = (torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
     plan = analyze_module(model, x.double(), options=ROTATED).plan
-    (basis,) = plan.rotated
-    assert basis.outputs == ("last_hidden_state",) and basis.norms == ("norm",)
-    turned = rotated(model, plan)
-    assert torch.equal(turned.after.weight, model.after.weight)
-    before, after = model(other.double()), turned(other.double())
+    (group,) = plan.rotated
+    assert group.outputs == ("last_hidden_state",) and group.norms == ("norm",)
+    rotated_model = rotated(model, plan)
+    assert torch.equal(rotated_model.after.weight, model.after.weight)
+    before, after = model(other.double()), rotated_model(other.double())
     torch.testing.assert_close(after["logits"], before["logits"], rtol=1e-11, atol=1e-11)
     assert not torch.allclose(after["last_hidden_state"], before["last_hidden_state"], atol=1e-2)
 
@@ -117,14 +119,14 @@ def test_a_norm_that_nothing_reads_is_no_obstacle() -> None:
 def test_a_norm_whose_result_is_to_stay_is_an_obstacle() -> None:
     x, both = torch.ones(2, 3, 7).double(), ("logits", "last_hidden_state")
     plan = analyze_module(unread(), x, outputs=both, options=ROTATED).plan
-    (basis,) = plan.bases
+    (group,) = plan.rotation_groups
     said = "tanh acts on single features, so it does not commute with a rotation"
-    assert basis.reason == said
+    assert group.reason == said
 
 
 def test_where_no_output_changes_all_are_proven() -> None:
     config = CONFIG_MAPPING["gpt2"](**TOKENS, n_embd=24, n_layer=1, n_head=4)
     plan = analyze_config(config, model_class="GPT2Model", options=ROTATED).plan
-    assert plan.outputs == () and [basis.kind for basis in plan.rotated] == ["values"]
-    (kept,) = [basis for basis in plan.bases if basis.kind == "stream"]
+    assert plan.outputs == () and [group.kind for group in plan.rotated] == ["values"]
+    (kept,) = [group for group in plan.rotation_groups if group.kind == "residual"]
     assert kept.reason == "the model returns it"

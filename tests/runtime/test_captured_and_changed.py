@@ -15,7 +15,7 @@ from live_models import computed_rms
 from torch.func import functional_call, grad, vmap
 
 from enjoyln_cli import refold
-from enjoyln_cli.runtime.entries import entries
+from enjoyln_cli.runtime.call_guards import call_guards
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.scope import thread
 
@@ -114,7 +114,7 @@ def test_a_compiled_model_looks_at_its_weights(
         change(one, source(name).state_dict())
     assert far(run(compiled, name), run(stock, name)) < 1e-9
     assert how == "around" or all(norm.shifted for norm in norms)
-    assert thread.running.entry is None
+    assert thread.running.guard is None
 
 
 @pytest.mark.parametrize("change", [assign, write_to_one])
@@ -198,7 +198,7 @@ def test_a_step_that_torch_does_not_count(eight: Path, kind: str) -> None:
     """
     (model, stock), (other, _) = pair("phi", eight), pair("phi", eight)
     run(model, "phi"), run(other, "phi")
-    looks = [entry.check.snapshot for _, entry in entries(other)]
+    looks = [guard.check.snapshot for _, guard in call_guards(other)]
     weight = model.model.layers[0].mlp.fc2.weight
     version = weight._version
     for one in (model, stock):
@@ -212,7 +212,7 @@ def test_a_step_that_torch_does_not_count(eight: Path, kind: str) -> None:
     assert weight._version == version and bool(weight.mean(0).abs().max() < 1e-9) == centred
     assert far(run(model, "phi"), run(stock, "phi")) < 1e-9
     assert any(computed_rms(model, lambda: run(model, "phi"))) == centred
-    assert [entry.check.snapshot for _, entry in entries(other)] == looks, "it was not stepped"
+    assert [guard.check.snapshot for _, guard in call_guards(other)] == looks, "it was not stepped"
     assert all(computed_rms(refold(model), lambda: run(model, "phi")))
     assert far(run(model, "phi"), run(stock, "phi")) < 1e-9
 

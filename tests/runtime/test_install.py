@@ -25,7 +25,7 @@ from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import Centring
 from enjoyln_cli.runtime.install import fold_in_memory, install
 from enjoyln_cli.runtime.modules import Folded, RMSNorm
-from enjoyln_cli.runtime.scope import Fold
+from enjoyln_cli.runtime.scope import FoldedModelState
 
 D = 32
 NORMS = ["transformer.h.0.ln_1", "transformer.h.0.ln_2", "transformer.ln_f"]
@@ -70,7 +70,7 @@ def no_layer_norm_fallback(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     Norms compute RMSNorm where autograd records nothing.
     """
-    monkeypatch.setattr(Fold, "literal", True)
+    monkeypatch.setattr(FoldedModelState, "literal", True)
     with torch.no_grad():
         yield
 
@@ -150,12 +150,12 @@ def test_an_unproven_input_makes_the_norms_compute_layer_norm() -> None:
         assert torch.allclose(compiled(ids()).logits, plain(ids()).logits, rtol=1e-11)
 
 
-def test_an_unproven_input_is_refused_where_norms_were_merged() -> None:
-    """Other layers may read the merged norms in such a call, and would miss the merged affine."""
+def test_an_unproven_input_is_refused_where_norms_were_fused() -> None:
+    """Other layers may read the fused norms in such a call, and would miss the fused affine."""
     model = centre_writers(gpt2())
-    install(model, NORMS, [WTE], unproven=["position_ids"], merged=True)
+    install(model, NORMS, [WTE], unproven=["position_ids"], fused=True)
     positions = torch.full((2, 9), 3)
-    with pytest.raises(UnsupportedModel, match="not proven for calls with position_ids; .*merged"):
+    with pytest.raises(UnsupportedModel, match="not proven for calls with position_ids; .*fused"):
         model(ids(), position_ids=positions)
     with pytest.raises(UnsupportedModel, match="leave that input out, or fold without --merge"):
         model.transformer(ids(), None, None, None, positions)
@@ -164,7 +164,7 @@ def test_an_unproven_input_is_refused_where_norms_were_merged() -> None:
 
 def test_an_unproven_input_at_its_default_is_as_good_as_none() -> None:
     model = centre_writers(gpt2())
-    install(model, NORMS, [WTE], unproven=["logits_to_keep"], merged=True)
+    install(model, NORMS, [WTE], unproven=["logits_to_keep"], fused=True)
     expected = model(ids()).logits
     assert torch.equal(model(ids(), logits_to_keep=0).logits, expected)
     with pytest.raises(UnsupportedModel, match="not proven for calls with logits_to_keep"):
@@ -279,7 +279,7 @@ def test_query_and_key_norms_with_a_weight_for_every_head() -> None:
     narrow = copy.deepcopy(stock).float()
     tokens = torch.arange(3, 12)[None]
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Fold, "literal", False)  # as a user's calls are
+        patch.setattr(FoldedModelState, "literal", False)  # as a user's calls are
         exact, like = stock(tokens).logits, narrow(tokens).logits
         fold_in_memory(narrow, analyze(narrow).plan)
         assert not narrow.model.layers[0].self_attn.q_norm.shifted

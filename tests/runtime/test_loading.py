@@ -31,7 +31,7 @@ from transformers import (
 from enjoyln_cli import EnjoyLNConfig, Options, fold, from_pretrained, optimize, refold
 from enjoyln_cli.checkpoint.marker import proof_of
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, NotCentred, UnsupportedModel
-from enjoyln_cli.runtime.entries import input_means
+from enjoyln_cli.runtime.call_guards import input_means
 from enjoyln_cli.runtime.modules import Folded
 
 CAUSAL = ("gpt2", "opt", "bloom", "phi")
@@ -233,7 +233,7 @@ def layer_scaled() -> Any:
     return moved(transformers.Dinov2Model(config)).float()
 
 
-def test_a_scale_that_was_merged(tmp_path: Path) -> None:
+def test_a_scale_that_was_fused(tmp_path: Path) -> None:
     """The scale is all ones after the fold; if it is trained, scale times weight has a mean."""
     source, given = layer_scaled(), inputs("vit")
     source.save_pretrained(tmp_path / "source")

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from enjoyln_cli import from_pretrained
 from enjoyln_cli.runtime.modules import Folded, RMSNorm
-from enjoyln_cli.runtime.scope import Fold, thread
+from enjoyln_cli.runtime.scope import FoldedModelState, thread
 
 NEW = 0.7
 
 
 @pytest.fixture
-def merged(outs: dict[str, Path]) -> dict[str, Path]:
+def fused(outs: dict[str, Path]) -> dict[str, Path]:
     """Checkpoints whose norms lost their biases, or their biases and weights."""
     return {how: outs[f"phi merge {how}"] for how in ("bias", "affine")}
 
@@ -40,7 +40,7 @@ def poison(model: nn.Module, how: str) -> None:
 
 
 def shift(model: nn.Module, name: str = "bias") -> dict[str, torch.Tensor]:
-    """A state dict in which the parameter ``name`` of merged norms is no longer neutral."""
+    """A state dict in which the parameter ``name`` of fused norms is no longer neutral."""
     state = {key: value.clone() for key, value in model.state_dict().items()}
     for path, module in model.named_modules():
         if isinstance(module, Folded):
@@ -54,30 +54,30 @@ def flagged(model: Any, flag: str) -> list[str]:
     return [path for path, norm in named if isinstance(norm, Folded) and getattr(norm, flag)]
 
 
-def merged_norms(model: Any, name: str) -> list[str]:
-    """The norms that the marker lists as merged; asserts that they are not all norms."""
-    names = model.config.enjoyln["merged"][name]
+def fused_norms(model: Any, name: str) -> list[str]:
+    """The norms that the marker lists as fused; asserts that they are not all norms."""
+    names = model.config.enjoyln["fused"][name]
     assert 3 < len(names) < len(folded_norms(model)) or not names
     return sorted(names)
 
 
 @pytest.mark.parametrize("how", ["bias", "affine"])
-def test_neutral_parameters_are_not_read(merged: dict[str, Path], how: str) -> None:
-    stock = AutoModelForCausalLM.from_pretrained(merged[how]).eval()
+def test_neutral_parameters_are_not_read(fused: dict[str, Path], how: str) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(fused[how]).eval()
     names, expected = list(stock.state_dict()), logits(stock)
-    model = from_pretrained(merged[how])
+    model = from_pretrained(fused[how])
     logits(model)
-    assert sorted(flagged(model, "biasless")) == merged_norms(model, "bias")
-    assert sorted(flagged(model, "weightless")) == merged_norms(model, "weight")
+    assert sorted(flagged(model, "biasless")) == fused_norms(model, "bias")
+    assert sorted(flagged(model, "weightless")) == fused_norms(model, "weight")
     assert bool(flagged(model, "weightless")) == (how == "affine")
     assert list(model.state_dict()) == names
     poison(model, how)
     assert close(logits(model), expected)
 
 
-def test_a_weight_of_ones_that_no_merge_has_left_is_not_read(merged: dict[str, Path]) -> None:
+def test_a_weight_of_ones_that_no_fusion_has_left_is_not_read(fused: dict[str, Path]) -> None:
     """Until it changes."""
-    model, first = from_pretrained(merged["bias"]), "model.layers.0.input_layernorm"
+    model, first = from_pretrained(fused["bias"]), "model.layers.0.input_layernorm"
     with torch.no_grad():
         for norm in folded_norms(model):
             norm.weight.fill_(1.0)
@@ -107,10 +107,10 @@ def test_a_weight_of_ones_that_no_merge_has_left_is_not_read(merged: dict[str, P
         ("data", "bias"),
     ],
 )
-def test_other_values_are_read_again(merged: dict[str, Path], how: str, name: str) -> None:
+def test_other_values_are_read_again(fused: dict[str, Path], how: str, name: str) -> None:
     """Loaded into the model or into a copy, or put into other storage."""
-    model = from_pretrained(merged["affine"])
-    stock = AutoModelForCausalLM.from_pretrained(merged["affine"]).eval()
+    model = from_pretrained(fused["affine"])
+    stock = AutoModelForCausalLM.from_pretrained(fused["affine"]).eval()
     before = logits(model)
     copied = {"copy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}
     model = copied.get(how, lambda m: m)(model)
@@ -126,9 +126,9 @@ def test_other_values_are_read_again(merged: dict[str, Path], how: str, name: st
     assert not flagged(model, f"{name}less")
 
 
-def test_a_gradient_of_a_neutral_parameter(merged: dict[str, Path]) -> None:
-    stock = AutoModelForCausalLM.from_pretrained(merged["affine"]).eval()
-    model = from_pretrained(merged["affine"])
+def test_a_gradient_of_a_neutral_parameter(fused: dict[str, Path]) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(fused["affine"]).eval()
+    model = from_pretrained(fused["affine"])
     logits(model)
     found = []
     for one in (model, stock):
@@ -139,8 +139,8 @@ def test_a_gradient_of_a_neutral_parameter(merged: dict[str, Path]) -> None:
         assert grads[0].abs().max() > 0 and close(*grads)
 
 
-def test_a_part_that_is_called_alone_reads_them(merged: dict[str, Path]) -> None:
-    model = from_pretrained(merged["bias"])
+def test_a_part_that_is_called_alone_reads_them(fused: dict[str, Path]) -> None:
+    model = from_pretrained(fused["bias"])
     logits(model)
     norm = model.model.final_layernorm
     with torch.no_grad():
@@ -156,9 +156,9 @@ def placeholders_that_are_used(program: Any) -> set[str]:
     return {target for name, target in inputs.items() if name in used}
 
 
-def test_an_export_reads_them_only_when_they_changed(merged: dict[str, Path]) -> None:
-    model = from_pretrained(merged["affine"])
-    names = {f"{path}.{name}" for name in ("bias", "weight") for path in merged_norms(model, name)}
+def test_an_export_reads_them_only_when_they_changed(fused: dict[str, Path]) -> None:
+    model = from_pretrained(fused["affine"])
+    names = {f"{path}.{name}" for name in ("bias", "weight") for path in fused_norms(model, name)}
     for changed in (False, True):
         if changed:
             model.load_state_dict(shift(model))
@@ -172,11 +172,11 @@ def test_an_export_reads_them_only_when_they_changed(merged: dict[str, Path]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("around", [False, True], ids=["the model", "code around it"])
-def test_compiled(merged: dict[str, Path], around: bool) -> None:
+def test_compiled(fused: dict[str, Path], around: bool) -> None:
     """Code around a call that was compiled with it does not check parameters, so it reads them."""
     torch._dynamo.reset()
-    model = from_pretrained(merged["affine"])
-    stock = AutoModelForCausalLM.from_pretrained(merged["affine"]).eval()
+    model = from_pretrained(fused["affine"])
+    stock = AutoModelForCausalLM.from_pretrained(fused["affine"]).eval()
     called: Any = (lambda **given: model(**given)) if around else model
     compiled = torch.compile(called, backend="eager")
     assert close(logits(compiled), logits(stock))
@@ -202,7 +202,7 @@ def test_one_operation_of_onnx_with_any_eps(eps: float, opset: int, tmp_path: Pa
         norm.weight.uniform_(0.5, 2)
         norm.bias.normal_()
         expected = nn.functional.layer_norm(x, (16,), norm.weight, norm.bias, eps)
-        norm._enjoyln_fold = thread.running.proven = Fold()
+        norm._enjoyln_fold = thread.running.proven = FoldedModelState()
         try:
             torch.onnx.export(norm, (x,), tmp_path / "n.onnx", opset_version=opset, verbose=False)
         finally:

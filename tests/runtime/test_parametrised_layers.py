@@ -15,7 +15,7 @@ from transformers import Wav2Vec2ConformerConfig, Wav2Vec2ConformerModel
 
 import enjoyln_cli
 from enjoyln_cli import fold
-from enjoyln_cli.runtime.entries import entries, input_means
+from enjoyln_cli.runtime.call_guards import call_guards, input_means
 
 CONFIG = Wav2Vec2ConformerConfig(
     hidden_size=24,
@@ -47,8 +47,8 @@ def loaded(out: Path) -> Any:
 
 
 def output(model: Any) -> torch.Tensor:
-    for _, entry in entries(model):
-        entry.fold.literal = True
+    for _, guard in call_guards(model):
+        guard.state.literal = True
     with torch.no_grad():
         return model(SOUND).last_hidden_state
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import checkpoint
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
-from enjoyln_cli.runtime.entries import entry_of
+from enjoyln_cli.runtime.call_guards import guard_of
 from enjoyln_cli.runtime.install import install
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.scope import thread
@@ -204,14 +204,14 @@ def test_a_call_that_is_interrupted(eight: Path) -> None:
             one.model.layers[0].mlp.fc2.bias += 1.0
     with pytest.warns(UserWarning, match="computing LayerNorm"):
         assert far(run(model.model, given("phi")), run(stock.model, given("phi"))) < 1e-9
-    assert thread.running.entry is None and thread.running.proven is None
+    assert thread.running.guard is None and thread.running.proven is None
 
 
 def test_a_call_inside_another_one_belongs_to_the_outermost(eight: Path) -> None:
     model, _ = pair("whisper", eight)
     encoder, seen = model.model.encoder, []
-    encoder.layer_norm.register_forward_hook(lambda *_: seen.append(thread.running.entry))
+    encoder.layer_norm.register_forward_hook(lambda *_: seen.append(thread.running.guard))
     run(model, given("whisper"))
     run(model.model, given("whisper"))
     run(encoder, {"input_features": given("whisper")["input_features"]})
-    assert seen == [entry_of(called) for called in (model, model.model, encoder)]
+    assert seen == [guard_of(called) for called in (model, model.model, encoder)]

@@ -15,13 +15,13 @@ OUT = feature_axis((ROWS, IN), 0)
 HALF = Axis(0, 4, 2, 15, 1)
 
 EDITS = {
-    "linear, merged": ("w", Edit((Scale("g", 1), CentreAxis(OUT)))),
-    "linear, merged by one plus a gain": ("w", Edit((Scale("g", 1, 1.0), CentreAxis(OUT)))),
+    "linear, fused": ("w", Edit((Scale("g", 1), CentreAxis(OUT)))),
+    "linear, fused by one plus a gain": ("w", Edit((Scale("g", 1, 1.0), CentreAxis(OUT)))),
     "linear, longer rows": ("w", Edit((CentreAxis(OUT), Append(1, NEW)))),
     "linear, more rows": ("w", Edit((Append(0, NEW),))),
     "linear, more rows and centred": ("w", Edit((CentreAxis(OUT), Append(0, NEW)))),
     "linear, a part centred, longer rows": ("w", Edit((CentreAxis(HALF), Append(1, NEW)))),
-    "linear, a part centred and merged": ("w", Edit((Scale("g", 1), CentreAxis(HALF)))),
+    "linear, a part centred and fused": ("w", Edit((Scale("g", 1), CentreAxis(HALF)))),
     "linear, all at once": (
         "w",
         Edit((Scale("g", 1), LayerScale("s", 0), CentreAxis(OUT), Append(1, NEW))),
@@ -34,12 +34,12 @@ EDITS = {
         "w",
         Edit((CentreAxis(Axis(1, 0, 2, 9, 1)), CentreAxis(Axis(1, 6, 1, 12, 1)))),
     ),
-    "merged only": ("w", Edit((Scale("g", 1),))),
+    "fused only": ("w", Edit((Scale("g", 1),))),
     "longer rows only": ("w", Edit((Append(1, NEW),))),
-    "transposed, merged": ("t", Edit((Scale("g", 0), CentreAxis(Axis(1, 0, 1, ROWS, 1))))),
+    "transposed, fused": ("t", Edit((Scale("g", 0), CentreAxis(Axis(1, 0, 1, ROWS, 1))))),
     "transposed, longer": ("t", Edit((CentreAxis(Axis(1, 0, 1, ROWS, 1)), Append(0, NEW)))),
     "transposed, longer rows": ("t", Edit((CentreAxis(Axis(1, 0, 1, ROWS, 1)), Append(1, NEW)))),
-    "experts, merged": ("e", Edit((Scale("g", 2), CentreAxis(Axis(1, 0, 1, ROWS, 1))))),
+    "experts, fused": ("e", Edit((Scale("g", 2), CentreAxis(Axis(1, 0, 1, ROWS, 1))))),
     "experts, longer": ("e", Edit((CentreAxis(Axis(1, 0, 1, ROWS, 1)), Append(1, NEW)))),
     "experts, longer rows": ("e", Edit((CentreAxis(Axis(1, 0, 1, ROWS, 1)), Append(2, NEW)))),
     "bias": ("b", Edit((AddProduct("w", 1, "v"), CentreAxis(Axis(0, 0, 1, ROWS, 1))))),
@@ -48,16 +48,16 @@ EDITS = {
         "b",
         Edit((AddProduct("w", 1, "v"), LayerScale("s", 0), Append(0, NEW))),
     ),
-    "linear, merged for each of two groups": ("w", Edit((Scale("h", 1, outer=2),))),
-    "linear, merged for pairs": ("w", Edit((Scale("h", 1, inner=2), CentreAxis(OUT)))),
+    "linear, fused for each of two groups": ("w", Edit((Scale("h", 1, outer=2),))),
+    "linear, fused for pairs": ("w", Edit((Scale("h", 1, inner=2), CentreAxis(OUT)))),
     "bias, for each of two groups": ("b", Edit((AddProduct("w", 1, "h", outer=2),))),
-    "packed, two parts merged": (
+    "packed, two parts fused": (
         "w",
         Edit(
             (Scale("g", 1, outputs=(0, 12)), Scale("v", 1, 1.0, outputs=(12, 30)), CentreAxis(OUT))
         ),
     ),
-    "packed and transposed, a part merged": ("t", Edit((Scale("g", 0, outputs=(5, 9)),))),
+    "packed and transposed, a part fused": ("t", Edit((Scale("g", 0, outputs=(5, 9)),))),
     "packed, two parts of the bias": (
         "b",
         Edit((AddProduct("w", 1, "v", outputs=(30, 37)), AddProduct("w", 1, "g", outputs=(0, 12)))),

@@ -15,7 +15,7 @@ from stored_files import opened
 from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.edits.linear_steps import CentreAxis
 from enjoyln_cli.plan.axis import Axis, blocks, centre
-from enjoyln_cli.plan.plan import Centring, Plan, Verdict, Writer
+from enjoyln_cli.plan.plan import CentredWeight, Centring, Plan, Verdict
 from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
 
 CONFIG = {"model_type": "gpt2", "n_embd": 24, "dtype": "float32", "zebra": [1, {"a": None}]}
@@ -128,7 +128,7 @@ def sharded(tmp_path: Path) -> Path:
 
 def plan_for(tensors: dict[str, torch.Tensor], edits: dict[str, tuple[Axis, ...]]) -> Plan:
     writers = [
-        Writer(f"transformer.{name}", name, axis, tuple(tensors[name].shape))
+        CentredWeight(f"transformer.{name}", name, axis, tuple(tensors[name].shape))
         for name, axes in edits.items()
         for axis in axes
     ]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from enjoyln_cli.runtime.modules import Folded
-from enjoyln_cli.runtime.scope import Fold
+from enjoyln_cli.runtime.scope import FoldedModelState
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINTS = ROOT / "tests" / "checkpoints"
@@ -64,4 +64,4 @@ def literally() -> AbstractContextManager[Any]:
 
     So an input with a mean shows.
     """
-    return mock.patch.object(Fold, "literal", True)
+    return mock.patch.object(FoldedModelState, "literal", True)

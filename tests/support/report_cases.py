@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.plan import Centring, Plan, Verdict, Writer
+from enjoyln_cli.plan.plan import CentredWeight, Centring, Plan, Verdict
 from enjoyln_cli.verification.verify import Verification
 
 REASON = "the output of a LayerNorm with weights is not zero-mean"
@@ -21,9 +21,9 @@ PLAN = Plan(
         Verdict("head.ln", "kept", reason="gelu | tanh", culprit="head.act"),
     ),
     writers=(
-        Writer("h.0.proj.weight", "h.0.proj.weight", Axis(1, 0, 1, 6, 1), (6, 6)),
-        Writer("h.0.proj.weight", "copy.weight", Axis(1, 0, 1, 6, 1), (6, 6)),
-        Writer("h.0.proj.bias", "h.0.proj.bias", Axis(0, 0, 1, 6, 1), (6,)),
+        CentredWeight("h.0.proj.weight", "h.0.proj.weight", Axis(1, 0, 1, 6, 1), (6, 6)),
+        CentredWeight("h.0.proj.weight", "copy.weight", Axis(1, 0, 1, 6, 1), (6, 6)),
+        CentredWeight("h.0.proj.bias", "h.0.proj.bias", Axis(0, 0, 1, 6, 1), (6,)),
     ),
     ops=(Centring("wte", "output", Axis(-1, 0, 1, 6, 1), "it is tied to the head"),),
     unproven=("inputs_embeds",),

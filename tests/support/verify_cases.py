@@ -15,7 +15,7 @@ from enjoyln_cli.checkpoint.config import load_config
 from enjoyln_cli.checkpoint.reader import open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.plan import Centring, Plan, Verdict, Writer
+from enjoyln_cli.plan.plan import CentredWeight, Centring, Plan, Verdict
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
@@ -63,7 +63,7 @@ def right_plan() -> Plan:
         "GPT2LMHeadModel",
         ("GPT2LMHeadModel",),
         tuple(Verdict(n, "centred", ("transformer.wte",)) for n in [*norms, "transformer.ln_f"]),
-        tuple(Writer(n, n, feature_axis(s), s) for n, s in shapes.items()),
+        tuple(CentredWeight(n, n, feature_axis(s), s) for n, s in shapes.items()),
         (Centring("transformer.wte", "output", Axis(-1, 0, 1, D, 1), "tied"),),
         ("inputs_embeds",),
     )

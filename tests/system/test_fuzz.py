@@ -263,7 +263,7 @@ MARKER = {
     "centered": [{"axis": {"dim": 0, **GROUP}, "parameters": ["transformer.wpe.weight"]}],
     "scales": {"transformer.h.0.mlp.c_proj.weight": "transformer.scale"},
     "units": [{"first": "a", "bias": None, "second": "b", "dim": 0, "start": 4}],
-    "merged": {"weight": [], "bias": ["transformer.h.0.ln_1"]},
+    "fused": {"weight": [], "bias": ["transformer.h.0.ln_1"]},
     "untied": {"lm_head.weight": "transformer.wte.weight"},
     "entry_inputs": ["inputs_embeds"],
     "unproven": [],

@@ -76,8 +76,8 @@ def test_a_folded_model_computes_the_original(
 ) -> None:
     gpu.measured.clear()
     assert is_right(from_pretrained(outs[name], dtype=dtype, device_map=DEVICE), name, dtype)
-    merged = from_pretrained(outs[f"{name} merge bias"], dtype=dtype).to(DEVICE)
-    assert is_right(optimize(merged), name, dtype)
+    fused = from_pretrained(outs[f"{name} merge bias"], dtype=dtype).to(DEVICE)
+    assert is_right(optimize(fused), name, dtype)
     assert gpu.measured, "loading a model measures what computes its norms"
 
 

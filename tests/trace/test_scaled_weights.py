@@ -88,8 +88,8 @@ def test_a_weight_that_is_replaced_is_refused() -> None:
         folded("replaced")
 
 
-def test_nothing_is_merged_into_a_weight_that_is_multiplied() -> None:
+def test_nothing_is_fused_into_a_weight_that_is_multiplied() -> None:
     """W (γ x + β) + b with W / 2 in later calls: W β would not be halved in the bias."""
     options = Options(merge="affine")
     plan = analyze_module(randomised(Changing("the head is divided")), ids(), options=options).plan
-    assert plan.folded and not plan.merged
+    assert plan.folded and not plan.fused

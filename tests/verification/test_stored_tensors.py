@@ -27,7 +27,7 @@ def whole(dim: int, size: int) -> Axis:
     return Axis(dim, 0, 1, size, 1)
 
 
-def turned(dim: int, rotation: Rotation) -> Edit:
+def rotated(dim: int, rotation: Rotation) -> Edit:
     return Edit((RotateAxis(whole(dim, rotation.size), rotation),))
 
 
@@ -48,12 +48,12 @@ def tensors(size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def edits_for(size: int, rotation: Rotation) -> dict[str, Edit]:
     """The edits of a stream: what writes it, and what reads it behind a norm."""
     return {
-        "table": turned(1, rotation),
-        "writer": turned(0, rotation).adding(CentreAxis(whole(0, size))),
-        "reader": turned(1, rotation).adding(Scale("gamma", 1)),
+        "table": rotated(1, rotation),
+        "writer": rotated(0, rotation).adding(CentreAxis(whole(0, size))),
+        "reader": rotated(1, rotation).adding(Scale("gamma", 1)),
         "bias": Edit((AddProduct("reader", 1, "beta"),)),
         "gamma": Edit((Fill(1.0),)),
-        "beta": turned(0, rotation).adding(Scale("gamma", 0, divides=True)),
+        "beta": rotated(0, rotation).adding(Scale("gamma", 0, divides=True)),
     }
 
 
@@ -88,7 +88,7 @@ def converted(
         pytest.param(2560, "bfloat16", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_a_turned_checkpoint_is_what_its_edits_say(size: int, dtype: str, tmp_path: Path) -> None:
+def test_a_rotated_checkpoint_is_what_its_edits_say(size: int, dtype: str, tmp_path: Path) -> None:
     rotation = Rotation(size, 0, "stream", fixes_ones=size != 2560)
     edits = edits_for(size, rotation)
     original = stored(tmp_path / "in", tensors(size, getattr(torch, dtype)))
@@ -108,11 +108,11 @@ def test_float32_becomes_16_bits_in_one_rounding(dtype: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_a_tensor_turned_along_both_dimensions(dtype: str, tmp_path: Path) -> None:
+def test_a_tensor_rotated_along_both_dimensions(dtype: str, tmp_path: Path) -> None:
     """A projection of values: the stream along one dimension, three heads along the other."""
     stream, heads = Rotation(576, 0, "stream", True), Rotation(64, 0, "values", False)
-    turns = (RotateAxis(whole(0, 576), stream), RotateAxis(Axis(1, 64, 3, 64, 1), heads))
-    edits = {"weight": Edit((Scale("gamma", 0), *turns))}
+    rotations = (RotateAxis(whole(0, 576), stream), RotateAxis(Axis(1, 64, 3, 64, 1), heads))
+    edits = {"weight": Edit((Scale("gamma", 0), *rotations))}
     torch.manual_seed(0)
     held = {"weight": torch.randn(576, 330).to(LOW[dtype]), "gamma": torch.rand(576) + 0.5}
     original = stored(tmp_path / "in", held)
@@ -160,10 +160,10 @@ def test_another_seed_another_matrix_and_none_are_found(tmp_path: Path) -> None:
     ]  # fmt: skip
     for number, other in enumerate(others):
         folder = tmp_path / str(number)
-        result = converted(original, folder, {"table": turned(1, other)})
-        assert check_tensors(original, result, {"table": turned(1, rotation)})[1]
-        assert not check_tensors(original, result, {"table": turned(1, other)})[1]
-    assert check_tensors(original, original, {"table": turned(1, rotation)})[1]
+        result = converted(original, folder, {"table": rotated(1, other)})
+        assert check_tensors(original, result, {"table": rotated(1, rotation)})[1]
+        assert not check_tensors(original, result, {"table": rotated(1, other)})[1]
+    assert check_tensors(original, original, {"table": rotated(1, rotation)})[1]
 
 
 def test_a_sum_in_another_order_may_fall_on_the_other_side_of_a_tie(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_sum_in_another_order_may_fall_on_the_other_side_of_a_tie(tmp_path: Pa
     wanted = torch.tensor([[1 + 2**-8, 0.5, -0.25, 0.125]], dtype=torch.float64)
     x = wanted @ q  # exact in float64: the entries of q are halves
     original = stored(tmp_path / "in", {"table": x})
-    edits = {"table": turned(1, half)}
+    edits = {"table": rotated(1, half)}
     for value, right in ((1.0, True), (1 + 2**-7, True), (1 + 2**-6, False), (1 - 2**-8, False)):
         new = wanted.bfloat16()
         new[0, 0] = value

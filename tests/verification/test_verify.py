@@ -54,7 +54,7 @@ from enjoyln_cli.comparison.text_scores import perplexity
 from enjoyln_cli.errors import AlreadyFolded, BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.models.arithmetic import Float64
 from enjoyln_cli.models.load import silent
-from enjoyln_cli.plan.plan import Writer
+from enjoyln_cli.plan.plan import CentredWeight
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 from enjoyln_cli.verification.verify import Verification, verify
 
@@ -184,7 +184,7 @@ def test_a_tied_embedding_centred(sources: dict[str, Path], tmp_path: Path) -> N
     plan = right_plan()
     name, shape = "transformer.wte.weight", (VOCABULARY, D)
     wrong = replace(
-        plan, writers=(*plan.writers, Writer(name, name, feature_axis(shape), shape)), ops=()
+        plan, writers=(*plan.writers, CentredWeight(name, name, feature_axis(shape), shape)), ops=()
     )
     found = verify(folded(sources["float16"], tmp_path / "out", wrong), write=False)
     assert not found.passed

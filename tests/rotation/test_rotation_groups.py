@@ -1,4 +1,4 @@
-"""Which values of a model can be turned, and that turning them changes no output."""
+"""Which values of a model can be rotated, and that rotating them changes no output."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ def test_the_function_stays_the_same_in_the_stock_class(
 ) -> None:  # fmt: skip
     config = config_of(kind, settings)
     plan = analyze_config(config, model_class=name, outputs=outputs, options=ROTATED).plan
-    kinds = [basis.kind for basis in plan.rotated]
-    assert (kinds.count("stream"), kinds.count("values")) == (streams, attentions), [
-        (basis.kind, basis.reason, basis.culprit) for basis in plan.bases
+    kinds = [group.kind for group in plan.rotated]
+    assert (kinds.count("residual"), kinds.count("values")) == (streams, attentions), [
+        (group.kind, group.reason, group.culprit) for group in plan.rotation_groups
     ]
     original = live(name, config)
-    turned = rotated(original, plan)
-    assert type(turned) is type(original)
-    assert far(turned, original, outputs) <= 1e-12
-    changed = {one.parameter for basis in plan.rotated for one in basis.tensors}
-    before, after = dict(original.named_parameters()), dict(turned.named_parameters())
+    rotated_model = rotated(original, plan)
+    assert type(rotated_model) is type(original)
+    assert far(rotated_model, original, outputs) <= 1e-12
+    changed = {one.parameter for group in plan.rotated for one in group.tensors}
+    before, after = dict(original.named_parameters()), dict(rotated_model.named_parameters())
     for parameter in changed & before.keys():
         assert not torch.allclose(before[parameter], after[parameter]), parameter
 
@@ -104,7 +104,7 @@ def test_a_decoding_step_uses_the_cache_of_the_rotated_model(
     config = CONFIG_MAPPING["llama"](**LLAMA, **UNTIED)
     original = live("LlamaForCausalLM", config)
     plan = analyze_config(config, model_class="LlamaForCausalLM", options=ROTATED).plan
-    turned, ids = rotated(original, plan), main_call(original)["input_ids"]
+    rotated_model, ids = rotated(original, plan), main_call(original)["input_ids"]
     steps = []
 
     def in_the_dtype_of_its_input(norm: Any, x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def test_a_decoding_step_uses_the_cache_of_the_rotated_model(
         return nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
 
     monkeypatch.setattr(LlamaRMSNorm, "forward", in_the_dtype_of_its_input)
-    for model in (original, turned):
+    for model in (original, rotated_model):
         with torch.no_grad():
             cache = returned_cache(model(ids, use_cache=True))
             steps.append(model(ids[:, :1], **{cache_argument(model.forward): cache}).logits)
@@ -124,30 +124,30 @@ def test_a_decoding_step_uses_the_cache_of_the_rotated_model(
     assert not torch.allclose(values[:, :, :7], own.values, atol=1e-2)
 
 
-def test_a_tied_weight_that_turns_on_one_side_alone_is_untied() -> None:
-    """ELECTRA's head reads the stream behind its GELU, which stays; the embedding turns."""
+def test_a_tied_weight_that_rotates_on_one_side_alone_is_untied() -> None:
+    """ELECTRA's head reads the stream behind its GELU, which stays; the embedding rotates."""
     settings = {**TOKENS, "embedding_size": 12, "hidden_size": 24, "num_hidden_layers": 1,
                 "num_attention_heads": 4, "intermediate_size": 33}  # fmt: skip
     config = CONFIG_MAPPING["electra"](**settings)
     untied = replace(ROTATED, untie=True)
     plan = analyze_config(config, model_class="ElectraForMaskedLM", options=untied).plan
     assert [one.parameter for one in plan.untied] == ["generator_lm_head.weight"]
-    assert "electra.embeddings.word_embeddings.weight" in [basis.name for basis in plan.rotated]
+    assert "electra.embeddings.word_embeddings.weight" in [group.name for group in plan.rotated]
     original = live("ElectraForMaskedLM", config)
     assert far(rotated(original, plan), original, ()) <= 1e-12
     tied = analyze_config(config, model_class="ElectraForMaskedLM", options=ROTATED).plan
     assert "electra.embeddings.word_embeddings.weight" not in [one.name for one in tied.rotated]
 
 
-def test_a_tied_head_turns_with_its_embedding_if_no_weight_is_in_between() -> None:
+def test_a_tied_head_rotates_with_its_embedding_if_no_weight_is_in_between() -> None:
     """MPT ties the head; its norms have no bias, and a weight that the head cannot take."""
     settings = {**TOKENS, "n_layers": 1, "n_heads": 4, "d_model": 24}
     tied = CONFIG_MAPPING["mpt"](**settings)
     plan = analyze_config(tied, model_class="MptForCausalLM", options=ROTATED).plan
-    (kept,) = [basis for basis in plan.bases if basis.reason]
-    assert (kept.kind, kept.culprit) == ("stream", "transformer.norm_f")
+    (kept,) = [group for group in plan.rotation_groups if group.reason]
+    assert (kept.kind, kept.culprit) == ("residual", "transformer.norm_f")
     assert kept.reason == (
-        "the weight of a norm acts on single features, and cannot be merged into linear layers: a "
+        "the weight of a norm acts on single features, and cannot be fused into linear layers: a "
         "linear layer after it shares a parameter with another layer (--untie separates tied "
         "weights)"
     )
@@ -162,12 +162,12 @@ def test_a_tied_head_turns_with_its_embedding_if_no_weight_is_in_between() -> No
     parts = {"norm": nn.LayerNorm(12), "up": nn.Linear(12, 9), "down": nn.Linear(9, 12)}
     model = moved(Computing(run, table=table, head=head, **parts))
     plan = analyze_module(model, torch.tensor([[1, 2, 4]]), options=ROTATED).plan
-    (basis,) = plan.rotated
-    turned = rotated(model, plan)
-    assert turned.head.weight is turned.table.weight
+    (group,) = plan.rotated
+    rotated_model = rotated(model, plan)
+    assert rotated_model.head.weight is rotated_model.table.weight
     ids = torch.tensor([[0, 3, 5, 5]])
-    torch.testing.assert_close(turned(ids), model(ids), rtol=1e-12, atol=1e-12)
-    assert not torch.allclose(turned.table.weight, model.table.weight)
+    torch.testing.assert_close(rotated_model(ids), model(ids), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(rotated_model.table.weight, model.table.weight)
 
 
 # One stream, and what may happen in it.
@@ -293,13 +293,15 @@ def rows(seed: int = 3) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", TURNS)
-def test_a_stream_that_turns(case: str) -> None:
+def test_a_stream_that_rotates(case: str) -> None:
     model = Stream(TURNS[case])
     plan = analyze_module(model, rows(), options=ROTATED).plan
-    assert not [basis.reason for basis in plan.bases if basis.kind == "stream" and basis.reason]
-    turned = rotated(model, plan)
-    assert not torch.allclose(turned.enter.weight, model.enter.weight)
-    torch.testing.assert_close(turned(rows(4)), model(rows(4)), rtol=1e-11, atol=1e-11)
+    assert not [
+        group.reason for group in plan.rotation_groups if group.kind == "residual" and group.reason
+    ]
+    rotated_model = rotated(model, plan)
+    assert not torch.allclose(rotated_model.enter.weight, model.enter.weight)
+    torch.testing.assert_close(rotated_model(rows(4)), model(rows(4)), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("case", STAYS)
@@ -307,22 +309,22 @@ def test_a_stream_that_stays(case: str) -> None:
     inside, reason = STAYS[case]
     model = Stream(inside)
     plan = analyze_module(model, rows(), options=ROTATED).plan
-    kept = next(basis for basis in plan.bases if basis.name == "enter.weight")
+    kept = next(group for group in plan.rotation_groups if group.name == "enter.weight")
     assert reason in kept.reason, kept
-    turned = rotated(model, plan)
-    torch.testing.assert_close(turned(rows(4)), model(rows(4)), rtol=1e-11, atol=1e-11)
+    rotated_model = rotated(model, plan)
+    torch.testing.assert_close(rotated_model(rows(4)), model(rows(4)), rtol=1e-11, atol=1e-11)
 
 
 def test_an_input_that_a_norm_reads_stays() -> None:
     model = moved(nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 3)))
-    (kept,) = analyze_module(model, rows(), options=ROTATED).plan.bases
+    (kept,) = analyze_module(model, rows(), options=ROTATED).plan.rotation_groups
     assert (kept.reason, kept.culprit) == ("it is an input of the model", "input")
 
 
 def test_a_weight_that_is_read_twice_stays() -> None:
     model = Stream(lambda m, h: h + m.down(m.up(m.norm(h))) * m.norm.weight.sum())
     plan = analyze_module(model, rows(), options=ROTATED).plan
-    (kept,) = plan.bases
+    (kept,) = plan.rotation_groups
     assert kept.reason == "the parameters of a norm are also used elsewhere"
     assert kept.culprit == "norm.weight"
 
@@ -332,10 +334,10 @@ def test_a_zero_in_a_weight_keeps_the_bias_from_being_divided() -> None:
     with torch.no_grad():
         model.last.weight[2] = 0
     plan = analyze_module(model, rows(), options=ROTATED).plan
-    assert {one.norm: one.divided for one in plan.merged} == {"norm": "norm.bias", "last": ""}
+    assert {one.norm: one.divided for one in plan.fused} == {"norm": "norm.bias", "last": ""}
     torch.testing.assert_close(rotated(model, plan)(rows(4)), model(rows(4)), rtol=0, atol=1e-11)
     model.head.bias = None
-    (kept,) = analyze_module(model, rows(), options=ROTATED).plan.bases
+    (kept,) = analyze_module(model, rows(), options=ROTATED).plan.rotation_groups
     assert kept.culprit == "last" and "has a zero" in kept.reason
 
 
@@ -347,15 +349,15 @@ def test_a_bias_that_cannot_be_divided_moves_into_each_group(
     with torch.no_grad():
         model.first.weight[2] = 0
     plan = analyze_module(model, rows(), options=ROTATED).plan
-    (merge,) = [one for one in plan.merged if one.norm == "first"]
-    assert merge.bias == "first.bias" and not merge.divided
+    (fusion,) = [one for one in plan.fused if one.norm == "first"]
+    assert fusion.bias == "first.bias" and not fusion.divided
     torch.testing.assert_close(rotated(model, plan)(rows(4)), model(rows(4)), rtol=0, atol=1e-11)
 
 
 class ListedHeads(nn.Module):
     """An attention whose values are some heads of a projection, by a list of their numbers.
 
-    An activation reads the other heads, so only these can turn.
+    An activation reads the other heads, so only these can rotate.
     """
 
     def __init__(self, heads: list[int]) -> None:
@@ -379,7 +381,7 @@ def test_values_are_heads_by_their_numbers(heads: list[int]) -> None:
     model = ListedHeads(heads)
     plan = analyze_module(model, rows(), options=ROTATED).plan
     torch.testing.assert_close(rotated(model, plan)(rows(4)), model(rows(4)), rtol=0, atol=1e-11)
-    listed = [basis.reason for basis in plan.bases]
+    listed = [group.reason for group in plan.rotation_groups]
     if heads in ([4, 0], [-1, 0], [0, 1, 3]):  # no slice takes these
         assert listed == ["gelu acts on single features, so it does not commute with a rotation"]
         return
@@ -405,22 +407,22 @@ def test_embeddings_from_the_model_itself_are_in_its_basis(untied: dict[str, Any
     config = CONFIG_MAPPING["pegasus"](**SEPARATE, **untied)
     options = replace(ROTATED, untie=not untied)
     plan = analyze_config(config, model_class=name, outputs=("logits",), options=options).plan
-    assert [basis.kind for basis in plan.rotated].count("stream") == 2
+    assert [group.kind for group in plan.rotated].count("residual") == 2
     assert "decoder_inputs_embeds" in plan.unproven
     config.tie_word_embeddings = False
     original = live(name, config)
     with torch.no_grad():  # the same values in all tables, as in a model that was tied
         for model in (original.get_encoder(), original.get_decoder()):
             model.embed_tokens.weight.copy_(original.get_input_embeddings().weight)
-    turned = rotated(original, replace(plan, untied=(), settings=()))
+    rotated_model = rotated(original, replace(plan, untied=(), settings=()))
     given, results = main_call(original), []
     ids = given.pop("input_ids")
     with torch.no_grad():
-        for model in (original, turned):
+        for model in (original, rotated_model):
             embeds = 24**0.5 * model.get_input_embeddings().weight[ids]
             results.append(model(inputs_embeds=embeds, **given).logits)
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-10)
-    assert far(turned, original, ("logits",)) <= 1e-12
+    assert far(rotated_model, original, ("logits",)) <= 1e-12
 
 
 class Heard(nn.Module):
@@ -448,30 +450,30 @@ def test_an_input_that_the_model_never_computes_stays() -> None:
         Call("features", (((ids, features), {}),), required=False),
     ]
     plan = analyze_calls(Heard(), calls, options=ROTATED).plan
-    turned, kept = plan.bases
-    assert turned.name == "table.weight" and not turned.reason
+    rotated_model, kept = plan.rotation_groups
+    assert rotated_model.name == "table.weight" and not rotated_model.reason
     assert kept.reason == "it is an input that the model never computes"
-    assert (kept.kind, kept.culprit) == ("stream", "features")
+    assert (kept.kind, kept.culprit) == ("residual", "features")
 
 
-def test_an_input_that_the_model_also_computes_turns_with_it() -> None:
+def test_an_input_that_the_model_also_computes_rotates_with_it() -> None:
     config = config_of("gpt2", {**GPT2, **UNTIED})
     plan = analyze_config(config, model_class="GPT2LMHeadModel", options=ROTATED).plan
-    assert [one.inputs for one in plan.rotated if one.kind == "stream"] == [("inputs_embeds",)]
+    assert [one.inputs for one in plan.rotated if one.kind == "residual"] == [("inputs_embeds",)]
 
 
-def test_without_values_only_streams_turn() -> None:
+def test_without_values_only_streams_rotate() -> None:
     config = CONFIG_MAPPING["gpt2"](**GPT2, **UNTIED)
     options = Options(fold=False, rotate=True, values=False)
     plan = analyze_config(config, model_class="GPT2LMHeadModel", options=options).plan
-    assert [basis.kind for basis in plan.bases] == ["stream"]
+    assert [group.kind for group in plan.rotation_groups] == ["residual"]
 
 
 def test_heads_with_a_norm_of_their_own_say_why_they_stay() -> None:
     config = CONFIG_MAPPING["qwen3"](**LLAMA, **UNTIED)
     plan = analyze_config(config, model_class="Qwen3ForCausalLM", options=ROTATED).plan
-    heads = [basis for basis in plan.bases if basis.kind == "heads"]
-    assert len(heads) == 4 and all(basis.reason and basis.size == 6 for basis in heads)
+    heads = [group for group in plan.rotation_groups if group.kind == "heads"]
+    assert len(heads) == 4 and all(group.reason and group.size == 6 for group in heads)
     original = live("Qwen3ForCausalLM", config)
     assert far(rotated(original, plan), original, ()) <= 1e-12
 
@@ -480,8 +482,8 @@ def test_the_outputs_that_may_change_decide() -> None:
     config = config_of("t5", {**T5, **UNTIED})
     name, state = "T5ForConditionalGeneration", "encoder_last_hidden_state"
     plan = analyze_config(config, model_class=name, options=ROTATED).plan
-    assert [b.outputs for b in plan.rotated if b.kind == "stream"] == [(state,), ()]
+    assert [b.outputs for b in plan.rotated if b.kind == "residual"] == [(state,), ()]
     outputs = ("logits", state)
     plan = analyze_config(config, model_class=name, outputs=outputs, options=ROTATED).plan
-    reasons = [basis.reason for basis in plan.bases if basis.kind == "stream"]
+    reasons = [group.reason for group in plan.rotation_groups if group.kind == "residual"]
     assert sorted(reasons) == ["", "the model returns it"]

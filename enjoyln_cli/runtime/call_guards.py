@@ -30,19 +30,19 @@ from enjoyln_cli.models.norm_modules import become
 from enjoyln_cli.plan.cache_argument import spellings
 from enjoyln_cli.plan.covered_calls import CoveredCalls
 from enjoyln_cli.runtime.modules import Folded, make_class
-from enjoyln_cli.runtime.scope import Entry, Fold, InputRules, in_python, thread
+from enjoyln_cli.runtime.scope import CallGuard, FoldedModelState, InputRules, in_python, thread
 from enjoyln_cli.runtime.structure import KeepStructure
 
 
-def entry_of(module: nn.Module) -> Entry | None:
+def guard_of(module: nn.Module) -> CallGuard | None:
     """The entry of ``module``, if its calls are calls of a folded model."""
     return vars(module).get("_enjoyln_entry")
 
 
-def entries(model: nn.Module) -> list[tuple[nn.Module, Entry]]:
+def call_guards(model: nn.Module) -> list[tuple[nn.Module, CallGuard]]:
     """Every module of ``model`` that has an entry, with that entry."""
-    pairs = ((module, entry_of(module)) for module in model.modules())
-    return [(module, entry) for module, entry in pairs if entry is not None]
+    pairs = ((module, guard_of(module)) for module in model.modules())
+    return [(module, guard) for module, guard in pairs if guard is not None]
 
 
 @cache
@@ -51,21 +51,21 @@ def entry_class(base: Any) -> type:
 
     @in_python  # and what runs inside is compiled
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        entry, running = self._enjoyln_entry, thread.running
-        around, proven = running.entry, running.proven
-        if entry is None or (around is not None and around.fold is entry.fold):
+        guard, running = self._enjoyln_entry, thread.running
+        around, proven = running.guard, running.proven
+        if guard is None or (around is not None and around.state is guard.state):
             return base.__call__(self, *args, **kwargs)
         try:
-            running.entry = entry
-            proves = not is_dynamo_compiling() and entry.proves(self)
-            running.proven = entry.fold if proves else None
-            rules = entry.inputs
+            running.guard = guard
+            proves = not is_dynamo_compiling() and guard.proves(self)
+            running.proven = guard.state if proves else None
+            rules = guard.inputs
             if rules is not None and rules.concern(args, kwargs):
                 rules.guard(self, args, kwargs)
                 args, kwargs = rules.centre(args, kwargs)
             return base.__call__(self, *args, **kwargs)
         finally:
-            running.entry, running.proven = around, proven
+            running.guard, running.proven = around, proven
 
     body = {"__call__": call, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return make_class(base.__name__, (base,), entry_class, base, _enjoyln_entry=None, **body)
@@ -87,42 +87,42 @@ def encoder_of(model: nn.Module) -> nn.Module | None:
     return next((m for m in model.modules() if m is encoder and m is not model), None)
 
 
-def add_entries(
+def add_guards(
     model: nn.Module,
     entry_inputs: tuple[str, ...],
     unproven: tuple[str, ...],
-    merged: bool,
+    fused: bool,
     covered: CoveredCalls | None,
-) -> Fold:
+) -> FoldedModelState:
     """Make calls of the model, its base model and its encoder calls of a folded model.
 
     Each gets an entry that checks its structure, and rules for its inputs. Rules that it has
-    already stay. Returns the ``Fold`` that all of them share.
+    already stay. Returns the ``FoldedModelState`` that all of them share.
     """
     models = (model, getattr(model, "base_model", model))
     inner = [encoder for module in models if (encoder := encoder_of(module)) is not None]
     called = {id(module): module for module in (*models, *inner)}.values()
-    present = [entry for module in called if (entry := entry_of(module)) is not None]
-    fold = present[0].fold if present else Fold()
+    present = [guard for module in called if (guard := guard_of(module)) is not None]
+    state = present[0].state if present else FoldedModelState()
     names = frozenset(spelling for name in unproven for spelling in spellings(name))
     for module in called:
-        check, entry = KeepStructure(module), entry_of(module)
-        if entry is None:
-            entry = Entry(fold, check)
+        check, guard = KeepStructure(module), guard_of(module)
+        if guard is None:
+            guard = CallGuard(state, check)
             cls: Any = type(module)
             become(module, entry_class(cls))
-            module._enjoyln_entry = entry  # type: ignore[assignment]
-            fold.entries.append(entry)
-        entry.trouble, entry.check = "", check
-        if entry.inputs is None:
+            module._enjoyln_entry = guard  # type: ignore[assignment]
+            state.call_guards.append(guard)
+        guard.trouble, guard.check = "", check
+        if guard.inputs is None:
             parameters = inspect.signature(module.forward).parameters
             defaults = {name: parameter.default for name, parameter in parameters.items()}
             proven = None if covered is None else covered.calls_of(module)
-            entry.inputs = InputRules(
-                tuple(parameters), names, frozenset(entry_inputs), merged, proven, defaults
+            guard.inputs = InputRules(
+                tuple(parameters), names, frozenset(entry_inputs), fused, proven, defaults
             )
-    fold.checked = fold.trained
-    return fold
+    state.checked = state.trained
+    return state
 
 
 @contextmanager

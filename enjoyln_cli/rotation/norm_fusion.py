@@ -1,4 +1,4 @@
-"""Which norms can have their weight ``g`` and bias ``v`` merged into the next linear layers.
+"""Which norms can have their weight ``g`` and bias ``v`` fused into the next linear layers.
 
     W (g * x + v) + b = (W diag(g)) x + (b + W v)
 
@@ -29,10 +29,10 @@ from torch.fx import Node
 from enjoyln_cli.graph.nodes import is_covered, packet, shape_of, slice_bounds
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.plan.axis import Axis, feature_axis, on_dimension
-from enjoyln_cli.plan.plan import Merge, NamedParameter, Reader, UnmergedNorm
+from enjoyln_cli.plan.plan import NamedParameter, NextLinear, NormFusion, UnfusedNorm
 from enjoyln_cli.proof.flow import Flow, Value
 from enjoyln_cli.proof.linear_layers import WHOLE_FEATURE_OPS, linear_layer, parameter_nodes
-from enjoyln_cli.rotation.found_basis import LayerObstacle
+from enjoyln_cli.rotation.found_group import LayerObstacle
 from enjoyln_cli.rotation.norm_readers import ToEdit, Use, find_readers, nodes_that_read
 from enjoyln_cli.trace.trace import uncast
 
@@ -45,7 +45,7 @@ cannot be edited.
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _MergeSearch:
+class _FusionSearch:
     flow: Flow
     named: tuple[Mapping[Node, str], ...]
     """For each trace, the name of each parameter node: the first of its tied names."""
@@ -59,7 +59,7 @@ class _MergeSearch:
     """For each norm, the results of its calls, with the index of the trace."""
 
 
-def find_merges(
+def find_fusions(
     flow: Flow,
     norms: Mapping[str, LayerNormForm],
     groups: Mapping[str, str],
@@ -69,8 +69,8 @@ def find_merges(
     why_not_divided: Callable[[str, str, float], str],
     moves: Mapping[str, Move],
     products: Mapping[str, Sequence[tuple[int, Node]]],
-) -> tuple[tuple[Merge, ...], tuple[UnmergedNorm, ...]]:
-    """Which of ``norms`` can be merged into their readers, and why the others cannot.
+) -> tuple[tuple[NormFusion, ...], tuple[UnfusedNorm, ...]]:
+    """Which of ``norms`` can be fused into their readers, and why the others cannot.
 
     Nothing outside of a norm reads a value that was computed inside, besides its result.
     ``groups`` maps any parameter name to the first of its tied names. ``stored`` maps each
@@ -86,7 +86,7 @@ def find_merges(
         name: {(position, user) for position, node in found for user in nodes_that_read(node)}
         for name, found in nodes.items()
     }
-    search = _MergeSearch(
+    search = _FusionSearch(
         flow=flow,
         named=tuple(named),
         readers=readers,
@@ -96,27 +96,27 @@ def find_merges(
         why_not_divided=why_not_divided,
         results={**_results(flow, norms), **products},
     )
-    merged, unmerged = [], []
+    fused, unfused = [], []
     for norm, form in norms.items():
         gain, biased, move = form.gain != "1", form.biased, moves[norm]
         if not (gain and move != "bias") and not (biased and move != "weight"):
             continue
         if (form.weight, form.bias) != ("weight", "bias"):
             reason = "its parameters have other names than weight and bias"
-            unmerged.append(UnmergedNorm(norm, reason, norm))
+            unfused.append(UnfusedNorm(norm, reason, norm))
             continue
         ways: tuple[Move, ...] = _WAYS[move] if gain else ("bias",)
         obstacles: dict[Move, LayerObstacle] = {}
         for way in ways:
-            found = _merge(search, norm, form, way)
-            if isinstance(found, Merge):
-                merged.append(found)
+            found = _fusion(search, norm, form, way)
+            if isinstance(found, NormFusion):
+                fused.append(found)
                 break
             obstacles[way] = found
         else:
             obstacle = obstacles["weight" if "weight" in ways else "bias"]
-            unmerged.append(UnmergedNorm(norm, obstacle.reason, obstacle.culprit))
-    return tuple(merged), tuple(unmerged)
+            unfused.append(UnfusedNorm(norm, obstacle.reason, obstacle.culprit))
+    return tuple(fused), tuple(unfused)
 
 
 Move = Literal["bias", "affine", "weight"]
@@ -127,10 +127,10 @@ _WAYS: Mapping[Move, tuple[Move, ...]] = {
 }  # fmt: skip
 
 
-def _merge(
-    search: _MergeSearch, norm: str, form: LayerNormForm, way: Move
-) -> Merge | LayerObstacle:
-    """The merge of one norm; with ``way == "weight"``, a bias stays, divided by the weight."""
+def _fusion(
+    search: _FusionSearch, norm: str, form: LayerNormForm, way: Move
+) -> NormFusion | LayerObstacle:
+    """The fusion of one norm; with ``way == "weight"``, a bias stays, divided by the weight."""
     weight, bias, stored = f"{norm}.weight", f"{norm}.bias", search.stored
     own = [weight] * (way != "bias") + [bias] * form.biased
     found = _own_obstacle(search, norm, own)
@@ -145,21 +145,21 @@ def _merge(
     if isinstance(layers, LayerObstacle):
         return layers
     readers = tuple(
-        Reader(
+        NextLinear(
             weight=NamedParameter(weight_name, tensor),
             dim=dim,
             bias=NamedParameter(bias_name, stored[bias_name]) if bias_name else None,
-            held=None if weight_name in stored else held,
+            module_dim=None if weight_name in stored else module_dim,
             outer=outer,
             inner=inner,
             outputs=outputs,
         )
-        for (weight_name, held, bias_name, outputs), (outer, inner) in layers.items()
-        for tensor, dim in search.stored_weight(weight_name, held)
+        for (weight_name, module_dim, bias_name, outputs), (outer, inner) in layers.items()
+        for tensor, dim in search.stored_weight(weight_name, module_dim)
     )
     moved = stored[weight] if way != "bias" else ""
     kept = stored[bias] if form.biased and way == "weight" else ""
-    return Merge(
+    return NormFusion(
         norm, moved, stored[bias] if moves_bias else "", readers, offset if moved else 0.0, kept
     )
 
@@ -173,7 +173,7 @@ def _results(flow: Flow, norms: Iterable[str]) -> dict[str, list[tuple[int, Node
     return results
 
 
-def _own_obstacle(search: _MergeSearch, norm: str, moving: Iterable[str]) -> LayerObstacle | None:
+def _own_obstacle(search: _FusionSearch, norm: str, moving: Iterable[str]) -> LayerObstacle | None:
     """Why the parameters of a norm cannot change; ``None`` if they can."""
     for name in moving:
         if name not in search.stored:
@@ -190,11 +190,11 @@ def _own_obstacle(search: _MergeSearch, norm: str, moving: Iterable[str]) -> Lay
 
 _Layers = Mapping[ToEdit, tuple[int, int]]
 """For each layer to edit: how the norm's features repeat along its inputs, as
-``Reader.outer`` and ``Reader.inner``."""
+``NextLinear.outer`` and ``NextLinear.inner``."""
 
 
 def _layers(
-    search: _MergeSearch, norm: str, form: LayerNormForm, *, alone: bool
+    search: _FusionSearch, norm: str, form: LayerNormForm, *, alone: bool
 ) -> _Layers | LayerObstacle:
     """The linear layers that read a norm in all calls, or the first other reader.
 
@@ -252,7 +252,7 @@ def _repetition(axes: list[Axis], length: int) -> tuple[int, int] | None:
     return length // first.size, 1
 
 
-def _reads_given_value(search: _MergeSearch, position: int, reader: Node) -> bool:
+def _reads_given_value(search: _FusionSearch, position: int, reader: Node) -> bool:
     """Whether a linear layer reads an optional input of the model instead of the norm's result.
 
     The input (``encoder_outputs``) then stands for that result, and has to be given as it is now.
@@ -266,7 +266,7 @@ def _reads_given_value(search: _MergeSearch, position: int, reader: Node) -> boo
     return given in trace.inputs
 
 
-def _layers_obstacle(search: _MergeSearch, uses: list[Use], biased: bool) -> LayerObstacle | None:
+def _layers_obstacle(search: _FusionSearch, uses: list[Use], biased: bool) -> LayerObstacle | None:
     """Why the parameters of the linear layers cannot change; ``None`` if they can."""
     elsewhere_reason = (
         "a linear layer after it shares a parameter with another layer (--untie separates tied "
@@ -283,7 +283,7 @@ def _layers_obstacle(search: _MergeSearch, uses: list[Use], biased: bool) -> Lay
     for use in uses:
         weight, dim, bias, outputs = layer = use.to_edit
         if biased and bias is None:
-            reason = "a linear layer that reads it has no bias to merge its bias into"
+            reason = "a linear layer that reads it has no bias to fuse its bias into"
             return LayerObstacle(reason, weight)
         for name in filter(None, (weight, bias)):
             of_outputs = 0 if name == bias else 1 - dim

@@ -1,4 +1,4 @@
-"""One basis that was found: the values that turn together, and what writes and reads them."""
+"""A rotation group that was found: values that rotate together, and what writes and reads them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from enjoyln_cli.rotation.tensor_uses import TensorUses
 
 @dataclass(frozen=True)
 class NormGain:
-    """The weight of a norm, which multiplies features that are to be turned."""
+    """The weight of a norm, which multiplies features that are to be rotated."""
 
     module: str
     """Path of the norm module."""
@@ -28,7 +28,7 @@ class NormGain:
 
 @dataclass(frozen=True)
 class LayerObstacle:
-    """What keeps a basis from being turned, or a norm from being merged."""
+    """What keeps a rotation group from being rotated, or a norm from being fused."""
 
     reason: str
     culprit: str
@@ -36,44 +36,44 @@ class LayerObstacle:
 
 
 @dataclass(eq=False, kw_only=True)
-class FoundBasis:
-    """One basis: what has to be turned, and the first obstacle if there is one."""
+class FoundGroup:
+    """One rotation group: what has to be rotated, and the first obstacle if there is one."""
 
     size: int
     carries_values: bool
     """Whether it was found at the values of an attention, and not at the input of a norm."""
     parameters: dict[Parameter, TensorUses] = field(default_factory=dict)
-    """What has to be turned, and whether it writes or reads the basis."""
+    """What has to be rotated, and whether it writes or reads the rotation group."""
     gains: dict[NormGain, dict[tuple[int, Node], None]] = field(default_factory=dict)
     """For each norm with a weight: the ops that multiply by it, with the index of the trace."""
-    merged: dict[Node, None] = field(default_factory=dict)
+    fused: dict[Node, None] = field(default_factory=dict)
     """Ops that become the identity since weights take over what they do (see ``Flow.products``)."""
     fixes_ones: bool = False
     inputs: dict[str, None] = field(default_factory=dict)
-    """Optional inputs of the model that have to be turned, such as ``inputs_embeds``."""
+    """Optional inputs of the model that have to be rotated, such as ``inputs_embeds``."""
     outputs: dict[str, None] = field(default_factory=dict)
-    """Output fields that change with the basis."""
+    """Output fields that change with the rotation group."""
     obstacle: LayerObstacle | None = None
     values: set[Value] = field(default_factory=set)
-    """All values that are turned."""
-    product: str = ""
+    """All values that are rotated."""
+    online_rotation: str = ""
     """Path of the block whose first input is multiplied by the matrix; empty if no op is needed."""
 
 
-def writers_in(basis: FoundBasis) -> list[Parameter]:
-    """The parameters that write a basis, without the biases of its norms."""
-    biases = {gain.bias for gain in basis.gains}
-    return [p for p, uses in basis.parameters.items() if uses.writes and p.name not in biases]
+def writers_in(group: FoundGroup) -> list[Parameter]:
+    """The parameters that write a rotation group, without the biases of its norms."""
+    biases = {gain.bias for gain in group.gains}
+    return [p for p, uses in group.parameters.items() if uses.writes and p.name not in biases]
 
 
 def is_read_elsewhere(
-    parameter: str, basis: FoundBasis, gain: NormGain, nodes: Sequence[tuple[int, Node]]
+    parameter: str, group: FoundGroup, gain: NormGain, nodes: Sequence[tuple[int, Node]]
 ) -> bool:
     """Whether anything but the products of ``gain`` reads one of its parameters.
 
     ``nodes`` are those of the parameter in all traces.
     """
-    products = {node for _, node in basis.gains[gain]}
+    products = {node for _, node in group.gains[gain]}
     waiting = [node for _, node in nodes]
     while waiting:
         for reader in readers_of(waiting.pop()):

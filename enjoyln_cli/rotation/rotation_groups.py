@@ -1,24 +1,24 @@
-"""Which values of a model can be turned by an orthogonal matrix, together.
+"""Which values of a model can be rotated by an orthogonal matrix, together.
 
-A *basis* is a set of values that have to be turned alike: the residual stream, or the values that
-attention carries from one projection to the next. If every tensor that writes it and every tensor
-that reads it is turned by the same ``Q``, no output changes:
+A *rotation group* is a set of values that have to be rotated alike: the residual stream, or the
+values that attention carries from one projection to the next. If every tensor that writes it and
+every tensor that reads it is rotated by the same ``Q``, no output changes:
 
 * An op that treats features as one free index passes ``Q`` on: ``f(Q x) = Q f(x)``. Nearly all
   rules of ``pullback`` say this for any matrix; the others are listed in ``centring_only``.
-* A product that sums over the features cancels it: ``(W Qᵀ)(Q x) = W x``. So a reader is turned
+* A product that sums over the features cancels it: ``(W Qᵀ)(Q x) = W x``. So a reader is rotated
   over its inputs as a writer is over its outputs, and a tied weight stays tied.
 * A sum of squares does not see an orthogonal matrix.
 * LayerNorm without weight passes ``Q`` on if ``Q 1 = 1``: then means and variances stay as well.
 * Where ``k`` tokens become one of ``k`` times as many features (pixel shuffle, patch merger), these
-  turn by ``diag(Q, ..., Q)``: an axis of ``k`` groups. Each group keeps its sum and its sum of
+  rotate by ``diag(Q, ..., Q)``: an axis of ``k`` groups. Each group keeps its sum and its sum of
   squares, so a norm over all of them passes the matrix on as well.
-* A norm's weight has to be merged into the layers that read the norm first (``NormGain``). Its bias
+* A norm's weight has to be fused into the layers that read the norm first (``NormGain``). Its bias
   becomes ``Q (bias / weight)``.
 
-A basis with any other reader or source stays as it is, and says which one. A program that can carry
+A group with any other reader or source stays as it is, and says which one. A program that can carry
 an operation has one more way: a product with ``Q`` at the head of a stream that nothing linear
-writes (``FoundBasis.product``).
+writes (``FoundGroup.online_rotation``).
 """
 
 # Arguments of fx nodes are typed as a wide union.
@@ -50,7 +50,6 @@ from enjoyln_cli.proof.flow import Flow, Value, consumers, origin, outcomes, tak
 from enjoyln_cli.proof.linear_layers import parameter_nodes
 from enjoyln_cli.proof.min_cut import Parameter
 from enjoyln_cli.proof.pullback import WRITTEN, Opaque, commutes_with_every_matrix
-from enjoyln_cli.rotation.added_products import heads_of, is_product, misplaced_product
 from enjoyln_cli.rotation.feature_sums import (
     RMS_NORMS,
     is_normed_over_last,
@@ -58,22 +57,23 @@ from enjoyln_cli.rotation.feature_sums import (
     is_sum_of_squares,
     summed_with,
 )
-from enjoyln_cli.rotation.found_basis import FoundBasis, LayerObstacle, NormGain, writers_in
+from enjoyln_cli.rotation.found_group import FoundGroup, LayerObstacle, NormGain, writers_in
+from enjoyln_cli.rotation.online_rotations import heads_of, is_online_rotation, misplaced_rotation
 from enjoyln_cli.rotation.starts import starting_values
 from enjoyln_cli.rotation.tensor_uses import TensorUses, computed_from_inputs, tensor_uses
 from enjoyln_cli.trace.trace import uncast
 
 
 @dataclass(eq=False)
-class _BasisSearch:
-    """Collects everything that has to be turned with one value, in all traces."""
+class _GroupSearch:
+    """Collects everything that has to be rotated with one value, in all traces."""
 
     flow: Flow
     groups: Mapping[str, str]
     named: Sequence[Mapping[Node, str]]
     nodes: Mapping[str, Sequence[tuple[int, Node]]]
     """The nodes of each parameter, with the index of the trace."""
-    found: FoundBasis
+    found: FoundGroup
     waiting: list[Value] = field(default_factory=list)
 
     def run(self, value: Value) -> None:
@@ -101,7 +101,7 @@ class _BasisSearch:
     def up(self, value: Value) -> None:
         """Visit everything that the value is computed from."""
         trace, node, axis = value.trace, value.node, value.axis
-        if is_product(self.flow, self.found.product, trace, node):
+        if is_online_rotation(self.flow, self.found.online_rotation, trace, node):
             return
         if node in self.named[trace]:
             self.parameter(Parameter(self.named[trace][node], axis))
@@ -110,7 +110,7 @@ class _BasisSearch:
         elif node.meta.get("written"):
             self.stop(WRITTEN, trace, node)
         elif node in self.flow.products:
-            self.found.merged[node] = None
+            self.found.fused[node] = None
             if packet(node) is aten.layer_norm:  # its table holds rows of zero mean
                 self.found.fixes_ones = True
             self.visit(Value(trace, self.flow.products[node], axis))
@@ -127,7 +127,7 @@ class _BasisSearch:
                 self.visit(Value(trace, operand, below))
 
     def norm(self, value: Value) -> Any:
-        """The operand that the value is turned with, if its op is part of a norm; records why."""
+        """The operand that the value is rotated with, if its op is part of a norm; records why."""
         trace, node, axis = value.trace, value.node, value.axis
         covered = is_covered(axis, shape_of(node) or ())
         centred = centred_operand(node)
@@ -151,7 +151,7 @@ class _BasisSearch:
         return None
 
     def affine(self, value: Value, weight: Any, bias: Any) -> Any:
-        """The input of a norm op; its weight becomes a gain, and its bias is turned."""
+        """The input of a norm op; its weight becomes a gain, and its bias is rotated."""
         trace, node = value.trace, value.node
         names = self.named[trace]
         if any(part is not None and part not in names for part in (weight, bias)):
@@ -188,7 +188,7 @@ class _BasisSearch:
             self.visit(Value(trace, node, parameter.axis))
 
     def given(self, value: Value) -> None:
-        """A value that no op computes: only an input that may be left out can be turned."""
+        """A value that no op computes: only an input that may be left out can be rotated."""
         trace = self.flow.traces[value.trace]
         name = trace.inputs.get(value.node)
         if name is not None and not trace.required:
@@ -201,7 +201,7 @@ class _BasisSearch:
             self.found.obstacle = LayerObstacle(reason, where)
 
     def require_own_inputs(self) -> None:
-        """Stop at an input of the basis that the model never computes by itself.
+        """Stop at an input of the rotation group that the model never computes by itself.
 
         Who gives ``inputs_embeds`` can take them from the model; ``input_features`` come from
         elsewhere, and so in the old basis.
@@ -280,7 +280,7 @@ class _BasisSearch:
         return is_sum_of_squares(reader, node, axis)
 
     def is_normed(self, value: Value, reader: Node) -> bool:
-        """Whether the reader is the part of a norm that turns with the value."""
+        """Whether the reader is the part of a norm that rotates with the value."""
         same = shape_of(reader) == shape_of(value.node)
         return same and self.norm(Value(value.trace, reader, value.axis)) is value.node
 
@@ -308,45 +308,47 @@ def _in_words(found: Opaque, node: Node) -> str:
     return f"{op_name(whole)} acts on single features, so it does not commute with a rotation"
 
 
-def find_bases(
-    flow: Flow, groups: Mapping[str, str], *, values: bool, products: bool = False
-) -> list[FoundBasis]:
-    """Every basis that holds the input of a norm, and with ``values`` also those of attention.
+def find_rotation_groups(
+    flow: Flow, groups: Mapping[str, str], *, values: bool, online_rotations: bool = False
+) -> list[FoundGroup]:
+    """Every group that holds the input of a norm, and with ``values`` also those of attention.
 
-    With ``products``, a stream that cannot be turned is tried with a product at its head. What a
-    norm reads as a whole is no basis of its own if its groups can be turned. ``groups`` maps any
-    parameter name to the first of its tied names.
+    With ``online_rotations``, a stream that cannot be rotated is tried with a product at its head.
+    If each group of features of a norm's input can be rotated, the whole input is not listed as
+    well. ``groups`` maps any parameter name to the first of its tied names.
     """
     named, nodes = parameter_nodes(flow.traces, groups)
     computed = [computed_from_inputs(trace.inputs) for trace in flow.traces]
-    found: dict[Value, FoundBasis] = {}
+    found: dict[Value, FoundGroup] = {}
     seen: set[Value] = set()
 
-    def basis_of(value: Value, carries: bool, product: str) -> FoundBasis:
-        basis = FoundBasis(size=value.axis.size, carries_values=carries, product=product)
-        search = _BasisSearch(flow, groups, named, nodes, basis)
+    def group_of(value: Value, carries: bool, online_rotation: str) -> FoundGroup:
+        group = FoundGroup(
+            size=value.axis.size, carries_values=carries, online_rotation=online_rotation
+        )
+        search = _GroupSearch(flow, groups, named, nodes, group)
         search.run(value)
         search.require_own_inputs()
-        basis.parameters |= tensor_uses(basis.values, basis.parameters, nodes, computed)
-        if (misplaced := misplaced_product(flow, product, basis.values)) is not None:
+        group.parameters |= tensor_uses(group.values, group.parameters, nodes, computed)
+        if (misplaced := misplaced_rotation(flow, online_rotation, group.values)) is not None:
             search.stop("a product there would act on other values too", *misplaced)
-        return basis
+        return group
 
     for value, carries in starting_values(flow, values):
         if value in seen:
             continue
-        basis = basis_of(value, carries, "")
-        seen |= basis.values
-        if basis.obstacle and products and not carries:
-            others = (basis_of(value, carries, block) for block in heads_of(flow, basis.values))
-            turning = (other for other in others if not other.obstacle and writers_in(other))
-            basis = next(turning, basis)
-        found[value] = basis
-    turned = {
+        group = group_of(value, carries, "")
+        seen |= group.values
+        if group.obstacle and online_rotations and not carries:
+            others = (group_of(value, carries, block) for block in heads_of(flow, group.values))
+            rotating = (other for other in others if not other.obstacle and writers_in(other))
+            group = next(rotating, group)
+        found[value] = group
+    rotated = {
         (at.trace, at.node) for one in found.values() if not one.obstacle for at in one.values
     }
     return [
-        basis
-        for start, basis in found.items()
-        if not basis.obstacle or (start.trace, start.node) not in turned
+        group
+        for start, group in found.items()
+        if not group.obstacle or (start.trace, start.node) not in rotated
     ]

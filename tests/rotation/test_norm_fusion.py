@@ -1,4 +1,4 @@
-"""Weights and biases of folded norms, merged into the linear layers that read them."""
+"""Weights and biases of folded norms, fused into the linear layers that read them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.modules import RMSNorm
 
 AFFINE, BIAS = Options(merge="affine"), Options(merge="bias")
-NO_BIAS = "a linear layer that reads it has no bias to merge its bias into"
+NO_BIAS = "a linear layer that reads it has no bias to fuse its bias into"
 ELSEWHERE = (
     "a linear layer after it shares a parameter with another layer (--untie separates tied weights)"
 )
@@ -55,12 +55,12 @@ ALONE: dict[str, set[str]] = {"gpt2": set(), "falcon": {ELSEWHERE}}
 
 @pytest.mark.one_case
 @pytest.mark.parametrize("options", [AFFINE, BIAS], ids=["affine", "bias"])
-@pytest.mark.parametrize(("kind", "settings", "name", "merged", "reasons"), MODELS)
+@pytest.mark.parametrize(("kind", "settings", "name", "fused", "reasons"), MODELS)
 def test_the_function_stays_the_same(
     kind: str,
     settings: dict[str, Any],
     name: str,
-    merged: int,
+    fused: int,
     reasons: set[str],
     options: Options,
 ) -> None:
@@ -68,14 +68,14 @@ def test_the_function_stays_the_same(
     plan = analyze_config(config, model_class=name, options=options).plan
     if options == AFFINE:  # a layer without a bias takes the weight alone
         reasons = ALONE.get(kind, reasons)
-    assert {one.reason for one in plan.unmerged} == reasons
-    assert len(plan.merged) == (merged if reasons else len(plan.folded))
-    assert len(plan.merged) + len(plan.unmerged) == len(plan.folded)
+    assert {one.reason for one in plan.unfused} == reasons
+    assert len(plan.fused) == (fused if reasons else len(plan.folded))
+    assert len(plan.fused) + len(plan.unfused) == len(plan.folded)
     original = live(name, config)
     folded = converted(original, plan)
     for given in calls(original):
         assert error(folded, original, given) <= 1e-12, sorted(given)
-    for one in plan.merged:
+    for one in plan.fused:
         norm, before = folded.get_submodule(one.norm), original.get_submodule(one.norm)
         assert before.bias.any() and (bool(one.divided) or not norm.bias.any())
         weight = norm.weight if options == AFFINE else norm.weight / before.weight
@@ -84,7 +84,7 @@ def test_the_function_stays_the_same(
 
 def test_the_base_model_returns_what_its_last_norm_gives() -> None:
     plan = analyze_config(CONFIG_MAPPING["phi"](**PHI), options=AFFINE).plan
-    assert {one.norm: one.reason for one in plan.unmerged} == {
+    assert {one.norm: one.reason for one in plan.unfused} == {
         "final_layernorm": "the model returns its result"
     }
 
@@ -93,13 +93,13 @@ def test_a_weight_that_is_not_tied_takes_what_a_norm_without_bias_multiplies_by(
     settings = {**TOKENS, "n_layers": 1, "n_heads": 4, "d_model": 24}
     tied = CONFIG_MAPPING["mpt"](**settings)
     plan = analyze_config(tied, model_class="MptForCausalLM", options=AFFINE).plan
-    assert [(one.norm, one.reason, one.culprit) for one in plan.unmerged] == [
+    assert [(one.norm, one.reason, one.culprit) for one in plan.unfused] == [
         ("transformer.norm_f", ELSEWHERE, "transformer.wte.weight")
     ]
-    assert not analyze_config(tied, model_class="MptForCausalLM", options=BIAS).plan.unmerged
+    assert not analyze_config(tied, model_class="MptForCausalLM", options=BIAS).plan.unfused
     untied = CONFIG_MAPPING["mpt"](**settings, tie_word_embeddings=False)
     plan = analyze_config(untied, model_class="MptForCausalLM", options=AFFINE).plan
-    assert [one.norm for one in plan.merged][-1] == "transformer.norm_f" and not plan.unmerged
+    assert [one.norm for one in plan.fused][-1] == "transformer.norm_f" and not plan.unfused
     original = live("MptForCausalLM", untied)
     assert max(error(converted(original, plan), original, g) for g in calls(original)) <= 1e-12
 
@@ -164,13 +164,13 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     [(read, "plain") for read in READ]
     + [(read, "1 + weight") for read in ("one layer", "a product and a sum")],
 )
-def test_a_reader_that_a_norm_merges_into(read: str, norm: str) -> None:
+def test_a_reader_that_a_norm_fuses_into(read: str, norm: str) -> None:
     """What the gain is computed from does not depend on how the reader is reached."""
     model = tiny(READ[read], KINDS[norm]())
     found = analyze_module(model, rows())
     for options in (AFFINE, BIAS):
         plan = found.under(options).plan
-        assert [one.norm for one in plan.merged] == ["norm"], plan.unmerged
+        assert [one.norm for one in plan.fused] == ["norm"], plan.unfused
         folded = converted(model, plan)
         assert not folded.norm.bias.any()
         if options == AFFINE:
@@ -204,12 +204,12 @@ REFUSED: dict[str, tuple[Read, str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_reader_that_a_norm_cannot_merge_into(case: str) -> None:
+def test_a_reader_that_a_norm_cannot_fuse_into(case: str) -> None:
     read, reason, culprit = REFUSED[case]
     model = tiny(read)
     plan = analyze_module(model, rows(), options=AFFINE).plan
-    assert not plan.merged and "norm" in {verdict.norm for verdict in plan.folded}
-    found = {one.norm: (one.reason, one.culprit) for one in plan.unmerged}["norm"]
+    assert not plan.fused and "norm" in {verdict.norm for verdict in plan.folded}
+    found = {one.norm: (one.reason, one.culprit) for one in plan.unfused}["norm"]
     assert found[0] == reason and (not culprit or found[1] == culprit), found
 
 
@@ -233,10 +233,10 @@ def test_a_reader_that_takes_the_weight_alone(case: str, norm: str) -> None:
     read, reason, culprit = KEEPS_ITS_BIAS[case]
     model = tiny(read, KINDS[norm]())
     found = analyze_module(model, rows())
-    (kept,) = found.under(BIAS).plan.unmerged
+    (kept,) = found.under(BIAS).plan.unfused
     assert kept.reason == reason and (not culprit or kept.culprit == culprit)
     plan = found.under(AFFINE).plan
-    assert [(one.norm, one.bias, one.divided) for one in plan.merged] == [("norm", "", "norm.bias")]
+    assert [(one.norm, one.bias, one.divided) for one in plan.fused] == [("norm", "", "norm.bias")]
     folded, offset = converted(model, plan), float(isinstance(model.norm, Gained))
     assert torch.equal(folded.norm.weight, torch.full_like(folded.norm.weight, 1 - offset))
     torch.testing.assert_close(folded.norm.bias, model.norm.bias / (model.norm.weight + offset))
@@ -286,16 +286,16 @@ PACKED: dict[str, tuple[Callable[[Packed, torch.Tensor, torch.Tensor], Any], lis
 
 
 @pytest.mark.parametrize("case", PACKED)
-def test_a_norm_merges_into_the_outputs_that_read_it(case: str) -> None:
-    read, merged = PACKED[case]
+def test_a_norm_fuses_into_the_outputs_that_read_it(case: str) -> None:
+    read, fused = PACKED[case]
     model = moved(Packed(read))
     found = analyze_module(model, rows())
     for options in (AFFINE, BIAS, Options(fold=False, rotate=True)):
         plan = found.under(options).plan
-        assert [one.norm for one in plan.merged] == merged or options.rotate, plan.unmerged
+        assert [one.norm for one in plan.fused] == fused or options.rotate, plan.unfused
         converted_model = converted(model, plan)
         torch.testing.assert_close(converted_model(rows(4)), model(rows(4)), rtol=0, atol=1e-11)
-        for norm in merged if options == AFFINE else ():
+        for norm in fused if options == AFFINE else ():
             weight = converted_model.get_submodule(norm).weight
             assert torch.equal(weight, torch.ones_like(weight))
 
@@ -333,7 +333,7 @@ def test_outputs_that_are_not_apart_keep_the_norm(case: str) -> None:
     model = moved(Packed(read))
     found = analyze_module(model, rows())
     plan = found.under(BIAS).plan
-    assert {one.norm: one.reason for one in plan.unmerged}["norm"] == reason
+    assert {one.norm: one.reason for one in plan.unfused}["norm"] == reason
     plan = found.under(AFFINE).plan
     torch.testing.assert_close(converted(model, plan)(rows(4)), model(rows(4)), rtol=0, atol=1e-11)
 
@@ -342,7 +342,7 @@ def test_a_weight_with_a_zero_cannot_divide_the_bias() -> None:
     model = tiny(lambda m, y: m.up(y) + m.bare(y))
     with torch.no_grad():
         model.norm.weight[3] = 0
-    (kept,) = analyze_module(model, rows(), options=AFFINE).plan.unmerged
+    (kept,) = analyze_module(model, rows(), options=AFFINE).plan.unfused
     reason = "its weight has a zero, and its bias would be divided by it"
     assert (kept.norm, kept.reason, kept.culprit) == ("norm", reason, "norm.weight")
 
@@ -350,12 +350,12 @@ def test_a_weight_with_a_zero_cannot_divide_the_bias() -> None:
 def test_two_norms_of_one_weight_keep_it() -> None:
     model = tiny(lambda m, y: m.up(y) + m.gate(m.again(m.down(m.other(y)))))
     free = analyze_module(model, rows(), options=AFFINE).plan
-    assert {one.norm for one in free.merged} == {"norm", "again"}
+    assert {one.norm for one in free.fused} == {"norm", "again"}
     model.again.weight = model.norm.weight
     plan = analyze_module(model, rows(), options=AFFINE).plan
-    assert not plan.merged
+    assert not plan.fused
     reason = "its parameters are tied, or stored in another layout"
-    assert {(one.norm, one.reason) for one in plan.unmerged} == {
+    assert {(one.norm, one.reason) for one in plan.unfused} == {
         ("norm", reason),
         ("again", reason),
     }
@@ -364,7 +364,7 @@ def test_two_norms_of_one_weight_keep_it() -> None:
 def test_two_readers_of_one_weight_take_nothing() -> None:
     model = tiny(lambda m, y: m.up(y) + m.gate(y))
     model.gate.weight = model.up.weight
-    (kept,) = analyze_module(model, rows(), options=AFFINE).plan.unmerged
+    (kept,) = analyze_module(model, rows(), options=AFFINE).plan.unfused
     assert (kept.norm, kept.culprit) == ("norm", "up.weight")
     assert kept.reason == (
         "a linear layer that reads it has a tied or differently stored parameter"
@@ -376,7 +376,7 @@ def test_a_norm_that_stays_keeps_all() -> None:
         tiny(lambda m, y: m.up(m.again(torch.exp(y)))), rows(), options=AFFINE
     ).plan
     assert "again" in {verdict.norm for verdict in plan.kept}
-    assert "again" not in {one.norm for one in (*plan.merged, *plan.unmerged)}
+    assert "again" not in {one.norm for one in (*plan.fused, *plan.unfused)}
 
 
 def test_another_model_is_left_alone() -> None:
@@ -398,7 +398,7 @@ def test_another_model_is_left_alone() -> None:
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan]:
-    folder = tmp_path_factory.mktemp("merged") / "phi"
+    folder = tmp_path_factory.mktemp("fused") / "phi"
     plan = fold(
         CHECKPOINTS / "phi", folder, model_class="PhiForCausalLM", options=AFFINE, verify=False
     ).plan
@@ -408,37 +408,37 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan]:
 def test_what_is_stored(out: tuple[Path, Plan]) -> None:
     folder, plan = out
     before, after = written(CHECKPOINTS / "phi"), written(folder)
-    head = plan.merged[-1].readers[0]
+    head = plan.fused[-1].readers[0]
     gain, add = (before[f"model.final_layernorm.{name}"].double() for name in ("weight", "bias"))
     weight, bias = before[head.weight.tensor].double(), before["lm_head.bias"].double()
     assert torch.equal(after["lm_head.weight"], (weight * gain).float())
     step = torch.finfo(torch.float32).eps  # rounded once
     expected = bias + weight @ add
     torch.testing.assert_close(after["lm_head.bias"].double(), expected, rtol=step, atol=1e-15)
-    for one in plan.merged:
+    for one in plan.fused:
         assert torch.equal(after[one.weight], torch.ones_like(after[one.weight]))
         assert torch.equal(after[one.bias], torch.zeros_like(after[one.bias]))
 
 
 def test_the_marker_says_what_an_engine_may_leave_out(out: tuple[Path, Plan]) -> None:
     config = json.loads((out[0] / "config.json").read_text())
-    found, norms = read_marker(config), tuple(one.norm for one in out[1].merged)
-    assert found.merged.weight == found.merged.bias == norms and len(norms) == 5
+    found, norms = read_marker(config), tuple(one.norm for one in out[1].fused)
+    assert found.fused.weight == found.fused.bias == norms and len(norms) == 5
 
 
 def test_the_proof_says_where_things_go() -> None:
     model = tiny(lambda m, y: (m.up(y), m.conv(y)))
     found = analyze_module(model, rows(), options=AFFINE).why("norm")
     last = found.children[-1]
-    assert last.text == "its weight and bias can be merged: all its readers are linear layers"
+    assert last.text == "its weight and bias can be fused: all its readers are linear layers"
     assert [child.text for child in last.children] == ["up.weight", "conv.weight"]
     model = tiny(lambda m, y: m.bare(y))
     last = analyze_module(model, rows(), options=BIAS).why("norm").children[-1]
-    assert last.text == f"nothing is merged: {NO_BIAS} (bare.weight)" and not last.zero_mean
-    assert "merged" not in str(analyze_module(model, rows()).why("norm"))
+    assert last.text == f"nothing is fused: {NO_BIAS} (bare.weight)" and not last.zero_mean
+    assert "fused" not in str(analyze_module(model, rows()).why("norm"))
 
 
-def test_what_a_norm_learns_to_add_after_a_merge_counts(out: tuple[Path, Plan]) -> None:
+def test_what_a_norm_learns_to_add_after_a_fusion_counts(out: tuple[Path, Plan]) -> None:
     model = from_pretrained(out[0], dtype=torch.float32)
     norm = model.model.layers[1].input_layernorm
     ids = torch.arange(12).view(1, 12) + 20

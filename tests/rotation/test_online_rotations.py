@@ -1,4 +1,4 @@
-"""A stream that nothing linear writes turns by a product that is added in front of a block."""
+"""A stream that nothing linear writes rotates by a product that is added in front of a block."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan.plan import Options
-from enjoyln_cli.rewrite.inserted_product import NAME
+from enjoyln_cli.rewrite.inserted_rotation import NAME
 
-PRODUCTS = Options(fold=False, rotate=True, products=True)
+PRODUCTS = Options(fold=False, rotate=True, online_rotations=True)
 WAV2VEC2 = {
     "vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 33, "conv_dim": (9, 9), "conv_stride": (5, 2), "conv_kernel": (10, 3),
@@ -46,15 +46,17 @@ def test_the_function_stays_the_same(
 ) -> None:
     config = CONFIG_MAPPING[kind](**settings)
     plan = analyze_config(config, model_class=name, outputs=(output,), options=PRODUCTS).plan
-    streams = [basis for basis in plan.bases if basis.kind == "stream"]
-    assert not any(basis.reason for basis in streams if basis.size == 24), streams
-    assert {basis.product for basis in streams} - {""} == heads
+    streams = [group for group in plan.rotation_groups if group.kind == "residual"]
+    assert not any(group.reason for group in streams if group.size == 24), streams
+    assert {group.online_rotation for group in streams} - {""} == heads
     original = live(name, config)
-    turned = rotated(original, plan)
-    (new,), (old,) = (choose_outputs(run(m, [main_call(m)]), [output]) for m in (turned, original))
+    rotated_model = rotated(original, plan)
+    (new,), (old,) = (
+        choose_outputs(run(m, [main_call(m)]), [output]) for m in (rotated_model, original)
+    )
     torch.testing.assert_close(new[output], old[output], rtol=1e-11, atol=1e-11)
     for head in heads:
-        matrix = turned.get_submodule(f"{head}.{NAME}").weight
+        matrix = rotated_model.get_submodule(f"{head}.{NAME}").weight
         one = torch.eye(24, dtype=torch.float64)
         torch.testing.assert_close(matrix @ matrix.T, one, rtol=0, atol=1e-12)
         assert (matrix - one).abs().max() > 0.1
@@ -99,9 +101,9 @@ def rows(seed: int = 1) -> torch.Tensor:
 def test_a_module_whose_blocks_add_their_input() -> None:
     model = sound(inside=True)
     plan = analyze_module(model, rows(), options=PRODUCTS).plan
-    assert [basis.product for basis in plan.rotated] == ["layers.0"]
-    turned = rotated(model, plan)
-    torch.testing.assert_close(turned(rows(2)), model(rows(2)), rtol=1e-11, atol=1e-11)
+    assert [group.online_rotation for group in plan.rotated] == ["layers.0"]
+    rotated_model = rotated(model, plan)
+    torch.testing.assert_close(rotated_model(rows(2)), model(rows(2)), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(("inside", "calls"), [(False, 1), (True, 2)])
@@ -110,13 +112,13 @@ def test_no_product_where_it_would_act_on_other_values(inside: bool, calls: int)
     model = sound(inside, calls)
     plan = analyze_module(model, rows(), options=PRODUCTS).plan
     assert not plan.rotated
-    (kept,) = plan.bases
+    (kept,) = plan.rotation_groups
     assert "gelu acts on single features" in kept.reason
 
 
 def test_without_the_option_nothing_is_added() -> None:
     plan = analyze_module(sound(inside=True), rows(), options=Options(fold=False, rotate=True)).plan
-    assert not plan.rotated and {basis.product for basis in plan.bases} == {""}
+    assert not plan.rotated and {group.online_rotation for group in plan.rotation_groups} == {""}
 
 
 def test_a_checkpoint_has_no_place_for_a_product(tmp_path: Path) -> None:

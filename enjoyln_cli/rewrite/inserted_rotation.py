@@ -18,7 +18,7 @@ NAME = "rotation_product"
 """The name of the layer in the block."""
 
 
-def insert_product(block: nn.Module, rotation: Rotation) -> None:
+def insert_rotation(block: nn.Module, rotation: Rotation) -> None:
     """From now on, the first input of ``block`` is multiplied by the matrix of ``rotation``.
 
     That input is of shape ``(..., size)``. The matrix is rounded once to the dtype of the block.
@@ -29,7 +29,7 @@ def insert_product(block: nn.Module, rotation: Rotation) -> None:
     block.add_module(NAME, layer)
     first = first_input(type(block).forward)
 
-    def turn(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def rotate_input(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return change_input(layer, first, args, kwargs)
 
-    block.register_forward_pre_hook(turn, with_kwargs=True)
+    block.register_forward_pre_hook(rotate_input, with_kwargs=True)
