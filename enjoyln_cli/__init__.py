@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.conversion.inspect import analyze
     from enjoyln_cli.conversion.rotate import rotate
     from enjoyln_cli.onnx_export.export import export
-    from enjoyln_cli.plan.plan import Options
+    from enjoyln_cli.plan.fold_options import Options
     from enjoyln_cli.publish.push import push
     from enjoyln_cli.quantisation.load_onnx import load_onnx
     from enjoyln_cli.quantisation.quantize import quantize
@@ -98,7 +98,7 @@ __all__ = [
 
 _LAZY = {
     "EnjoyLNConfig": ("enjoyln_cli.runtime.quantizer", "EnjoyLNConfig"),
-    "Options": ("enjoyln_cli.plan.plan", "Options"),
+    "Options": ("enjoyln_cli.plan.fold_options", "Options"),
     "analyze": ("enjoyln_cli.conversion.inspect", "analyze"),
     "centre_parameters": ("enjoyln_cli.rewrite.in_memory", "centre_parameters"),
     "export": ("enjoyln_cli.onnx_export.export", "export"),

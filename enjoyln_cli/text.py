@@ -1,4 +1,4 @@
-"""Helpers for messages: sizes, counts, name suggestions, and errors of other libraries."""
+"""Texts for users: sizes, counts, name suggestions, and errors of other libraries."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 """What a terminal takes for a colour."""
 MAX_QUOTED_CHARS = 300
 """A message quotes at most this many characters of another library's error."""
+LARGEST = 2**63
+"""A number of bytes that no file or memory reaches."""
 
 
 def size(nbytes: float) -> str:
@@ -20,6 +22,18 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1000
     return f"{nbytes:.1f} TB"
+
+
+def bytes_in(text: str) -> int:
+    """``5GB``, ``500MB`` or plain bytes as a number of bytes (decimal units).
+
+    Raises ``ValueError`` for any other text.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    nbytes = float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ") if match else 0
+    if not 1 <= nbytes < LARGEST:
+        raise ValueError(f"{text!r} is not a size; write 5GB or 500MB")
+    return int(nbytes)
 
 
 def counted(many: int, noun: str) -> str:

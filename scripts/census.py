@@ -251,7 +251,7 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
 
     from enjoyln_cli.analysis.analyze import analyze_config
     from enjoyln_cli.errors import UnsupportedModel
-    from enjoyln_cli.plan.plan import Options
+    from enjoyln_cli.plan.fold_options import Options
     from enjoyln_cli.runtime.call_guards import input_means
     from enjoyln_cli.runtime.install import fold_in_memory
 

@@ -33,7 +33,8 @@ from enjoyln_cli.models import classes
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import without_weights
 from enjoyln_cli.models.outputs import config_returning
-from enjoyln_cli.plan.plan import PLAIN, Options, Plan
+from enjoyln_cli.plan.fold_options import PLAIN, Options
+from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.plan.trusted_code import is_stock
 from enjoyln_cli.proof import explain
 from enjoyln_cli.proof.explain import Tree

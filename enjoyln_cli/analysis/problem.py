@@ -24,7 +24,8 @@ from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.models.outputs import match_names, require_named
 from enjoyln_cli.plan.axis import feature_axis
-from enjoyln_cli.plan.plan import ASKED_TO_KEEP, NOT_ASKED, Options
+from enjoyln_cli.plan.fold_options import Options
+from enjoyln_cli.plan.plan import ASKED_TO_KEEP, NOT_ASKED
 from enjoyln_cli.proof.flow import Flow
 from enjoyln_cli.proof.identity_ops import BakedNorms, Scales, find_baked_norms, find_scales
 from enjoyln_cli.proof.layer_norms import layer_norms, norm_calls

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from enjoyln_cli.analysis.analyze import Analysis
-from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.plan.fold_options import Options
+from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.proof.explain import obstacles
 from enjoyln_cli.proof.min_cut import Parameter
 

@@ -21,6 +21,7 @@ from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
 from enjoyln_cli.calls.calls import input_embeddings
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.plan.axis import Axis, feature_axis
+from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.plan.plan import (
     ASKED_TO_KEEP,
     NOT_ASKED,
@@ -30,7 +31,6 @@ from enjoyln_cli.plan.plan import (
     EditedTensor,
     NamedParameter,
     NormFusion,
-    Options,
     Plan,
     RotatedTensor,
     RotationGroup,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import glob
 from pathlib import Path
 
-from enjoyln_cli.checkpoint.access import HubAccess, access_keywords
 from enjoyln_cli.checkpoint.file_roles import (
     CONFIG,
     WEIGHTS,
@@ -17,17 +16,12 @@ from enjoyln_cli.checkpoint.file_roles import (
     weights_among,
 )
 from enjoyln_cli.checkpoint.model_name import similar
+from enjoyln_cli.checkpoint.open_options import OpenOptions, access_keywords
 from enjoyln_cli.errors import EnjoyLNError, ModelNotFound, UnsupportedModel
 from enjoyln_cli.text import first_line
 
 
-def snapshot(
-    model: str,
-    revision: str | None,
-    access: HubAccess,
-    *,
-    weights: bool,
-) -> Path:
+def snapshot(model: str, opening: OpenOptions, *, weights: bool) -> Path:
     """Download a model; returns its cache directory, which is named after the commit.
 
     Without ``weights`` only ``config.json`` and code that it names are downloaded; with ``weights``
@@ -36,16 +30,16 @@ def snapshot(
     from huggingface_hub import errors, hf_hub_download, snapshot_download
 
     why = why_unreachable()
-    fetch = {**access_keywords(access), "local_files_only": bool(why)}
+    fetch = {**access_keywords(opening), "local_files_only": bool(why)}
     problem = "is not in the cache"
     try:
-        path = Path(hf_hub_download(model, CONFIG, revision=revision, **fetch)).parent
+        path = Path(hf_hub_download(model, CONFIG, revision=opening.revision, **fetch)).parent
         if b'"auto_map"' in (path / CONFIG).read_bytes():
             snapshot_download(model, revision=path.name, allow_patterns=["*.py"], **fetch)
         if not weights:
             return path
         problem = "is in the cache without its weights"
-        names = _names(model, path, access, is_reachable=not why)
+        names = _names(model, path, opening, is_reachable=not why)
         first = weights_among(names, model)
         shards: tuple[str, ...] = ()
         if first.endswith(".json"):
@@ -59,11 +53,11 @@ def snapshot(
         raise
     except errors.LocalEntryNotFoundError as error:
         if isinstance(answer := error.__cause__, errors.HfHubHTTPError):
-            raise _hub_error(answer, model, revision, access) from answer
+            raise _hub_error(answer, model, opening) from answer
         cause = error.__cause__ or error
-        raise _not_cached(model, problem, why or _no_answer(cause), access) from error
+        raise _not_cached(model, problem, why or _no_answer(cause), opening) from error
     except Exception as error:  # by huggingface_hub, its HTTP library, or the cache's disk
-        raise _hub_error(error, model, revision, access) from error
+        raise _hub_error(error, model, opening) from error
 
 
 def why_unreachable() -> str:
@@ -89,35 +83,33 @@ def _no_answer(error: BaseException) -> str:
     return f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {first_line(error)})"
 
 
-def _names(model: str, path: Path, access: HubAccess, *, is_reachable: bool) -> list[str]:
+def _names(model: str, path: Path, opening: OpenOptions, *, is_reachable: bool) -> list[str]:
     """The files of a commit; those in its cache directory ``path`` if the Hub cannot be reached."""
     from huggingface_hub import HfApi, errors
 
     if is_reachable:
-        return HfApi(token=access.token).list_repo_files(model, revision=path.name)
+        return HfApi(token=opening.token).list_repo_files(model, revision=path.name)
     names = [entry.name for entry in path.iterdir()]
     if not set(names) & set(WEIGHTS):
         raise errors.LocalEntryNotFoundError("no weights")
     return names
 
 
-def cached_models(access: HubAccess) -> list[str]:
+def cached_models(opening: OpenOptions) -> list[str]:
     """The Hub ids of the models in the cache."""
     from huggingface_hub import constants
 
-    folder = Path(access.cache_dir or constants.HF_HUB_CACHE)
+    folder = Path(opening.cache_dir or constants.HF_HUB_CACHE)
     names = (path.name.split("--") for path in folder.glob("models--*"))
     return ["/".join(parts) for _, *parts in names]
 
 
-def _not_cached(model: str, problem: str, why: str, access: HubAccess) -> ModelNotFound:
-    hint = similar(model, cached_models(access)) or ": check it, or go online"
+def _not_cached(model: str, problem: str, why: str, opening: OpenOptions) -> ModelNotFound:
+    hint = similar(model, cached_models(opening)) or ": check it, or go online"
     return ModelNotFound(f"{model} {problem}, and {why}; no directory has this name either{hint}")
 
 
-def _hub_error(
-    error: Exception, model: str, revision: str | None, access: HubAccess
-) -> EnjoyLNError:
+def _hub_error(error: Exception, model: str, opening: OpenOptions) -> EnjoyLNError:
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{model}"
@@ -130,14 +122,16 @@ def _hub_error(
                 "--token"
             )
         case errors.RevisionNotFoundError():
-            return ModelNotFound(f"{model} has no revision {revision!r}; see {page}/tree/main")
+            return ModelNotFound(
+                f"{model} has no revision {opening.revision!r}; see {page}/tree/main"
+            )
         case errors.DisabledRepoError():
             return ModelNotFound(f"access to {model} is disabled by the Hub; see {page}")
         case errors.RepositoryNotFoundError():
             return ModelNotFound(
                 f"there is no directory {model} and no such model on the Hub; for a "
                 f"private model run `hf auth login` or pass --token"
-                f"{similar(model, cached_models(access))}"
+                f"{similar(model, cached_models(opening))}"
             )
         case errors.HfHubHTTPError() if status in (401, 403):
             return ModelNotFound(

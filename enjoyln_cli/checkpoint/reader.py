@@ -9,17 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
-from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
-from enjoyln_cli.checkpoint.config import (
-    load_config,
-    raw_config,
-    require_unfolded,
-    require_unquantised,
-)
+from enjoyln_cli.checkpoint.config import raw_config, require_unquantised
 from enjoyln_cli.checkpoint.file_roles import CONFIG, shards_in_index, weights_among
 from enjoyln_cli.checkpoint.headers import (
     StoredTensor,
@@ -36,13 +30,9 @@ from enjoyln_cli.checkpoint.source import (
     State,
     carried_files,
     locate,
-    open_source,
     states_of,
 )
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -109,43 +99,6 @@ def open_checkpoint(source: Source) -> Checkpoint:
     require_unpacked(tensors)
     kind: Literal["safetensors", "bin"] = "safetensors" if safetensors else "bin"
     return Checkpoint(source, config, kind, shards, tensors, headers, metadata, index, states)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model with its config and stored tensors, opened once for all that is done with it."""
-
-    config: PretrainedConfig
-    checkpoint: Checkpoint
-    trust_remote_code: bool = False
-    """Whether code that comes with the model may run."""
-
-    @property
-    def source(self) -> Source:
-        """Where the model comes from."""
-        return self.checkpoint.source
-
-
-def open_subject(
-    model: str,
-    *,
-    revision: str | None = None,
-    access: HubAccess = DEFAULT_ACCESS,
-    trust_remote_code: bool = False,
-    unfolded: bool = False,
-) -> Subject:
-    """Open ``model``, a directory or a Hub id, with its weights.
-
-    Arguments and errors are those of ``open_source``, ``load_config`` and ``open_checkpoint``. With
-    ``unfolded``, the result of a conversion is refused with ``AlreadyFolded``. A model whose config
-    is refused is refused before its weights are downloaded.
-    """
-    source = open_source(model, revision=revision, access=access)
-    config = load_config(source, trust_remote_code)
-    if unfolded:
-        require_unfolded(config, source.model)
-    source = open_source(model, revision=source.revision, access=access, weights=True)
-    return Subject(config, open_checkpoint(source), trust_remote_code)
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess, require_token
 from enjoyln_cli.checkpoint.file_roles import CONFIG, comes_along
 from enjoyln_cli.checkpoint.model_name import local_folder
+from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions, require_token
 from enjoyln_cli.checkpoint.sentence_transformers import transformer_folder
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound
 from enjoyln_cli.text import size
@@ -55,11 +55,7 @@ class Source:
 
 
 def open_source(
-    model: str,
-    *,
-    revision: str | None = None,
-    access: HubAccess = DEFAULT_ACCESS,
-    weights: bool = False,
+    model: str, opening: OpenOptions = OPENED_PLAINLY, *, weights: bool = False
 ) -> Source:
     """Find ``model``: a directory if there is one of that name, otherwise a Hub id.
 
@@ -72,15 +68,15 @@ def open_source(
     """
     local = local_folder(model)
     if local is not None:
-        if revision is not None:
+        if (revision := opening.revision) is not None:
             raise ModelNotFound(f"{model} is a directory and has no revision {revision!r}; drop it")
         folder = transformer_folder(local)
         require_small_config(local / folder)
         return Source(model, local / folder, None, folder)
     from enjoyln_cli.checkpoint.download import snapshot  # imports huggingface_hub
 
-    require_token(access)
-    path = snapshot(model, revision, access, weights=weights)
+    require_token(opening)
+    path = snapshot(model, opening, weights=weights)
     require_small_config(path)
     return Source(model, path, path.name)
 

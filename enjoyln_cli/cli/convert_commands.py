@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from enjoyln_cli.checkpoint import config
-from enjoyln_cli.checkpoint.access import HubAccess
+from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
     look_up,
+    passed_options,
     read_data,
     refuse_ignored,
     require_choice,
@@ -22,92 +23,40 @@ from enjoyln_cli.cli.early_checks import (
     require_folded,
     require_model,
     require_new_folder,
-    require_one_source,
+    require_plan_options,
     with_origin,
 )
 from enjoyln_cli.cli.group import show_transfers
 from enjoyln_cli.cli.options import (
-    DTYPES,
-    FILE,
     FOLDER,
     OLD_FOLDER,
-    Options,
-    against_option,
-    all_of,
-    checking_options,
-    data_options,
-    hub_options,
-    jobs_option,
     json_option,
-    make_opening,
-    max_ratio_option,
-    model_class_option,
-    no_verify_option,
-    opening_options,
-    outputs_option,
-    parse_size,
-    plan_options,
+    option,
+    options_of,
     quiet_option,
-    rotation_options,
-    untie_option,
 )
+from enjoyln_cli.comparison.data_files import DataFiles
 from enjoyln_cli.fs.staging import learning_state
-from enjoyln_cli.quantisers.schemes import SIMULATED
+from enjoyln_cli.matrix_choice.choice_options import NO_CHOICE, ChoiceOptions
+from enjoyln_cli.plan.fold_options import FoldOptions, Options, WriteOptions
+from enjoyln_cli.verification.verify_options import AGAINST, MAX_RATIO, CheckOptions
 
 if TYPE_CHECKING:
     from enjoyln_cli.cli.progress import Watch
     from enjoyln_cli.comparison.data_files import UserData
-    from enjoyln_cli.conversion.fold import PreparedFold
+    from enjoyln_cli.conversion.fold import FoldJob
     from enjoyln_cli.matrix_choice.trials import MatrixChoice
 
-conversion_options = all_of(
-    opening_options,
-    json_option,
-    quiet_option,
-    click.option("--resume", is_flag=True, help="Continue an interrupted run, if there is one."),
-    click.option("--force", is_flag=True, help="Replace OUT if it exists."),
-    checking_options(60),
-    no_verify_option,
-    click.option("--dry-run", is_flag=True, help="Show the plan and the sizes; write nothing."),
-    click.option(
-        "--allow-nonfinite",
-        is_flag=True,
-        help="Accept weights with NaN or Inf; the edits spread them within a tensor.",
-    ),
-    jobs_option,
-    click.option(
-        "--max-shard-size",
-        callback=parse_size,
-        metavar="SIZE",
-        help="Re-shard into files of at most this size, such as 5GB.",
-    ),
-    click.option(
-        "--dtype", type=DTYPES, help="Also convert all floating-point weights to this dtype."
-    ),
+model_argument = click.argument("model", shell_complete=help.folders)
+out_option = option(
+    "-o", "--out", type=FOLDER, help="New directory for the result; needed unless --dry-run."
 )
-"""The options of a command that writes a converted checkpoint."""
-
-
-model_options = all_of(
-    outputs_option,
-    model_class_option,
-    click.option(
-        "--recipe",
-        type=FILE,
-        help="Refuse if the proof gives other edits than this recipe has.",
-    ),
-    click.option(
-        "-o", "--out", type=FOLDER, help="New directory for the result; needed unless --dry-run."
-    ),
-    click.argument("model", shell_complete=help.folders),
+dry_run_option = option(
+    "--dry-run", is_flag=True, help="Show the plan and the sizes; write nothing."
 )
-"""MODEL, OUT, and the options for what is proven about MODEL."""
-
-
 USED_WITH_LIKE = {"like", "out", "force", "quiet", "token", "cache_dir"}
 """The options of ``fold`` and ``rotate`` that ``--like`` takes."""
-
-like_option = click.option(
+like_option = option(
     "--like",
     type=OLD_FOLDER,
     metavar="RESULT",
@@ -116,80 +65,49 @@ like_option = click.option(
 
 
 @help.command()
-@model_options
-@plan_options
+@model_argument
+@out_option
+@options_of(FoldOptions, "folding")
+@options_of(Options, "options")
 @like_option
-@conversion_options
-def fold(opening: Options, like: Path | None, **options: Any) -> None:
+@options_of(WriteOptions, "writing")
+@dry_run_option
+@options_of(DataFiles, "data", only=("samples",))
+@options_of(CheckOptions, "checking")
+@quiet_option
+@json_option
+@options_of(OpenOptions, "opening")
+def fold(folding: FoldOptions, options: Options, **others: Any) -> None:
     """Convert MODEL into the new directory OUT and verify the result."""
-    if like is not None:
-        _edit_like(like, opening, **options)
-        return
-    _convert(opening=opening, choice={}, **options)
+    require_plan_options(options)
+    _convert(folding=replace(folding, options=options), **others)
 
 
 @help.command()
-@model_options
-@untie_option
-@rotation_options
-@click.option(
-    "--search",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Try N seeds with simulated rounding on your data, and use the best.",
-)
-@click.option(
-    "--learn",
-    type=click.IntRange(min=1),
-    metavar="STEPS",
-    help="Learn the matrices on your data with simulated rounding, in this many steps.",
-)
-@click.option(
-    "--scheme",
-    type=click.Choice(list(SIMULATED)),
-    help="The rounding that --search and --learn simulate: bits of weights and inputs.",
-)
-@click.option(
-    "--device",
-    metavar="DEVICE",
-    help="Where --search and --learn run: cpu, cuda or mps (default: a GPU if there is one).",
-)
+@model_argument
+@out_option
+@options_of(FoldOptions, "folding")
+@options_of(Options, "options", only=("untie", "values", "seed", "matrix"), rotate=True, fold=False)
+@options_of(ChoiceOptions, "choice")
 @like_option
-@data_options
-@conversion_options
-def rotate(
-    opening: Options,
-    like: Path | None,
-    search: int | None,
-    learn: int | None,
-    scheme: str | None,
-    device: str | None,
-    **options: Any,
-) -> None:
+@options_of(WriteOptions, "writing")
+@dry_run_option
+@options_of(DataFiles, "data")
+@options_of(CheckOptions, "checking")
+@quiet_option
+@json_option
+@options_of(OpenOptions, "opening")
+def rotate(folding: FoldOptions, options: Options, **others: Any) -> None:
     """Rotate the features of MODEL by an orthogonal matrix, so that it quantises better.
 
     The result computes the same function in the stock class: outliers are spread over all
     features, and norms stay as they are (their weights are fused). Norms are not converted.
     """
-    choice: Options = {}
-    if search or learn or scheme or device:
-        choice = {"search": search, "learn": learn, "scheme": scheme, "device": device}
-        require_choice(opening=opening, like=like, **choice, **options)
-        require_one_source(options["data"], options["samples"])
-    if like is not None:
-        _edit_like(like, opening, **options)
-        return
-    _convert(opening=opening, choice=choice, **options)
+    _convert(folding=replace(folding, options=options), **others)
 
 
 def _edit_like(
-    like: Path,
-    opening: Options,
-    model: str,
-    out: Path | None,
-    force: bool,
-    quiet: bool,
-    **options: Any,
+    like: Path, model: str, out: Path | None, opening: OpenOptions, force: bool, quiet: bool
 ) -> None:
     """Edit an adapter, a prompt or a draft model for the result ``like``."""
     refuse_ignored(USED_WITH_LIKE, "with --like")
@@ -202,7 +120,7 @@ def _edit_like(
     with watch_job(quiet, f"opening {with_origin(model)}"):
         from enjoyln_cli.conversion.relatives import edit_like  # takes seconds
 
-        edit_like(model, like, out, access=opening["access"], force=force)
+        edit_like(model, like, out, opening, force=force)
     if not quiet:
         click.echo(f"wrote {out}, for {like}")
 
@@ -210,64 +128,62 @@ def _edit_like(
 def _convert(
     model: str,
     out: Path | None,
+    like: Path | None,
     dry_run: bool,
     quiet: bool,
     as_json: bool,
-    choice: Options,
-    **options: Any,
+    opening: OpenOptions,
+    folding: FoldOptions,
+    writing: WriteOptions,
+    checking: CheckOptions,
+    data: DataFiles,
+    choice: ChoiceOptions = NO_CHOICE,
 ) -> None:
+    chooses = choice != NO_CHOICE
+    if chooses:
+        require_choice(choice, folding.options, data, writing, out, dry_run, like)
+    if like is not None:
+        _edit_like(like, model, out, opening, writing.force, quiet)
+        return
     if out is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--out'.")
     out = None if dry_run else out
     chatty = not (quiet or as_json)
     if chatty:
         show_transfers()
-    data = {name: value for name, value in options.pop("data", {}).items() if value}
-    if data and isinstance(options["samples"], Path):
+    if isinstance(data.samples, Path) and len(data.sources) > 1:
         raise click.UsageError("--samples with a file cannot be combined with other inputs.")
-    is_checked = options["verify"] and not dry_run
-    if not (is_checked or choice) and (options["samples"] or options["seconds"] or data):
-        option = "--seconds" if options["seconds"] else "--samples"
-        option = f"--{next(iter(data)).removesuffix('s')}" if data else option
+    used = passed_options("text", "images", "audio", "tokens", "seconds", "samples")
+    if used and not (checking.verify and not dry_run or chooses):
         without = "--dry-run" if dry_run else "--no-verify"
-        raise click.UsageError(f"{option} needs the check; drop {without}.")
-    if options["seconds"] is None:
-        del options["seconds"]
+        raise click.UsageError(f"{used[0]} needs the check; drop {without}.")
     require_model(model, require_convertible)
-    own = read_data(data, options["samples"])
+    own = read_data(data)
     if out:
-        require_new_folder(out, model, force=options["force"], resume=options["resume"])
+        require_new_folder(out, model, force=writing.force, resume=writing.resume)
     from enjoyln_cli.cli.progress import watch_job
 
-    job = watch_job(not chatty, f"opening {with_origin(model)}")
-    with naming_learned_steps(out), job as watch:
-        where = options["opening"]
-        look_up(model, require_convertible, where["revision"], access=where["access"])
+    watched = watch_job(not chatty, f"opening {with_origin(model)}")
+    with naming_learned_steps(out), watched as watch:
+        look_up(model, opening, require_convertible)
         from enjoyln_cli.conversion.fold import prepare, write
         from enjoyln_cli.conversion.results import fold_json
-        from enjoyln_cli.report.model_report import ModelReport
-        from enjoyln_cli.rewrite.directory import WriteOptions
-        from enjoyln_cli.verification.verify import floating_dtype  # takes seconds
+        from enjoyln_cli.report.model_report import ModelReport  # takes seconds
 
-        opening = make_opening(options.pop("opening"))
-        how = {field.name: options.pop(field.name) for field in fields(WriteOptions)}
-        how["dtype"] = how["dtype"] and floating_dtype(how["dtype"])
-        writing = WriteOptions(**how)
-        place = {"force": writing.force, "resume": writing.resume}
-        ready = prepare(model, out, opening, **place, on_event=watch.event)
+        job = prepare(model, out, opening, folding, writing, on_event=watch.event)
         chosen = None
-        if choice:
-            chosen = _choose(ready, own, out, watch, options["samples"], writing.resume, **choice)
-            ready = ready.with_plan(chosen.plan)
-        listeners: Options = {"on_event": watch.event, "on_progress": watch.progress}
+        if chooses:
+            chosen = _choose(job, choice, own, out, watch, resume=writing.resume)
+            job = job.with_plan(chosen.plan)
+        listeners: dict[str, Any] = {"on_event": watch.event, "on_progress": watch.progress}
         listeners["on_check"] = watch.seconds
-        result = write(ready, out, writing, data=data, **listeners, **options) if out else None
-        if choice and choice["learn"] and out:
+        result = write(job, out, writing, checking, own, **listeners) if out else None
+        if choice.learn and out:
             learning_state(out).unlink(missing_ok=True)
     from enjoyln_cli.cli.console import write_fold, write_json
 
-    report = ModelReport(model, ready.plan)
-    printed = fold_json(report, ready, result, writing, watch.warnings)
+    report = ModelReport(model, job.plan)
+    printed = fold_json(report, job, result, writing, watch.warnings)
     if chosen is not None:
         printed["matrices"] = chosen.to_json()
     if as_json:
@@ -291,34 +207,30 @@ def naming_learned_steps(out: Path | None) -> Iterator[None]:
 
 
 def _choose(
-    ready: PreparedFold,
-    inputs: UserData,
+    job: FoldJob,
+    choice: ChoiceOptions,
+    data: UserData,
     out: Path | None,
     watch: Watch,
-    samples: int | None,
-    resume: bool,
     *,
-    search: int | None,
-    learn: int | None,
-    scheme: str,
-    device: str | None,
+    resume: bool,
 ) -> MatrixChoice:
-    """Choose the matrices for --search or --learn, on at most ``samples`` inputs."""
+    """Choose the matrices for --search or --learn."""
     from enjoyln_cli.matrix_choice.learned_matrices import learn_matrices
     from enjoyln_cli.matrix_choice.seed_search import search_seeds
     from enjoyln_cli.matrix_choice.trials import device_named, trials
 
-    run_on = device_named(device)
-    with trials(ready, inputs, scheme, samples, watch.event, run_on, watch.seconds) as tried:
-        if learn and out:
-            state = learning_state(out)
-            return learn_matrices(tried, learn, state, watch.event, watch.seconds, resume=resume)
-        return search_seeds(tried, search or 1, watch.event, watch.seconds)
+    device, scheme = device_named(choice.device), str(choice.scheme)
+    with trials(job, data, scheme, data.number, watch.event, device, watch.seconds) as tried:
+        if choice.learn and out:
+            state, steps = learning_state(out), choice.learn
+            return learn_matrices(tried, steps, state, watch.event, watch.seconds, resume=resume)
+        return search_seeds(tried, choice.search or 1, watch.event, watch.seconds)
 
 
 @help.command()
 @click.argument("out", type=FOLDER)
-@click.option(
+@option(
     "-o",
     "--out",
     "folder",
@@ -327,28 +239,33 @@ def _choose(
     metavar="DIR",
     help="New directory.",
 )
-@click.option(
+@option(
     "--dtype",
     type=click.Choice(["float32", "float16"]),
     help="Convert all weights to this dtype (default: that of OUT).",
 )
-@click.option(
-    "--model-class", metavar="CLASS", help="Export this class of the same family, e.g. GPT2Model."
+@option(
+    "--model-class",
+    metavar="CLASS",
+    help="Export this class of the same family, e.g. GPT2Model.",
+    group="The plan",
 )
-@against_option
-@max_ratio_option
-@no_verify_option
-@click.option(
+@option("--against", metavar="MODEL", help=AGAINST)
+@option("--max-ratio", type=click.FloatRange(min=0, min_open=True), metavar="R", help=MAX_RATIO)
+@option("--no-verify", "verify", flag_value=False, default=True, help="Skip the check.")
+@option(
     "--opset",
     type=click.IntRange(18, 23),
     metavar="N",
     help="Version of the operators, 18 to 23; below 23 with LayerNormalization.",
 )
-@click.option("--force", is_flag=True, help="Replace DIR if it exists.")
+@option("--force", is_flag=True, help="Replace DIR if it exists.")
 @quiet_option
 @json_option
-@hub_options
-def export(out: Path, folder: Path, quiet: bool, as_json: bool, **options: Any) -> None:
+@options_of(OpenOptions, "opening")
+def export(
+    out: Path, folder: Path, quiet: bool, as_json: bool, opening: OpenOptions, **options: Any
+) -> None:
     """Write the converted checkpoint OUT as ONNX for transformers.js and optimum, and verify it.
 
     DIR/onnx has model.onnx, or an encoder_model.onnx and a decoder_model_merged.onnx. Each folded
@@ -365,12 +282,11 @@ def export(out: Path, folder: Path, quiet: bool, as_json: bool, **options: Any) 
     require_export(folder, force=options["force"], verify=options["verify"])
     require_folded(out)
     with watch_job(quiet or as_json, f"opening {with_origin(out)}") as watch:
-        access = HubAccess(token=options["token"], cache_dir=options["cache_dir"])
-        look_up(out, config.require_folded, options["revision"], access=access)
+        look_up(out, opening, config.require_folded)
         from enjoyln_cli import export as write_onnx
         from enjoyln_cli.cli.console import write_export, write_json  # takes seconds
 
-        exported = write_onnx(out, folder, on_event=watch.event, **options)
+        exported = write_onnx(out, folder, on_event=watch.event, **options, **vars(opening))
     if as_json:
         write_json(exported.to_json())
     elif not quiet:

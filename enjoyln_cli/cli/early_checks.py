@@ -6,19 +6,27 @@ The library checks them again.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from enjoyln_cli.checkpoint import config
-from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.model_name import local_folder
+from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.checkpoint.source import open_source
-from enjoyln_cli.comparison.data_files import UserData, read_user_data, require_readable
+from enjoyln_cli.comparison.data_files import (
+    SAMPLES_FILE,
+    DataFiles,
+    UserData,
+    require_readable,
+)
 from enjoyln_cli.errors import ModelNotFound, OutputError, UnsupportedModel
 from enjoyln_cli.fs.staging import check_place, learning_state
+from enjoyln_cli.matrix_choice.choice_options import ChoiceOptions
+from enjoyln_cli.plan.fold_options import Options, WriteOptions
 
 Check = Callable[[Mapping[str, Any], str], None]
 """Refuses a model by its config and its name."""
@@ -41,32 +49,26 @@ def require_convertible(raw: Mapping[str, Any], model: str) -> None:
     config.require_unfolded(raw, model)
 
 
-def look_up(
-    model: str | Path,
-    check: Check | None = None,
-    revision: str | None = None,
-    *,
-    access: HubAccess,
-) -> None:
+def look_up(model: str | Path, opening: OpenOptions, check: Check | None = None) -> None:
     """Fetch the config of a Hub id and ``check`` it; a directory has been checked already.
 
     Call this after the first line is printed, which says that the Hub is asked.
     """
     name = str(model)
     if local_folder(name) is None:
-        raw = config.raw_config(open_source(name, revision=revision, access=access))
+        raw = config.raw_config(open_source(name, opening))
         if check is not None:
             check(raw, name)
 
 
-def require_source_of(out: Path, access: HubAccess) -> None:
+def require_source_of(out: Path, opening: OpenOptions) -> None:
     """Refuse a converted directory whose original is not where its config says."""
     folder = local_folder(str(out))
     entry = config.raw_config(open_source(str(out))).get("enjoyln") if folder else None
     if not isinstance(entry, dict) or not isinstance(entry.get("source"), str):
         return  # the library says what is wrong
     try:
-        look_up(entry["source"], revision=entry.get("revision"), access=access)
+        look_up(entry["source"], replace(opening, revision=entry.get("revision")))
     except ModelNotFound as error:
         raise ModelNotFound(f"{error}; name the original with --against") from error
 
@@ -93,82 +95,85 @@ def require_new_folder(out: Path, model: str | Path, *, force: bool, resume: boo
     check_place(out, source=local_folder(str(model)), force=force, resume=resume)
 
 
+def passed_options(*names: str) -> list[str]:
+    """Those of the parameters ``names``, by default of all, that are on the command line."""
+    context = click.get_current_context()
+    by_name = {option.name: option for option in context.command.params}
+    return [
+        max(by_name[name].opts, key=len)
+        for name in names or by_name
+        if isinstance(by_name.get(name), click.Option)
+        and context.get_parameter_source(str(name)) is click.core.ParameterSource.COMMANDLINE
+    ]
+
+
 def refuse_ignored(used: Collection[str], by: str) -> None:
     """Refuse options on the command line of which nothing would come; ``used`` are the others.
 
     ``by`` says what does not use them. Names are those of the command's parameters.
     """
-    context = click.get_current_context()
-    for option in context.command.params:
-        source = context.get_parameter_source(option.name or "")
-        is_passed = source is click.core.ParameterSource.COMMANDLINE
-        if isinstance(option, click.Option) and is_passed and option.name not in used:
-            raise click.UsageError(f"{max(option.opts, key=len)} has no effect {by}; leave it out.")
+    every = (str(option.name) for option in click.get_current_context().command.params)
+    for option in passed_options(*(name for name in every if name not in used)):
+        raise click.UsageError(f"{option} has no effect {by}; leave it out.")
 
 
-def data_sources(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with data of the user that were passed, with their values."""
-    sources = {"--text": data["text"], "--image": data["images"], "--audio": data["audio"]}
-    sources["--tokens"] = data["tokens"]
-    return {option: value for option, value in sources.items() if value}
+def require_plan_options(options: Options) -> None:
+    """Refuse options that change nothing without another one."""
+    if passed_options("widen_to") and not options.widen_mlp:
+        raise click.UsageError("--widen-to needs --widen-mlp.")
+    used = [*passed_options("seed"), *["--no-values"] * (not options.values)]
+    if (used := [*used, *passed_options("matrix")]) and not options.rotate:
+        raise click.UsageError(f"{used[0]} needs --rotate.")
 
 
-def read_data(data: Mapping[str, Any], samples: Any = None) -> UserData:
+def read_data(data: DataFiles) -> UserData:
     """The user's own inputs. Refuses files that cannot be read, or that no package here reads."""
-    own = read_user_data(**data, samples=samples)
+    own = data.read()
     require_readable(own)
     return own
 
 
-def require_one_source(
-    data: Mapping[str, Any], samples: Any = None, *, is_needed: bool = False
-) -> None:
+def require_one_source(data: DataFiles, *, is_needed: bool = False) -> None:
     """Refuse inputs from two sources, and none if one ``is_needed``. Images may have a text."""
-    passed = [*data_sources(data), *["--samples with a file"] * isinstance(samples, Path)]
-    if len(passed) > 1 and passed != ["--text", "--image"]:
-        raise click.UsageError(f"{passed[0]} and {passed[1]} cannot be combined.")
-    if is_needed and not data_sources(data):
+    if data.conflict:
+        raise click.UsageError(f"{' and '.join(data.conflict)} cannot be combined.")
+    if is_needed and not data.sources:
         raise click.UsageError("your data are needed: pass --text, --image, --audio or --tokens.")
 
 
 def require_choice(
-    search: int | None,
-    learn: int | None,
-    scheme: str | None,
-    device: str | None,
-    *,
-    opening: Mapping[str, Any],
-    like: Path | None,
-    data: Mapping[str, Any],
+    choice: ChoiceOptions,
+    options: Options,
+    data: DataFiles,
+    writing: WriteOptions,
     out: Path | None,
     dry_run: bool,
-    force: bool,
-    resume: bool,
-    **options: Any,
+    like: Path | None,
 ) -> None:
     """Refuse what --search and --learn cannot be combined with, and what they lack.
 
     Without ``force`` and ``resume``, the state of an interrupted run of --learn is refused.
     """
+    search, learn = choice.search, choice.learn
     if not (search or learn):
-        option = "--scheme" if scheme else "--device"
+        option = "--scheme" if choice.scheme else "--device"
         raise click.UsageError(f"{option} needs --search or --learn.")
     name = "--search" if search else "--learn"
-    seed, matrix = (opening["options"][key] for key in ("seed", "matrix"))
     for other, is_given in {
         "--learn": search and learn,
-        "--seed": search and seed,
-        "--matrix": search and matrix,
+        "--seed": search and options.seed,
+        "--matrix": search and options.matrix,
         "--dry-run": learn and dry_run,
         "--like": like,
     }.items():
         if is_given:
             raise click.UsageError(f"{name} cannot be combined with {other}.")
-    if not scheme:
+    if not choice.scheme:
         raise click.UsageError(f"{name} needs --scheme, such as --scheme w4a8.")
-    if not any(data.values()):
+    if not {*data.sources} - {SAMPLES_FILE}:
         raise click.UsageError(f"{name} needs one of --text, --image, --audio, --tokens.")
-    if learn and out and not (force or resume) and learning_state(out).exists():
+    require_one_source(data)
+    if learn and out and not (writing.force or writing.resume) and learning_state(out).exists():
         raise OutputError(
             f"{learning_state(out)} is of an interrupted run; continue it with --resume, or begin "
             "again with --force"

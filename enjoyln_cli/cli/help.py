@@ -6,46 +6,13 @@ Click itself makes the suggestions for a mistyped option or command.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
-GROUPS = {
-    "The plan": (
-        "model_class",
-        "outputs",
-        "recipe",
-        "widen_mlp",
-        "widen_to",
-        "merge",
-        "untie",
-        "rotate",
-        "seed",
-        "matrix",
-        "values",
-    ),
-    "Your data": ("text", "images", "audio", "tokens"),
-    "The Hub": (
-        "revision",
-        "token",
-        "cache_dir",
-        "trust_remote_code",
-        "private",
-        "create_pr",
-        "commit_message",
-        "yes",
-    ),
-    "Measuring": (
-        "samples",
-        "seconds",
-        "inputs",
-        "rotations",
-        "max_error",
-        "device",
-    ),
-    "Printing": ("as_json", "quiet", "paper", "why", "picture", "save", "mappings"),
-}
-"""Sections of the help to the parameters in each; all other options come first."""
+GROUPS = ("Options", "The plan", "Your data", "The Hub", "Measuring", "Printing")
+"""The sections of the help."""
 
 EXAMPLES = {
     "report": (
@@ -87,6 +54,14 @@ EXAMPLES = {
 }
 
 
+class GroupedOption(click.Option):
+    """An option that the help shows in the section ``group``."""
+
+    def __init__(self, *names: Any, group: str = "Options", **written: Any) -> None:
+        super().__init__(*names, **written)
+        self.group = group
+
+
 class Command(click.Command):
     """A command whose help shows options in groups, and ends with examples."""
 
@@ -96,12 +71,11 @@ class Command(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write each group of ``GROUPS`` in which the command has options."""
-        group_of = {name: group for group, names in GROUPS.items() for name in names}
-        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Options", *GROUPS)}
+        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}
         for parameter in self.get_params(ctx):
             shown = parameter.get_help_record(ctx)
             if shown and isinstance(parameter, click.Option):
-                sections[group_of.get(parameter.name or "", "Options")].append(shown)
+                sections[getattr(parameter, "group", "Options")].append(shown)
         for name, options in sections.items():
             if options:
                 with formatter.section(name):

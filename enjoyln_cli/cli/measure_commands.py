@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from enjoyln_cli.checkpoint import config
-from enjoyln_cli.checkpoint.access import HubAccess
+from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, require_float
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
@@ -24,25 +25,19 @@ from enjoyln_cli.cli.early_checks import (
 )
 from enjoyln_cli.cli.group import complain
 from enjoyln_cli.cli.options import (
-    COMPUTE_DTYPES,
     FOLDER,
-    POSITIVE,
     Names,
-    Options,
-    against_option,
-    checking_options,
-    data_options,
-    hub_options,
+    Parsed,
     json_option,
-    max_ratio_option,
-    opening_options,
-    parse_names,
-    parse_size,
+    names_in,
+    option,
+    options_of,
     quiet_option,
 )
-from enjoyln_cli.comparison.data_files import UserData
+from enjoyln_cli.comparison.data_files import DataFiles
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, OPENVINO, SCHEMES, require_scheme
+from enjoyln_cli.verification.verify_options import VerifyOptions
 
 USED_FOR_QUANTISED = {
     *("against", "accept", "text", "images", "audio", "tokens", "quiet", "as_json"),
@@ -50,46 +45,22 @@ USED_FOR_QUANTISED = {
 }
 """The options of ``verify`` for a quantised result."""
 
-if TYPE_CHECKING:
-    from enjoyln_cli.cli.progress import Watch
-    from enjoyln_cli.quantisation.written_result import QuantisedCheck
-
 
 @help.command()
 @click.argument("out", type=FOLDER)
-@against_option
-@data_options
-@click.option(
-    "--compute-dtype",
-    "dtype",
-    type=COMPUTE_DTYPES,
-    help="Run in this dtype (default: that of OUT).",
-)
-@max_ratio_option
-@click.option(
-    "--accept",
-    callback=parse_names,
-    metavar="NAMES",
-    help="Files that you have changed on purpose, such as generation_config.json.",
-)
-@checking_options(None)
-@click.option(
-    "--device-map",
-    type=click.Choice(["auto", "cpu", "disk"]),
-    default="auto",
-    show_default=True,
-    help="Weights in memory: as many as fit (auto), all (cpu), none (disk).",
-)
-@click.option(
-    "--max-memory",
-    callback=parse_size,
-    metavar="SIZE",
-    help="Memory limit of the process, such as 8GB (default: all free memory).",
-)
+@options_of(DataFiles, "data")
+@options_of(VerifyOptions, "options")
 @quiet_option
 @json_option
-@hub_options
-def verify(out: Path, data: Options, quiet: bool, as_json: bool, **options: Any) -> None:
+@options_of(OpenOptions, "opening")
+def verify(
+    out: Path,
+    options: VerifyOptions,
+    data: DataFiles,
+    quiet: bool,
+    as_json: bool,
+    opening: OpenOptions,
+) -> None:
     """Check that OUT gives the original's outputs: exit status 0 if so, 1 if not.
 
     For a result of `enjoyln quantize`: that its error on your data is the recorded one. No file of
@@ -98,25 +69,27 @@ def verify(out: Path, data: Options, quiet: bool, as_json: bool, **options: Any)
     is_quantised = (out / QUANTISATION_FILE).is_file()
     if is_quantised:
         refuse_ignored(USED_FOR_QUANTISED, "on a result of `enjoyln quantize`")
-    require_one_source(data, options["samples"], is_needed=is_quantised)
+    require_one_source(data, is_needed=is_quantised)
     from enjoyln_cli.cli.progress import watch_job
 
-    require_model(options["against"])
+    require_model(options.against)
     if not is_quantised:
         require_folded(out)
-    own = read_data(data, options["samples"])
+    own = read_data(data)
     with watch_job(quiet or as_json, f"verifying {with_origin(out)}") as watch:
-        access = HubAccess(token=options["token"], cache_dir=options["cache_dir"])
-        look_up(out, config.require_folded, access=access)
-        if options["against"] is None and not is_quantised:
-            require_source_of(out, access)
+        look_up(out, replace(opening, revision=None), config.require_folded)
+        if options.against is None and not is_quantised:
+            require_source_of(out, opening)
+        listeners: dict[str, Any] = {"on_event": watch.event, "on_progress": watch.seconds}
+        result: Any
         if is_quantised:
-            result: Any = _verify_quantised(out, own, watch, options)
-        else:
-            from enjoyln_cli import verify as check  # takes seconds
+            from enjoyln_cli.quantisation.written_result import verify_quantised
 
-            listeners: Options = {"on_event": watch.event, "on_progress": watch.seconds}
-            result = check(out, **data, **listeners, **options)
+            result = verify_quantised(out, own, options, opening, **listeners)
+        else:
+            from enjoyln_cli.verification.verify import check_result  # takes seconds
+
+            result = check_result(out, own, options, opening, **listeners)
     from enjoyln_cli.cli.console import write_json, write_quantised_check, write_verification
 
     if as_json:
@@ -129,37 +102,17 @@ def verify(out: Path, data: Options, quiet: bool, as_json: bool, **options: Any)
         raise click.exceptions.Exit(1)
 
 
-def _verify_quantised(out: Path, own: UserData, watch: Watch, options: Options) -> QuantisedCheck:
-    from enjoyln_cli.conversion.inspect import Opening
-    from enjoyln_cli.quantisation.written_result import verify_quantised
-
-    opening = Opening(
-        revision=options["revision"],
-        access=HubAccess(token=options["token"], cache_dir=options["cache_dir"]),
-        trust_remote_code=options["trust_remote_code"],
-    )
-    return verify_quantised(
-        out,
-        own,
-        against=options["against"],
-        accept=options["accept"],
-        opening=opening,
-        on_event=watch.event,
-        on_progress=watch.seconds,
-    )
-
-
 @help.command()
 @click.argument("model", shell_complete=help.folders)
-@click.option("-o", "--out", type=FOLDER, required=True, help="New directory for the result.")
-@click.option(
+@option("-o", "--out", type=FOLDER, required=True, help="New directory for the result.")
+@option(
     "--scheme",
     type=click.Choice(list(SCHEMES)),
     default="w8a8",
     show_default=True,
     help="Bits of weights and of the inputs of linear layers.",
 )
-@click.option(
+@option(
     "--format",
     "form",
     type=click.Choice(list(FORMATS)),
@@ -167,50 +120,54 @@ def _verify_quantised(out: Path, own: UserData, watch: Watch, options: Options) 
     show_default=True,
     help="What the result is stored as.",
 )
-@data_options
-@click.option(
+@options_of(DataFiles, "data", without=("samples",))
+@option(
     "--inputs",
     type=click.IntRange(min=4),
     metavar="N",
+    group="Measuring",
     default=16,
     show_default=True,
     help="Use at most N inputs to choose by, and N others to measure on.",
 )
-@click.option(
+@option(
     "--rotations",
     type=click.IntRange(min=0),
     metavar="N",
+    group="Measuring",
     default=3,
     show_default=True,
     help="Number of rotations to try.",
 )
-@click.option(
+@option(
     "--keep",
-    callback=parse_names,
+    type=Parsed(names_in),
+    default=(),
     metavar="NAMES",
     help="Layers to leave in floating point (in ONNX in 8 bits if weights have 4), such as *.fc2.",
 )
-@click.option(
+@option(
     "--max-error",
-    type=POSITIVE,
+    type=click.FloatRange(min=0, min_open=True),
     metavar="R",
+    group="Measuring",
     help="Fail above this relative error of the outputs (default: that of the scheme).",
 )
-@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@option("--force", is_flag=True, help="Replace OUT if it exists.")
 @quiet_option
 @json_option
-@opening_options
+@options_of(OpenOptions, "opening")
 def quantize(
     model: str,
     out: Path,
     scheme: str,
     form: str,
-    data: Options,
+    data: DataFiles,
     rotations: int,
     keep: Names,
     quiet: bool,
     as_json: bool,
-    opening: Options,
+    opening: OpenOptions,
     **options: Any,
 ) -> None:
     """Quantise MODEL, rotated if that is better on your data, and measure the result.
@@ -232,9 +189,8 @@ def quantize(
         raise UnsupportedModel(f"--keep does not work for {form}")
     own = read_data(data)
     with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:
-        look_up(model, config.require_unquantised, opening["revision"], access=opening["access"])
+        look_up(model, opening, config.require_unquantised)
         from enjoyln_cli.cli.console import say, write_json, write_quantised
-        from enjoyln_cli.conversion.inspect import Opening
         from enjoyln_cli.quantisation.quantize import quantize as run  # takes seconds
 
         result = run(
@@ -245,7 +201,7 @@ def quantize(
             form=form,
             seeds=range(rotations),
             keep=keep,
-            opening=Opening(**opening),
+            opening=opening,
             on_event=watch.event,
             on_progress=watch.seconds,
             **options,

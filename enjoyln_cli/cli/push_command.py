@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from enjoyln_cli.checkpoint.access import HubAccess
+from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import require_folded
 from enjoyln_cli.cli.group import show_transfers
-from enjoyln_cli.cli.options import FOLDER, json_option, quiet_option
+from enjoyln_cli.cli.options import FOLDER, json_option, option, quiet_option
+
+hub = partial(option, group="The Hub")
 
 
 def ask(upload: str, yes: bool) -> None:
@@ -35,20 +38,18 @@ def ask(upload: str, yes: bool) -> None:
 @help.command()
 @click.argument("out", type=FOLDER)
 @click.argument("repo_id")
-@click.option(
+@hub(
     "--private/--no-private",
     default=None,
     help="Visibility of a new repository (default: public).",
 )
-@click.option("--create-pr", is_flag=True, help="Push as a pull request.")
-@click.option("--commit-message", metavar="TEXT", help="First line of the commit.")
-@click.option("--yes", "-y", is_flag=True, help="Push without asking.")
-@click.option("--revision", metavar="REV", help="Branch to push to; created if missing.")
-@click.option("--token", metavar="TOKEN", help="Hub token that may write.")
-@click.option("--dry-run", is_flag=True, help="List the files that would be sent.")
-@click.option(
-    "--force", is_flag=True, help="Push although OUT is not verified; the model card says so."
-)
+@hub("--create-pr", is_flag=True, help="Push as a pull request.")
+@hub("--commit-message", metavar="TEXT", help="First line of the commit.")
+@hub("--yes", "-y", is_flag=True, help="Push without asking.")
+@hub("--revision", metavar="REV", help="Branch to push to; created if missing.")
+@hub("--token", metavar="TOKEN", help="Hub token that may write.")
+@option("--dry-run", is_flag=True, help="List the files that would be sent.")
+@option("--force", is_flag=True, help="Push although OUT is not verified; the model card says so.")
 @quiet_option
 @json_option
 def push(
@@ -67,18 +68,18 @@ def push(
         say(f"checking {out}", "dim", stderr=True)
         show_transfers()
     from enjoyln_cli.cli.console import upload_line, write_doubts, write_json, write_push
-    from enjoyln_cli.publish import push as hub
+    from enjoyln_cli.publish import push as pushing
 
     yes, message = options.pop("yes"), options.pop("commit_message")
-    access = HubAccess(token=options.pop("token"))
+    opening = OpenOptions(token=options.pop("token"))
     if "/" not in repo_id and not dry_run:
-        repo_id = full_name(repo_id, access)
-    upload = hub.prepare(out, repo_id, **options)
+        repo_id = full_name(repo_id, opening)
+    upload = pushing.prepare(out, repo_id, **options)
     if chatty:
         write_doubts(upload)
     if not dry_run:
         ask(upload_line(upload), yes)
-        upload = hub.send(upload, commit_message=message, access=access)
+        upload = pushing.send(upload, commit_message=message, opening=opening)
     if as_json:
         write_json(upload.to_json())
     elif not quiet:

@@ -3,67 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
+from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
     look_up,
     refuse_ignored,
     require_convertible,
     require_model,
+    require_plan_options,
     with_origin,
 )
 from enjoyln_cli.cli.group import complain
-from enjoyln_cli.cli.options import (
-    NEW_FILE,
-    Names,
-    Options,
-    make_opening,
-    model_class_option,
-    opening_options,
-    outputs_option,
-    plan_options,
-)
+from enjoyln_cli.cli.options import NEW_FILE, Names, option, options_of
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.fs.staging import check_file, write_file
+from enjoyln_cli.plan.fold_options import FoldOptions, Options
+
+printing = partial(option, group="Printing")
 
 
 @help.command()
 @click.argument("models", nargs=-1, metavar="MODEL...", shell_complete=help.folders)
-@click.option(
-    "--why", metavar="NORM", help="Show why this norm becomes RMSNorm or stays LayerNorm."
-)
-@click.option("--paper", is_flag=True, help="Add the count of Algorithm 1 of the Enjoy-LN paper.")
-@model_class_option
-@outputs_option
-@plan_options
-@click.option(
+@printing("--why", metavar="NORM", help="Show why this norm becomes RMSNorm or stays LayerNorm.")
+@printing("--paper", is_flag=True, help="Add the count of Algorithm 1 of the Enjoy-LN paper.")
+@options_of(FoldOptions, "folding", without=("recipe",))
+@options_of(Options, "options")
+@option(
     "--model-type",
     "types",
     multiple=True,
     metavar="TYPE",
     help="Use this type's default config instead of a MODEL.",
 )
-@click.option(
-    "--write-recipe", "save", type=NEW_FILE, metavar="FILE", help="Save the plan as YAML."
-)
-@click.option(
+@printing("--write-recipe", "save", type=NEW_FILE, metavar="FILE", help="Save the plan as YAML.")
+@printing(
     "--save",
     "picture",
     type=NEW_FILE,
     metavar="FILE",
     help="Draw the model: .svg, .png, .pdf or .dot.",
 )
-@click.option(
+@printing(
     "--mappings",
     type=click.Choice(["llm-compressor", "json"]),
     help="Print which layers read each norm: for recipes of llm-compressor, or as JSON.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each model.")
-@opening_options
+@printing("--json", "as_json", is_flag=True, help="Print one JSON object for each model.")
+@options_of(OpenOptions, "opening")
 def report(
     models: Names,
     types: Names,
@@ -71,11 +64,15 @@ def report(
     save: Path | None,
     mappings: Literal["llm-compressor", "json"] | None,
     as_json: bool,
-    opening: Options,
+    opening: OpenOptions,
+    folding: FoldOptions,
+    options: Options,
     paper: bool,
     picture: Path | None,
 ) -> None:
     """Show which LayerNorms can become RMSNorm, and why others stay. Reads no weights."""
+    require_plan_options(options)
+    folding = replace(folding, options=options)
     if bool(models) == bool(types):
         raise click.UsageError("name at least one MODEL, or use --model-type instead.")
     outputs = {"--why": why, "--save": picture, "--write-recipe": save}
@@ -109,16 +106,16 @@ def report(
     named = with_origin(first) if len(models) == 1 else first
     with watch_job(as_json or bool(mappings), f"analysing {named}") as watch:
         if len(models) == 1:
-            look_up(first, require_convertible, opening["revision"], access=opening["access"])
+            look_up(first, opening, require_convertible)
         from enjoyln_cli.cli.console import say, write_json, write_reports, write_tree
         from enjoyln_cli.conversion.inspect import mappings_text  # takes seconds
         from enjoyln_cli.recipe.write import recipe_text
 
         if mappings:
-            text = mappings_text(names[0], make_opening(opening), mappings, is_type=bool(types))
+            text = mappings_text(first, opening, folding, mappings, is_type=bool(types))
             click.echo(text, nl=False)
             return
-        inspections, failed = _inspect_all(names, bool(types), opening, watch.event)
+        inspections, failed = _inspect_all(names, bool(types), opening, folding, watch.event)
         if not (save or why or picture):
             reports = [inspection.report(paper) for inspection in inspections]
     if picture:
@@ -143,7 +140,11 @@ def report(
 
 
 def _inspect_all(
-    names: Names, are_types: bool, opening: Options, event: Callable[[str, str], None]
+    names: Names,
+    are_types: bool,
+    opening: OpenOptions,
+    folding: FoldOptions,
+    event: Callable[[str, str], None],
 ) -> tuple[list[Any], bool]:
     """Analyse each model, and say whether one failed. A failure is printed; the others continue."""
     from enjoyln_cli.conversion.inspect import inspect
@@ -153,7 +154,7 @@ def _inspect_all(
         if name != names[0]:
             event("stage", f"analysing {name}")
         try:
-            inspections.append(inspect(name, make_opening(opening), is_type=are_types))
+            inspections.append(inspect(name, opening, folding, is_type=are_types))
         except EnjoyLNError as error:
             if len(names) == 1:
                 raise

@@ -16,6 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.plan.option_field import data_option, measuring_option
+
+SAMPLES_FILE = "--samples with a file"
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,103 @@ class UserData:
         return self.text is not None or any((self.texts, self.images, self.audio, self.tokens))
 
 
+NO_DATA = UserData()
+
+
+def number_or_file(text: str) -> int | Path:
+    """``8`` as a number of inputs, anything else as a file with one text on each line.
+
+    Raises ``ValueError`` for a number that is not positive, and if there is no such file.
+    """
+    try:
+        number = int(text)
+    except ValueError:
+        if not Path(text).is_file():
+            raise ValueError(
+                f"{text!r} is neither a number of inputs nor a file of texts"
+            ) from None
+        return Path(text)
+    if number < 1:
+        raise ValueError(f"{text} is not a positive number of inputs")
+    return number
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """Where the user's data are. If there are images, ``text`` has a text for each, or for all."""
+
+    text: str | Path | None = data_option(
+        None, "Running text; a language model is scored on it.", path="file"
+    )
+    images: str | Path | Sequence[str | Path] = data_option(
+        (),
+        "Image, or directory of images; may be repeated, and combined with --text.",
+        flags=("--image",),
+        metavar="FILE|DIR",
+        path="old path",
+        may_be_repeated=True,
+    )
+    samples: int | str | Path | None = measuring_option(
+        None,
+        "Run on N inputs, or on a FILE of texts, one on each line.",
+        metavar="N|FILE",
+        parse=number_or_file,
+    )
+    audio: str | Path | None = data_option(
+        None, "Directory of recordings.", metavar="DIR", path="old folder"
+    )
+    tokens: str | Path | None = data_option(
+        None, "Token ids: a JSON list of them on each line.", path="file"
+    )
+
+    @property
+    def sources(self) -> list[str]:
+        """The options that are given and name data."""
+        own = {"--text": self.text is not None, "--image": bool(self.images)}
+        own |= {"--audio": self.audio is not None, "--tokens": self.tokens is not None}
+        own[SAMPLES_FILE] = isinstance(self.samples, str | Path)
+        return [name for name, is_given in own.items() if is_given]
+
+    @property
+    def conflict(self) -> tuple[str, str] | None:
+        """Two options that cannot be combined, if they are given; only images with a text can."""
+        given = self.sources
+        return (given[0], given[1]) if given[1:] and given != ["--text", "--image"] else None
+
+    def read(self) -> UserData:
+        """The data in the files (see ``read_user_data``)."""
+        if self.conflict:
+            raise UnsupportedModel(
+                f"{' and '.join(self.conflict)} cannot be combined: choose one of them"
+            )
+        words = None if self.text is None else text_of(self.text)
+        if words is not None and not words.strip():
+            raise UnsupportedModel(f"{self.text} contains no text")
+        images, samples = self.images, self.samples
+        files = [
+            file
+            for place in ([images] if isinstance(images, str | Path) else images)
+            for file in (files_of(Path(place), "images") if Path(place).is_dir() else [place])
+        ]
+        if isinstance(samples, str | Path):
+            texts = texts_in(samples)
+            return UserData(texts=texts, number=len(texts))
+        is_number = isinstance(samples, int) and not isinstance(samples, bool) and samples > 0
+        if samples is not None and not is_number:
+            raise UnsupportedModel(
+                f"samples={samples!r} is neither a positive number of inputs nor a file of texts"
+            )
+        lines = (line.strip() for line in (words or "").splitlines()) if files else ()
+        return UserData(
+            None if files else words,
+            texts=tuple(line for line in lines if line),
+            images=tuple(files),
+            audio=() if self.audio is None else files_of(Path(self.audio), "recordings"),
+            tokens=() if self.tokens is None else token_lists(self.tokens),
+            number=samples,
+        )
+
+
 def read_user_data(
     text: str | Path | None = None,
     images: str | Path | Sequence[str | Path] = (),
@@ -56,41 +156,17 @@ def read_user_data(
     Raises ``UnsupportedModel`` if ``samples`` is neither, if a file cannot be read, or if more than
     one source is given, other than images with a text.
     """
-    own = {"--text": text is not None, "--image": bool(images)}
-    own |= {"--audio": audio is not None, "--tokens": tokens is not None}
-    own["--samples with a file"] = isinstance(samples, str | Path)
-    given = [name for name, is_given in own.items() if is_given]
-    if len(given) > 1 and given != ["--text", "--image"]:
-        raise UnsupportedModel(f"{given[0]} and {given[1]} cannot be combined: choose one of them")
-    words = None if text is None else text_of(text)
-    if words is not None and not words.strip():
-        raise UnsupportedModel(f"{text} contains no text")
-    files = [
-        file
-        for place in ([images] if isinstance(images, str | Path) else images)
-        for file in (files_of(Path(place), "images") if Path(place).is_dir() else [place])
-    ]
-    if not isinstance(samples, str | Path):
-        is_number = isinstance(samples, int) and not isinstance(samples, bool) and samples > 0
-        if samples is not None and not is_number:
-            raise UnsupportedModel(
-                f"samples={samples!r} is neither a positive number of inputs nor a file of texts"
-            )
-        lines = (line.strip() for line in (words or "").splitlines()) if files else ()
-        return UserData(
-            None if files else words,
-            texts=tuple(line for line in lines if line),
-            images=tuple(files),
-            audio=() if audio is None else files_of(Path(audio), "recordings"),
-            tokens=() if tokens is None else token_lists(tokens),
-            number=samples,
-        )
-    if not Path(samples).is_file():
-        raise UnsupportedModel(f"samples={str(samples)!r} is not a file of texts, one on each line")
-    texts = tuple(line.strip() for line in text_of(samples).splitlines() if line.strip())
+    return DataFiles(text, images, samples, audio, tokens).read()
+
+
+def texts_in(file: str | Path) -> tuple[str, ...]:
+    """The texts in a file with one on each line. Raises ``UnsupportedModel`` if there is none."""
+    if not Path(file).is_file():
+        raise UnsupportedModel(f"samples={str(file)!r} is not a file of texts, one on each line")
+    texts = tuple(line.strip() for line in text_of(file).splitlines() if line.strip())
     if not texts:
-        raise UnsupportedModel(f"{samples} contains no text; write one text on each line")
-    return UserData(texts=texts, number=len(texts))
+        raise UnsupportedModel(f"{file} contains no text; write one text on each line")
+    return texts
 
 
 def require_readable(data: UserData) -> None:

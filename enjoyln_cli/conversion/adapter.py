@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from enjoyln_cli.checkpoint.file_roles import read_json
-from enjoyln_cli.checkpoint.reader import Subject, read_tensor
+from enjoyln_cli.checkpoint.reader import read_tensor
 from enjoyln_cli.checkpoint.result_files import ADAPTER_CONFIG
 from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.edits.finite import in_dtype, rounded
@@ -36,7 +36,7 @@ from enjoyln_cli.edits.linear_steps import repeated
 from enjoyln_cli.edits.planned_edits import edits_of
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.models.classes import build, locate
-from enjoyln_cli.models.load import class_of
+from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.runtime.weight_check import tensor_at
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Adapter:
         save_file(self.tensors, folder / WEIGHTS_FILE, {"format": "pt"})
 
 
-def edit_adapter(folder: str | Path, plan: Plan, original: Subject) -> Adapter:
+def edit_adapter(folder: str | Path, plan: Plan, original: OpenedModel) -> Adapter:
     """The LoRA adapter or prompt in ``folder`` for the result of ``plan`` on ``original``.
 
     The edits are computed in float64, and rounded once to the dtype of the adapter. Raises
@@ -232,8 +232,8 @@ def _biases(
 class EditedBase:
     """The base model: its edits by parameter, and the values that they use."""
 
-    def __init__(self, plan: Plan, original: Subject) -> None:
-        self.model = build(class_of(original, plan.model_class), original.config)
+    def __init__(self, plan: Plan, original: OpenedModel) -> None:
+        self.model = build(original.as_class(plan.model_class).cls, original.config)
         self.edits = edits_of(plan, in_memory=True)
         self.checkpoint = original.checkpoint
         self.stored = {w.scale.parameter: w.scale.tensor for w in plan.edited_tensors if w.scale}

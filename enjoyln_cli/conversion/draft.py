@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
 from enjoyln_cli.checkpoint.config import raw_config
+from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint, read_tensor
 from enjoyln_cli.checkpoint.result_files import ADAPTER_CONFIG
 from enjoyln_cli.checkpoint.source import Source, carried_files, open_source
@@ -40,8 +40,8 @@ from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.runtime.weight_check import tensor_at
 
 if TYPE_CHECKING:
-    from enjoyln_cli.checkpoint.reader import Subject
     from enjoyln_cli.plan.plan import Plan, RotationGroup
+    from enjoyln_cli.rewrite.opened_model import OpenedModel
 
 FC, TABLE, HEAD = "fc.weight", "embed_tokens.weight", "lm_head.weight"
 LAYERS = ("midlayer", "layers.0")
@@ -82,10 +82,9 @@ class Read:
 def edit_draft(
     model: str | Path,
     plan: Plan,
-    original: Subject,
+    original: OpenedModel,
     like: str,
-    *,
-    access: HubAccess = DEFAULT_ACCESS,
+    opening: OpenOptions = OPENED_PLAINLY,
 ) -> Draft:
     """The draft ``model``, a directory or a Hub id, for the result ``like`` of ``plan``.
 
@@ -93,7 +92,7 @@ def edit_draft(
     ``UnsupportedModel`` for a draft that cannot be edited, ``BadCheckpoint`` if it does not fit
     ``original``, and as ``open_source`` and ``open_checkpoint`` do.
     """
-    source = open_source(str(model), access=access, weights=True)
+    source = open_source(str(model), opening, weights=True)
     config = raw_config(source)
     if "medusa_num_heads" in config or any(source.path.glob("medusa_lm_head.*")):
         raise UnsupportedModel(
@@ -149,7 +148,9 @@ def _first_layer(checkpoint: Checkpoint) -> str:
     return layer
 
 
-def _rotated_stream(plan: Plan, original: Subject, like: str) -> tuple[RotationGroup, str, Edit]:
+def _rotated_stream(
+    plan: Plan, original: OpenedModel, like: str
+) -> tuple[RotationGroup, str, Edit]:
     """The stream of hidden states, the stored embedding table, and how the table was edited.
 
     Raises ``UnsupportedModel`` unless the hidden states of all layers are rotated and nothing else.
@@ -186,7 +187,9 @@ def _reads_of_hidden_states(checkpoint: Checkpoint, stream: RotationGroup) -> li
     return [Read(FC, columns // stream.size, norm if norm in checkpoint.tensors else "")]
 
 
-def _is_table_of_target(tensors: dict[str, torch.Tensor], original: Subject, table: str) -> bool:
+def _is_table_of_target(
+    tensors: dict[str, torch.Tensor], original: OpenedModel, table: str
+) -> bool:
     """Whether the draft reads the target's embeddings: it has no table, or a copy of this one."""
     if TABLE not in tensors:
         return True

@@ -15,25 +15,39 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from enjoyln_cli.analysis.suggest import better, suggestions
-from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.model_name import local_folder
-from enjoyln_cli.checkpoint.reader import Subject
+from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions
 from enjoyln_cli.checkpoint.result_files import MATRIX_FILE
 from enjoyln_cli.clock import Progress, no_progress
-from enjoyln_cli.conversion.inspect import Opening, open_unfolded
+from enjoyln_cli.comparison.data_files import NO_DATA, DataFiles, UserData, seconds_of
 from enjoyln_cli.edits.planned_edits import edits_of
 from enjoyln_cli.errors import NothingToFold
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, count_finished, work_of
-from enjoyln_cli.plan.plan import PLAIN, Options
+from enjoyln_cli.plan.fold_options import (
+    FOLD_DEFAULTS,
+    PLAIN,
+    WRITE_DEFAULTS,
+    FoldOptions,
+    Options,
+    WriteOptions,
+)
+from enjoyln_cli.plan.option_field import made_from
 from enjoyln_cli.report.notes import suggestion
-from enjoyln_cli.rewrite.directory import WRITE_DEFAULTS, FoldResult, WriteOptions, fold_checkpoint
+from enjoyln_cli.rewrite.directory import FoldResult, fold_checkpoint
+from enjoyln_cli.rewrite.opened_model import OpenedModel, open_model
 from enjoyln_cli.rewrite.preconditions import why_nothing_changes
 from enjoyln_cli.rewrite.shard_layout import bytes_to_write
 from enjoyln_cli.rewrite.writer import total_progress
 from enjoyln_cli.rotation.given_matrices import give_matrices
 from enjoyln_cli.rotation.rotations import NORM_STAYS
 from enjoyln_cli.text import counted
+from enjoyln_cli.verification.verify_options import (
+    CHECK_DEFAULTS,
+    CHECK_SECONDS,
+    CheckOptions,
+    VerifyOptions,
+)
 
 if TYPE_CHECKING:
     from enjoyln_cli.analysis.analyze import Analysis
@@ -42,49 +56,46 @@ if TYPE_CHECKING:
     from enjoyln_cli.recipe.model import Recipe
     from enjoyln_cli.verification.verify import Verification
 
-CHECK_SECONDS = 60.0
-"""Default time for the check of a fold."""
-
 
 @dataclass(frozen=True)
-class PreparedFold:
+class FoldJob:
     """Everything known before the first byte is written."""
 
-    subject: Subject
+    opened: OpenedModel
     plan: Plan
     options: Options
     """What the plan may change: the user's options, or those of the user's recipe."""
-    opening: Opening
+    opening: OpenOptions
+    folding: FoldOptions
 
-    def with_plan(self, plan: Plan) -> PreparedFold:
+    def with_plan(self, plan: Plan) -> FoldJob:
         """The same, with a plan that rotates by other matrices."""
         matrix = MATRIX_FILE if any(group.given for group in plan.rotated) else ""
         options, user_options = (
             replace(before, seed=plan.seed, matrix=matrix)
-            for before in (self.options, self.opening.options)
+            for before in (self.options, self.folding.options)
         )
-        return replace(
-            self, plan=plan, options=options, opening=replace(self.opening, options=user_options)
-        )
+        folding = replace(self.folding, options=user_options)
+        return replace(self, plan=plan, options=options, folding=folding)
 
     def bytes_to_write(self, dtype: torch.dtype | None = None) -> int:
         """Bytes of all tensors, with floating-point tensors in ``dtype``."""
-        return bytes_to_write(self.subject.checkpoint, edits_of(self.plan), dtype)
+        return bytes_to_write(self.opened.checkpoint, edits_of(self.plan), dtype)
 
     def bytes_added(self, dtype: torch.dtype | None = None) -> int:
         """How many of the bytes to write come from tensors that grow or are new."""
-        return self.bytes_to_write(dtype) - bytes_to_write(self.subject.checkpoint, {}, dtype)
+        return self.bytes_to_write(dtype) - bytes_to_write(self.opened.checkpoint, {}, dtype)
 
 
 def prepare(
     model: str | Path,
     out: str | Path | None,
-    opening: Opening,
+    opening: OpenOptions = OPENED_PLAINLY,
+    folding: FoldOptions = FOLD_DEFAULTS,
+    writing: WriteOptions = WRITE_DEFAULTS,
     *,
-    force: bool = False,
-    resume: bool = False,
     on_event: Event | None = None,
-) -> PreparedFold:
+) -> FoldJob:
     """Open and analyse ``model``, and decide which proven edits will be made.
 
     If ``write`` could not create ``out``, ``out`` is refused before any work. A recipe of the user
@@ -98,30 +109,29 @@ def prepare(
     event = on_event or default_listener
     folder = local_folder(str(model))
     if out is not None:
-        check_place(Path(out), source=folder, force=force, resume=resume)
+        check_place(Path(out), source=folder, force=writing.force, resume=writing.resume)
     if folder is None:
         event("download", f"looking up {model} on the Hub")
-    subject = open_unfolded(str(model), opening)
-    config, checkpoint = subject.config, subject.checkpoint
-    recipe = None if opening.recipe is None else load_recipe(opening.recipe)
-    model_class, outputs = opening.model_class, opening.outputs
-    outputs = outputs or (recipe.outputs if recipe else ())
-    options = opening.options
-    if recipe is not None and opening.recipe is not None:
-        options = _with_options_of(recipe, Path(opening.recipe), options)
+    opened = open_model(str(model), opening, unfolded=True)
+    config, checkpoint = opened.config, opened.checkpoint
+    recipe = None if folding.recipe is None else load_recipe(folding.recipe)
+    model_class, options = folding.model_class, folding.options
+    outputs = folding.outputs or (recipe.outputs if recipe else ())
+    if recipe is not None and folding.recipe is not None:
+        options = _with_options_of(recipe, Path(folding.recipe), options)
     kind = config.model_type
-    folding, rotating = (
+    to_fold, to_rotate = (
         f"the LayerNorms of {kind} that can be converted",
         f"which features of {kind} can be rotated",
     )
-    event("stage", f"finding {folding if options.fold else rotating}")
+    event("stage", f"finding {to_fold if options.fold else to_rotate}")
     analysis = analyze_config(
         config,
         model_class=model_class,
         checkpoint=checkpoint,
         outputs=outputs,
         options=options,
-        example_calls=opening.example_calls,
+        example_calls=folding.example_calls,
     )
     plan = analysis.plan
     if recipe is not None:
@@ -140,7 +150,7 @@ def prepare(
         raise NothingToFold(why_nothing_changes(plan, str(model)))
     if not plan.folded and not plan.rotated:
         event("stage", "looking for options that would convert some")
-        is_chosen = opening.model_class or options.keep_norms  # whose names are of one class
+        is_chosen = model_class or options.keep_norms  # whose names are of one class
         alone = {
             name: analyze_config(config, model_class=name, checkpoint=checkpoint, options=options)
             for name in (plan.classes if len(plan.classes) > 1 and not is_chosen else ())
@@ -149,7 +159,7 @@ def prepare(
         raise NothingToFold(why_nothing_changes(plan, str(model), ways))
     if plan.covered is not None:
         plan.covered.require_any(plan.model_class)
-    return PreparedFold(subject, plan, options, opening)
+    return FoldJob(opened, plan, options, opening, folding)
 
 
 def _why_another_class(plan: Plan, unproven: Sequence[str], is_chosen: bool) -> str:
@@ -182,43 +192,34 @@ def _with_options_of(recipe: Recipe, path: Path, options: Options) -> Options:
 
 
 def write(
-    ready: PreparedFold,
+    job: FoldJob,
     out: str | Path,
-    options: WriteOptions = WRITE_DEFAULTS,
+    writing: WriteOptions = WRITE_DEFAULTS,
+    checking: CheckOptions = CHECK_DEFAULTS,
+    data: UserData = NO_DATA,
     *,
-    verify: bool = True,
-    samples: int | str | Path | None = None,
-    data: Mapping[str, Any] | None = None,
-    seconds: float | None = CHECK_SECONDS,
     on_event: Event | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     on_check: Progress = no_progress,
 ) -> FoldResult:
-    """Carry out the plan of ``prepare`` (see ``convert``).
-
-    ``data`` are inputs to check it on: ``text``, ``images``, ``audio`` or ``tokens`` of ``verify``.
-    """
-    from enjoyln_cli.comparison.data_files import read_user_data, seconds_of
+    """Carry out the plan of ``prepare`` (see ``convert``). ``data`` are inputs to check it on."""
     from enjoyln_cli.recipe.write import recipe_text
 
     event = on_event or default_listener
-    source = ready.subject.source
-    data = data or {}
-    read_user_data(samples=samples, **data)  # before anything is written
-    seconds_of(seconds)
+    opened, source = job.opened, job.opened.source
+    seconds_of(checking.seconds)  # a bad value is refused before anything is written
 
     def check(folded: Path) -> Verification:
-        from enjoyln_cli.verification.verify import verify as measure
+        from enjoyln_cli.verification.verify import check_result
 
         event("stage", "verifying")
-        return measure(
+        return check_result(
             folded,
-            against=ready.subject,
-            plan=ready.plan,
-            samples=samples,
-            **data,
-            seconds=seconds,
-            trust_remote_code=ready.opening.trust_remote_code,
+            data,
+            VerifyOptions(seconds=checking.seconds),
+            job.opening,
+            original=opened,
+            plan=job.plan,
             on_event=event,
             on_progress=on_check,
         )
@@ -226,22 +227,20 @@ def write(
     def finish(folded: Path) -> None:
         from enjoyln_cli.publish.written_card import write_card
 
-        names = ("dtype", "max_shard_size", "allow_nonfinite")
-        writing = {name: getattr(options, name) for name in names} | {"no_verify": not verify}
-        final = Path(out).expanduser().absolute()
-        write_card(folded, ready.plan, source, {**ready.opening.settings, **writing}, final)
+        chosen = (job.opening, job.folding, writing, checking)
+        write_card(folded, job.plan, source, chosen, Path(out).expanduser().absolute())
 
-    left = count_finished(work_of(Path(out))) if options.resume else 0
+    left = count_finished(work_of(Path(out))) if writing.resume else 0
     before = f", {counted(left, 'file')} finished by an earlier run" if left else ""
     event("stage", f"writing {out}{before}")
     return fold_checkpoint(
-        ready.subject.checkpoint,
-        ready.plan,
+        opened.checkpoint,
+        job.plan,
         Path(out),
-        recipe_text=recipe_text(ready.plan, ready.subject.config, ready.options, source.pinned),
-        options=options,
-        progress=total_progress(ready.bytes_to_write(options.dtype), on_progress),
-        check=check if verify else None,
+        recipe_text=recipe_text(job.plan, opened.config, job.options, source.pinned),
+        options=writing,
+        progress=total_progress(job.bytes_to_write(writing.stored_dtype), on_progress),
+        check=check if checking.verify else None,
         finish=finish,
     )
 
@@ -298,42 +297,17 @@ def convert(
     ``on_progress`` receives the bytes done and the bytes in all, ``on_event`` stages and warnings.
     Raises ``EnjoyLNError`` whenever no ``out`` is written.
     """
-    from enjoyln_cli.comparison.data_files import read_user_data, seconds_of
-    from enjoyln_cli.models.outputs import as_names
     from enjoyln_cli.verification.verify import floating_dtype
 
-    read_user_data(samples=samples)  # bad values are refused before any work
+    given = locals()
+    given["dtype"] = None if dtype is None else floating_dtype(dtype)
+    data = DataFiles(samples=samples).read()  # bad values are refused before any work
     seconds_of(seconds)
-    opening = Opening(
-        revision=revision,
-        access=HubAccess(token=token, cache_dir=cache_dir),
-        trust_remote_code=trust_remote_code,
-        model_class=model_class,
-        outputs=as_names(outputs),
-        options=options,
-        recipe=recipe,
-        example_calls=example_calls,
-    )
-    ready = prepare(model, out, opening, force=force, resume=resume, on_event=on_event)
-    write_options = WriteOptions(
-        dtype=None if dtype is None else floating_dtype(dtype),
-        max_shard_size=max_shard_size,
-        jobs=jobs,
-        force=force,
-        resume=resume,
-        allow_nonfinite=allow_nonfinite,
-    )
-    return write(
-        ready,
-        out,
-        write_options,
-        verify=verify,
-        samples=samples,
-        seconds=seconds,
-        on_event=on_event,
-        on_progress=on_progress,
-        on_check=on_check,
-    )
+    opening, writing = made_from(OpenOptions, given), made_from(WriteOptions, given)
+    job = prepare(model, out, opening, made_from(FoldOptions, given), writing, on_event=on_event)
+    checking = made_from(CheckOptions, given)
+    listeners: Any = {"on_event": on_event, "on_progress": on_progress, "on_check": on_check}
+    return write(job, out, writing, checking, data, **listeners)
 
 
 def _may_rotate_if_untied(analysis: Analysis) -> str:

@@ -9,25 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from enjoyln_cli.analysis.suggest import suggestions
-from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
 from enjoyln_cli.checkpoint.config import (
     load_config,
     require_in_transformers,
     require_no_code,
     require_unfolded,
 )
-from enjoyln_cli.checkpoint.reader import Checkpoint, Subject, open_checkpoint, open_subject
+from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions
+from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.holders import holds_a_model, models_in
-from enjoyln_cli.plan.plan import PLAIN, Options
+from enjoyln_cli.plan.fold_options import FOLD_DEFAULTS, PLAIN, FoldOptions, Options
 from enjoyln_cli.report.model_report import ModelReport
 
 if TYPE_CHECKING:
@@ -35,27 +35,6 @@ if TYPE_CHECKING:
 
     from enjoyln_cli.analysis.analyze import Analysis
     from enjoyln_cli.calls.calls import ExampleCalls
-
-
-@dataclass(frozen=True, kw_only=True)
-class Opening:
-    """How a model is opened, and what its plan may change."""
-
-    revision: str | None = None
-    access: HubAccess = DEFAULT_ACCESS
-    trust_remote_code: bool = False
-    model_class: str | None = None
-    outputs: Sequence[str] = ()
-    options: Options = PLAIN
-    recipe: str | Path | None = None
-    example_calls: ExampleCalls = field(default=(), repr=False)
-    """Calls to prove in addition to those made up from the config."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings that repeat a fold elsewhere: all except ``access`` and ``revision``."""
-        private = ("access", "revision")
-        return {name: value for name, value in vars(self).items() if name not in private}
 
 
 @dataclass(frozen=True)
@@ -126,8 +105,13 @@ def analyze(
     config: Any = model
     checkpoint = None
     if isinstance(model, (str, Path)):
-        access = HubAccess(token=token, cache_dir=cache_dir)
-        config, checkpoint = _opened(str(model), revision, access, trust_remote_code)
+        opening = OpenOptions(
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            trust_remote_code=trust_remote_code,
+        )
+        config, checkpoint = _opened(str(model), opening)
     elif not trust_remote_code:
         require_no_code(config, f"this {type(config).__name__}")
     return analyze_config(
@@ -140,16 +124,14 @@ def analyze(
     )
 
 
-def _opened(
-    model: str, revision: str | None, access: HubAccess, trust_remote_code: bool
-) -> tuple[PretrainedConfig, Checkpoint | None]:
+def _opened(model: str, opening: OpenOptions) -> tuple[PretrainedConfig, Checkpoint | None]:
     """The configuration of ``model``, and of a local directory what the headers of its files list.
 
     There is no checkpoint on the Hub, and for a directory whose weights are not there or cannot be
     read.
     """
-    source = open_source(model, revision=revision, access=access)
-    config = load_config(source, trust_remote_code)
+    source = open_source(model, opening)
+    config = load_config(source, opening.trust_remote_code)
     with suppress(BadCheckpoint, UnsupportedModel):
         return config, None if source.cached else open_checkpoint(source)
     return config, None
@@ -165,7 +147,13 @@ def _only_model_in(holder: Any) -> torch.nn.Module:
     return models[0]
 
 
-def inspect(name: str, opening: Opening, *, is_type: bool = False) -> Inspection:
+def inspect(
+    name: str,
+    opening: OpenOptions = OPENED_PLAINLY,
+    folding: FoldOptions = FOLD_DEFAULTS,
+    *,
+    is_type: bool = False,
+) -> Inspection:
     """Analyse the model ``name``, or with ``is_type`` that model type's default configuration."""
     from enjoyln_cli.analysis.analyze import analyze_config
 
@@ -173,17 +161,16 @@ def inspect(name: str, opening: Opening, *, is_type: bool = False) -> Inspection
     if is_type:
         config = default_config(name)
     else:
-        trusted = opening.trust_remote_code
-        config, checkpoint = _opened(name, opening.revision, opening.access, trusted)
+        config, checkpoint = _opened(name, opening)
         require_unfolded(config, name)
     analysis = analyze_config(
         config,
-        model_class=opening.model_class,
+        model_class=folding.model_class,
         checkpoint=checkpoint,
-        outputs=opening.outputs,
-        options=opening.options,
+        outputs=folding.outputs,
+        options=folding.options,
     )
-    return Inspection(name, config, analysis, opening.options)
+    return Inspection(name, config, analysis, folding.options)
 
 
 def default_config(model_type: str) -> PretrainedConfig:
@@ -197,29 +184,23 @@ def default_config(model_type: str) -> PretrainedConfig:
     return CONFIG_MAPPING[model_type]()
 
 
-def open_unfolded(name: str, opening: Opening) -> Subject:
-    """Open the model ``name`` with its weights, to convert it. Raises as ``open_subject`` does."""
-    return open_subject(
-        name,
-        revision=opening.revision,
-        access=opening.access,
-        trust_remote_code=opening.trust_remote_code,
-        unfolded=True,
-    )
-
-
 def mappings_text(
-    name: str, opening: Opening, form: Literal["llm-compressor", "json"], *, is_type: bool = False
+    name: str,
+    opening: OpenOptions,
+    folding: FoldOptions,
+    form: Literal["llm-compressor", "json"],
+    *,
+    is_type: bool = False,
 ) -> str:
     """Which layers read each norm of a model, as recipes of llm-compressor take it, or as JSON."""
     from enjoyln_cli.report.quantiser_mappings import llm_compressor_text, mappings_json
 
     fusing = Options(fold=False, rotate=True, merge="affine", untie=True)
     try:
-        inspection = inspect(name, replace(opening, options=fusing), is_type=is_type)
+        inspection = inspect(name, opening, replace(folding, options=fusing), is_type=is_type)
     except UnsupportedModel:  # what is tied stays tied
         fusing = replace(fusing, untie=False)
-        inspection = inspect(name, replace(opening, options=fusing), is_type=is_type)
+        inspection = inspect(name, opening, replace(folding, options=fusing), is_type=is_type)
     plan = inspection.analysis.plan
     if form == "json":
         return mappings_json(plan)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
 from enjoyln_cli.checkpoint.marker import read_marker
-from enjoyln_cli.checkpoint.reader import open_subject
+from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions
 from enjoyln_cli.checkpoint.result_files import ADAPTER_CONFIG
 from enjoyln_cli.conversion.adapter import Adapter, edit_adapter
 from enjoyln_cli.conversion.draft import Draft, edit_draft
 from enjoyln_cli.fs.staging import staged_output
+from enjoyln_cli.rewrite.opened_model import open_model
 from enjoyln_cli.verification.verify import original_of, plan_of_result
 
 
@@ -18,8 +18,8 @@ def edit_like(
     model: str | Path,
     like: str | Path,
     out: str | Path,
+    opening: OpenOptions = OPENED_PLAINLY,
     *,
-    access: HubAccess = DEFAULT_ACCESS,
     force: bool = False,
 ) -> None:
     """Write ``model`` to ``out``, edited as its base model was for the result ``like``.
@@ -32,14 +32,14 @@ def edit_like(
     converted, ``ModelNotFound`` if the original cannot be found, and ``OutputError`` if ``out``
     cannot be written.
     """
-    result = open_subject(str(like), access=access)
+    result = open_model(str(like), opening)
     marker = read_marker(result.checkpoint.raw_config, result.source.model)
-    original = original_of(result, marker, None, None, access)
+    original = original_of(result, marker, opening)
     plan = plan_of_result(result.checkpoint, marker)
     edited: Adapter | Draft
     if (Path(model).expanduser() / ADAPTER_CONFIG).is_file():
         edited = edit_adapter(model, plan, original)
     else:
-        edited = edit_draft(model, plan, original, str(like), access=access)
+        edited = edit_draft(model, plan, original, str(like), opening)
     with staged_output(Path(out), source=Path(like), force=force) as staged:
         edited.write(staged, str(like))

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 from enjoyln_cli.report.model_report import ModelReport
 
 if TYPE_CHECKING:
-    from enjoyln_cli.conversion.fold import PreparedFold
-    from enjoyln_cli.rewrite.directory import FoldResult, WriteOptions
+    from enjoyln_cli.conversion.fold import FoldJob
+    from enjoyln_cli.plan.fold_options import WriteOptions
+    from enjoyln_cli.rewrite.directory import FoldResult
 
 
 def fold_json(
     report: ModelReport,
-    ready: PreparedFold,
+    job: FoldJob,
     result: FoldResult | None,
-    options: WriteOptions,
+    writing: WriteOptions,
     warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What ``enjoyln fold --json`` prints: the report, what was written, what was verified.
@@ -26,10 +27,10 @@ def fold_json(
     """
     entries = report.to_json() | {"dry_run": result is None, "warnings": list(warnings)}
     copies = {copy.tensor for copy in report.plan.untied}
-    entries["tensors"] = len(copies | ready.subject.checkpoint.tensors.keys())
-    entries["bytes_added"] = ready.bytes_added(options.dtype)
+    entries["tensors"] = len(copies | job.opened.checkpoint.tensors.keys())
+    entries["bytes_added"] = job.bytes_added(writing.stored_dtype)
     if result is None:
-        return entries | {"bytes_written": ready.bytes_to_write(options.dtype)}
+        return entries | {"bytes_written": job.bytes_to_write(writing.stored_dtype)}
     checked = result.verification.to_json() if result.verification else None
     entries |= {"out": str(result.out), "bytes_written": result.bytes_written}
     entries["resumed"] = result.resumed

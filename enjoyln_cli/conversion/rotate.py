@@ -15,7 +15,8 @@ from enjoyln_cli.errors import NothingToFold, UnsupportedModel
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import copy_without_weights
 from enjoyln_cli.models.outputs import as_names
-from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.plan.fold_options import Options
+from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.rewrite.preconditions import why_nothing_changes
 from enjoyln_cli.runtime.adapters import quantisation_of

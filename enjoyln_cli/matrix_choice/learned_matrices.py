@@ -98,7 +98,7 @@ def learn_matrices(
     written meanwhile; with ``resume``, the run that wrote it is continued. Raises ``OutputError``
     if that run had other data or options.
     """
-    plan = tried.ready.plan
+    plan = tried.job.plan
     start, first, second = f"seed {plan.seed}", tried.choosing, tried.held_out
     if any(group.given for group in plan.rotated):
         start = "given matrices"
@@ -127,7 +127,7 @@ def with_rotations(plan: Plan, rotations: Mapping[str, torch.Tensor]) -> Plan:
 def _learn(
     tried: Trials, steps: int, state: Path, event: Event, on_progress: Progress, resume: bool
 ) -> dict[str, torch.Tensor]:
-    plan, job = tried.ready.plan, _digest(tried, steps)
+    plan, job = tried.job.plan, _digest(tried, steps)
     free = {
         group.name: torch.zeros(group.size, group.size, device=tried.device, requires_grad=True)
         for group in plan.rotated
@@ -220,10 +220,10 @@ def _rotated_parameters(model: nn.Module, plan: Plan) -> Iterator[RotatedParamet
 
 def _digest(tried: Trials, steps: int) -> str:
     """What a state belongs to."""
-    ready = tried.ready
-    model, names = ready.subject.source.model, tried.choosing.names
-    parts = [model, tried.scheme, steps, ready.plan.seed, *names]
-    parts += [(group.name, group.size, group.given) for group in ready.plan.rotated]
+    job = tried.job
+    model, names = job.opened.source.model, tried.choosing.names
+    parts = [model, tried.scheme, steps, job.plan.seed, *names]
+    parts += [(group.name, group.size, group.given) for group in job.plan.rotated]
     digest = hashlib.sha256(repr(parts).encode())
     for example in tried.choosing.examples:
         for name, value in example.batch.items():

@@ -14,7 +14,7 @@ from enjoyln_cli.text import counted
 def search_seeds(tried: Trials, seeds: int, event: Event, on_progress: Progress) -> MatrixChoice:
     """Compare the matrices of the first ``seeds`` seeds, and choose the best."""
     event("stage", f"trying {counted(seeds, 'seed')} with simulated {tried.scheme}")
-    start, countdown = tried.ready.plan, Countdown(seeds + 1, on_progress)
+    start, countdown = tried.job.plan, Countdown(seeds + 1, on_progress)
     rotation_groups = tuple(replace(group, given=None) for group in start.rotation_groups)
     plans = {
         f"seed {seed}": replace(start, seed=seed, rotation_groups=rotation_groups)

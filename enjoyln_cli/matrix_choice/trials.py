@@ -20,11 +20,11 @@ from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import Scheme, simulated
-from enjoyln_cli.conversion.fold import PreparedFold
+from enjoyln_cli.conversion.fold import FoldJob
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.quantisation.candidates import ORIGINAL, FloatModel
+from enjoyln_cli.quantisation.candidates import ORIGINAL
 from enjoyln_cli.quantisation.measure import (
     Differences,
     ExactOutputs,
@@ -45,7 +45,7 @@ DEVICES = ("cpu", "cuda", "mps")
 class Trials:
     """Where rotations of one model are tried."""
 
-    ready: PreparedFold
+    job: FoldJob
     scheme: str
     device: torch.device
     """Where models run. Inputs, and the outputs of the original, are kept on the CPU."""
@@ -61,7 +61,7 @@ class Trials:
 
     def load(self, plan: Plan | None) -> Any:
         """The model in float32, rotated by the plan; the original without one."""
-        return _load(self.ready, plan, self.device)
+        return _load(self.job, plan, self.device)
 
     def measure(self, plan: Plan | None, half: ExactOutputs) -> Differences:
         """Run the rounded model, rotated by the plan."""
@@ -131,7 +131,7 @@ class MatrixChoice:
 
 @contextmanager
 def trials(
-    ready: PreparedFold,
+    job: FoldJob,
     data: UserData,
     scheme: str,
     inputs: int | None,
@@ -146,24 +146,24 @@ def trials(
     Raises ``UnsupportedModel`` if there are too few, or if the model cannot run on them.
     """
     event("stage", "running the original on the data")
-    model, most = _load(ready, None, device), INPUTS_IN_A_HALF if inputs is None else inputs // 2
+    model, most = _load(job, None, device), INPUTS_IN_A_HALF if inputs is None else inputs // 2
     with TemporaryDirectory() as folder:
         halves = exact_halves(
             model,
-            ready.subject,
+            job.opened,
             data,
             most,
-            ready.plan.outputs,
+            job.plan.outputs,
             Path(folder),
             event,
             on_progress,
         )
         del model
-        yield Trials(ready, scheme, device, *halves)
+        yield Trials(job, scheme, device, *halves)
 
 
-def _load(ready: PreparedFold, plan: Plan | None, device: torch.device) -> Any:
-    return FloatModel(ready.subject, ready.plan.model_class).load(plan).to(device)
+def _load(job: FoldJob, plan: Plan | None, device: torch.device) -> Any:
+    return job.opened.as_class(job.plan.model_class).load(torch.float32, plan).to(device)
 
 
 def device_named(name: str | None) -> torch.device:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.models.classes import apply_experts, class_named
 from enjoyln_cli.models.offload import Offload, read_when_needed
@@ -23,13 +22,14 @@ from enjoyln_cli.text import first_line
 
 
 def load(
-    subject: Subject,
-    model_class: str,
+    folder: Path,
+    model_class: Any,
+    config: Any,
     dtype: torch.dtype,
     offload: Offload | None = None,
     missing: set[str] | None = None,
 ) -> Any:
-    """Load ``subject`` as ``model_class``, in eval mode on the CPU.
+    """Load the checkpoint in ``folder`` as ``model_class``, in eval mode on the CPU.
 
     With ``dtype`` float64 the whole model is float64; otherwise transformers may keep some weights
     in float32. Weights that are missing in the checkpoint get values that depend only on their
@@ -37,7 +37,6 @@ def load(
     weights stay on disk until they are needed. Raises ``BadCheckpoint`` if transformers cannot load
     the directory.
     """
-    cls, folder = class_of(subject, model_class), subject.source.path
     where: dict[str, Any] = {}
     if offload:
         weights = offload.folder / "weights"
@@ -45,9 +44,9 @@ def load(
         where = {"device_map": {"": "disk"}, "offload_folder": weights}
     with silent():
         try:
-            model, info = cls.from_pretrained(
+            model, info = model_class.from_pretrained(
                 folder,
-                config=subject.config,
+                config=config,
                 dtype=dtype,
                 output_loading_info=True,
                 local_files_only=True,
@@ -59,7 +58,9 @@ def load(
             first = first_line(error)
             expected = isinstance(error, OSError | RuntimeError | ValueError)
             what = first if expected else f"{type(error).__name__}: {first}"
-            raise BadCheckpoint(f"{folder}: {model_class} cannot be loaded: {what}") from error
+            raise BadCheckpoint(
+                f"{folder}: {model_class.__name__} cannot be loaded: {what}"
+            ) from error
     reader = read_when_needed(model, offload.room) if offload else None
     values = values_of(model)
     for name in info["missing_keys"]:
@@ -103,11 +104,6 @@ def _in_float64(model: Any) -> Any:
     with silent():
         apply_experts(model, "eager")
     return model.double()
-
-
-def class_of(subject: Subject, name: str) -> Any:
-    """The class ``name`` of the code that comes with ``subject``, or else of transformers."""
-    return class_in(subject.source.path, name, subject.config, subject.trust_remote_code)
 
 
 def class_in(

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from enjoyln_cli.analysis.stored_class import require_weights
-from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
-from enjoyln_cli.checkpoint.reader import Subject, open_subject
+from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import apply_experts
-from enjoyln_cli.models.load import load
+from enjoyln_cli.rewrite.opened_model import OpenedModel, open_model
 from enjoyln_cli.runtime.loading import saved_class_of
 from enjoyln_cli.text import dtype_name
-from enjoyln_cli.verification.checkpoint_pair import returning
 from enjoyln_cli.verification.verify import (
     RATIO,
     ROTATED_RATIO,
@@ -33,27 +31,26 @@ DTYPES = (torch.float32, torch.float16)
 class Converted:
     """The checkpoint that is exported, and what it is compared with."""
 
-    folded: Subject
+    folded: OpenedModel
     marker: Marker
     model_class: str
     stored: torch.dtype
     """The dtype of most of its weights."""
     dtype: torch.dtype
     """The dtype of the export."""
-    original: Subject | None
+    original: OpenedModel | None
     """``None`` without a check."""
     max_ratio: float
     """How many times the original's rounding error the error may be."""
 
-    def load(self, subject: Subject, dtype: torch.dtype) -> Any:
+    def load(self, opened: OpenedModel, dtype: torch.dtype) -> Any:
         """The result or its original, as ``model_class``, in a form that exporters take.
 
         Raises ``BadCheckpoint`` if its outputs depend on weights that are not stored.
         """
         missing: set[str] = set()
-        subject = returning(subject, self.marker.outputs)
-        model = load(subject, self.model_class, dtype, missing=missing)
-        require_weights(model, missing, subject.source.model)
+        model = opened.load(dtype, missing=missing)
+        require_weights(model, missing, opened.source.model)
         apply_experts(model, "eager" if dtype == torch.float64 else "batched_mm")
         return model
 
@@ -66,24 +63,26 @@ def open_converted(
     against: str | Path | None,
     max_ratio: float | None,
     verify: bool,
-    revision: str | None,
-    access: HubAccess,
-    trust_remote_code: bool,
+    opening: OpenOptions,
 ) -> Converted:
     """Open the converted checkpoint ``out`` and its original (see ``export``)."""
-    folded = open_subject(
-        out, revision=revision, access=access, trust_remote_code=trust_remote_code
-    )
+    folded = open_model(out, opening)
     marker = read_marker(folded.checkpoint.raw_config, folded.source.model)
     if max_ratio is None:
         max_ratio = ROTATED_RATIO if marker.rotated else RATIO
+    model_class = model_class or saved_class_of(folded).__name__
+
+    def to_export(opened: OpenedModel) -> OpenedModel:
+        return opened.as_class(model_class).returning(marker.outputs)
+
+    access = replace(opening, revision=None)
     return Converted(
-        folded=folded,
+        folded=to_export(folded),
         marker=marker,
-        model_class=model_class or saved_class_of(folded).__name__,
+        model_class=model_class,
         stored=compute_dtype(folded.checkpoint, None),
         dtype=_as_exported(compute_dtype(folded.checkpoint, dtype)),
-        original=original_of(folded, marker, against, None, access) if verify else None,
+        original=to_export(original_of(folded, marker, access, against)) if verify else None,
         max_ratio=max_ratio,
     )
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.config import MARKER
 from enjoyln_cli.checkpoint.file_roles import CONFIG
-from enjoyln_cli.checkpoint.reader import Subject, other_files, pipeline_files
+from enjoyln_cli.checkpoint.open_options import OpenOptions
+from enjoyln_cli.checkpoint.reader import other_files, pipeline_files
 from enjoyln_cli.checkpoint.result_files import REPORTS
 from enjoyln_cli.errors import EnjoyLNError, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
@@ -42,8 +42,10 @@ from enjoyln_cli.onnx_export.programs import DATA, programs_of, save
 from enjoyln_cli.onnx_export.requirements import require_export
 from enjoyln_cli.onnx_export.runtimes import Run, installed
 from enjoyln_cli.plan import schema
+from enjoyln_cli.plan.option_field import made_from
 from enjoyln_cli.recipe.read import tried_to_fuse
 from enjoyln_cli.rewrite.directory import copy_files
+from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.runtime.loading import optimize
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.text import dtype_name, first_line
@@ -146,7 +148,7 @@ def export(
     event = on_event or default_listener
     folder = Path(folder)
     require_export(folder, force=force, verify=verify)
-    access = HubAccess(token=token, cache_dir=cache_dir)
+    opening = made_from(OpenOptions, locals())
     converted = open_converted(
         str(out),
         dtype=dtype,
@@ -154,9 +156,7 @@ def export(
         against=against,
         max_ratio=max_ratio,
         verify=verify,
-        revision=revision,
-        access=access,
-        trust_remote_code=trust_remote_code,
+        opening=opening,
     )
     source, marker, kind = converted.folded.source, converted.marker, converted.dtype
     event("stage", f"exporting {converted.model_class} in {dtype_name(kind)}")
@@ -195,7 +195,7 @@ def export(
     return replace(result, seconds=time.perf_counter() - start)
 
 
-def _write_beside(folded: Subject, model: Any, staged: Path, files: list[Path]) -> None:
+def _write_beside(folded: OpenedModel, model: Any, staged: Path, files: list[Path]) -> None:
     """Write the config of ``model``, and copy the tokenizer and other files of its directory.
 
     transformers.js reads in the config which of the programs in ``files`` have weights beside them.
@@ -236,7 +236,7 @@ def _shape(value: Any) -> list[str | int]:
 
 
 def _run_checks(
-    converted: Converted, original: Subject, folder: Path, opset: int, seed: int, event: Event
+    converted: Converted, original: OpenedModel, folder: Path, opset: int, seed: int, event: Event
 ) -> tuple[RuntimeCheck, ...]:
     """Run the programs in ``folder`` in every installed runtime.
 

@@ -17,9 +17,9 @@ from typing import Annotated
 
 import torch
 
-from enjoyln_cli.plan.schema import number
+from enjoyln_cli.plan.option_field import InRange
 
-Count = Annotated[int, number(1)]
+Count = Annotated[int, InRange(1)]
 
 
 @dataclass(frozen=True, order=True)
@@ -29,12 +29,12 @@ class Axis:
     Blocks of ``size * inner`` elements begin ``step`` apart; with ``step == 0`` they are adjacent.
     """
 
-    dim: Annotated[int, number(-8, 7)]
-    start: Annotated[int, number(0)]
+    dim: Annotated[int, InRange(-8, 7)]
+    start: Annotated[int, InRange(0)]
     outer: Count
     size: Count
     inner: Count
-    step: Annotated[int, number(0)] = 0
+    step: Annotated[int, InRange(0)] = 0
 
     @property
     def length(self) -> int:

@@ -21,7 +21,7 @@ from typing import Annotated
 
 import torch
 
-from enjoyln_cli.plan.schema import number
+from enjoyln_cli.plan.option_field import InRange
 
 UNITS = 4
 BITS = 7
@@ -53,9 +53,9 @@ class Units:
     first: str
     bias: str | None
     second: str
-    dim: Annotated[int, number(0, 1)]
+    dim: Annotated[int, InRange(0, 1)]
     """The dimension of hidden units in ``second``; in ``first`` it is ``1 - dim``."""
-    start: Annotated[int, number(0)]
+    start: Annotated[int, InRange(0)]
     """The index of the first unit along the hidden dimension."""
 
 

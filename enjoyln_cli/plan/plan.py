@@ -10,55 +10,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.plan.axis import Axis, Count
 from enjoyln_cli.plan.covered_calls import CoveredCalls
 from enjoyln_cli.plan.mean_units import UNITS
+from enjoyln_cli.plan.option_field import InRange
 from enjoyln_cli.plan.orthogonal_matrices import GivenMatrix, Rotation
-from enjoyln_cli.plan.schema import NOT_STORED, number
+from enjoyln_cli.plan.schema import NOT_STORED
 
 Status = Literal["static", "centred", "kept"]
 Place = Literal["output", "input"]
 
 
-@dataclass(frozen=True)
-class Options:
-    """Edits besides centring that the user allows. All are exact; by default none is allowed."""
-
-    widen_mlp: bool = False
-    """Add hidden units to MLPs, which subtract the mean of the residual input."""
-    widen_to: Count = 8
-    """Round the size of a widened MLP up to a multiple of this."""
-    merge: Literal["bias", "affine"] | None = None
-    """Move the bias, or weight and bias, of folded norms into the linear layers that read them."""
-    untie: bool = False
-    """Store tied parameters separately, each with its own copy of the values."""
-    fold: bool = True
-    """Convert LayerNorms to RMSNorm."""
-    keep_norms: tuple[str, ...] = ()
-    """Paths of norms that stay LayerNorm, or patterns of paths such as ``*.ln_f``."""
-    rotate: bool = False
-    """Rotate each rotation group (see ``RotationGroup``) by an orthogonal matrix."""
-    values: bool = True
-    """With ``rotate``, also rotate the values of each attention head."""
-    online_rotations: bool = False
-    """With ``rotate``, also rotate streams online (see ``RotationGroup.online_rotation``)."""
-    seed: int = 0
-    """Chooses the matrices of ``rotate``."""
-    matrix: str = ""
-    """Path of a file with other matrices for ``rotate`` (see ``rotation.given_matrices``)."""
-
-    def __post_init__(self) -> None:
-        """Take one name for ``keep_norms``. Raise ``EnjoyLNError`` for a wrong value."""
-        if self.merge not in (None, "bias", "affine"):
-            raise EnjoyLNError(f"merge is {self.merge!r}, but must be None, 'bias' or 'affine'")
-        if self.widen_to < 1:
-            raise EnjoyLNError(f"widen_to is {self.widen_to}, but must be at least 1")
-        names = self.keep_norms
-        object.__setattr__(self, "keep_norms", (names,) if isinstance(names, str) else tuple(names))
-
-
-PLAIN = Options()
 NOT_ASKED = "no norm was to become RMSNorm"
 """The reason of every norm that stays because ``Options.fold`` is off."""
 ASKED_TO_KEEP = "--keep-norms names it"
@@ -160,7 +122,7 @@ class Verdict:
 class GrownParameter(NamedParameter):
     """A parameter of a widened MLP; entries for the new hidden units are appended to it."""
 
-    dim: Annotated[int, number(0, 1)] = 0
+    dim: Annotated[int, InRange(0, 1)] = 0
     """The dimension of hidden units."""
 
 
@@ -204,11 +166,11 @@ class NextLinear:
     ``b <- b + W v``."""
 
     weight: NamedParameter
-    dim: Annotated[int, number(0, 7)]
+    dim: Annotated[int, InRange(0, 7)]
     """The dimension of inputs in the stored weight: 0 for a Conv1D."""
     bias: NamedParameter | None = None
     """The bias of the layer, if the norm's bias moves into it."""
-    module_dim: Annotated[int, number(0, 7)] | None = None
+    module_dim: Annotated[int, InRange(0, 7)] | None = None
     """The dimension of inputs in the parameter, if the class uses another layout than the file.
     Such a parameter, as a stack of experts, has a reader for each of its stored tensors."""
     outer: Count = 1

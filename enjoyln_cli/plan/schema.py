@@ -107,17 +107,6 @@ NOT_STORED = GetPydanticSchema(lambda _kind, _handler: none_schema())
 """A mark for ``Annotated``: the value is in no file."""
 
 
-def number(lowest: int, highest: int = 2**40) -> Any:
-    """A mark for ``Annotated``: an integer in a range, both ends included."""
-
-    def in_range(value: int) -> int:
-        if not lowest <= value <= highest:
-            raise ValueError(f"{quote(value)} instead of a number from {lowest} to {highest}")
-        return value
-
-    return AfterValidator(in_range)
-
-
 def distinct(values: Sequence[Hashable]) -> Sequence[Hashable]:
     """``values``, if none is repeated. Raises ``ValueError``."""
     if len(set(values)) < len(values):

@@ -19,7 +19,6 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,9 @@ from enjoyln_cli.checkpoint.result_files import RECIPE_FILE, VERIFY_FILE
 from enjoyln_cli.checkpoint.sentence_transformers import MODULES
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.fs.whole_file import read_object
-from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.plan.fold_options import FoldOptions, WriteOptions
+from enjoyln_cli.plan.option_field import changed_options
+from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import UNTIED, counts, notes
 from enjoyln_cli.report.verification_table import (
@@ -38,7 +39,6 @@ from enjoyln_cli.report.verification_table import (
     verification_heads,
     verification_rows,
 )
-from enjoyln_cli.text import dtype_name
 from enjoyln_cli.version import versions
 
 BEGIN = "<!-- enjoyln: this section is written anew by `enjoyln push` -->"
@@ -117,50 +117,49 @@ def origin_of(source: Source) -> str:
     return f"[{name}](https://huggingface.co/{name}) at revision `{source.revision}`"
 
 
-def command(source: Source, out: Path, options: Mapping[str, Any]) -> str:
-    """The command that reproduces the result; ``options`` have their names in Python."""
+def command(source: Source, out: Path, options: Sequence[Any]) -> str:
+    """The command that reproduces the result; ``options`` are the dataclasses with its options."""
     place = display_name(source) if source.revision else f"./{display_name(source)}"
-    edits, verb = options.get("options"), "fold"
-    if isinstance(edits, Options) and not edits.fold:
-        edits, verb = replace(edits, fold=True, rotate=False), "rotate"
+    changed = [
+        (name, value)
+        for each in options
+        for name, value, text in changed_options(each)
+        if text.is_in_card
+    ]
+    verb = "fold"
+    if any(isinstance(each, FoldOptions) and not each.options.fold for each in options):
+        verb, changed = "rotate", [pair for pair in changed if pair[0] != "rotate"]
     words = ["enjoyln", verb, place, "-o", out.name]
-    for name, value in {**options, "options": edits, "revision": source.revision}.items():
-        words += _words(name, value)
+    for name, value in (*changed, *[("revision", source.revision)] * bool(source.revision)):
+        flag = name.replace("_", "-")
+        words.append(f"--no-{flag}" if value is False else f"--{flag}")
+        if not isinstance(value, bool):
+            words.append(_word(value))
     return shlex.join(words)
 
 
-def _words(name: str, value: Any) -> list[str]:
-    if is_dataclass(value) and not isinstance(value, type):
-        plain = type(value)()
-        changed = {k: v for k, v in vars(value).items() if v != getattr(plain, k)}
-        off = [f"--no-{key.replace('_', '-')}" for key, now in changed.items() if now is False]
-        return [word for key, now in changed.items() for word in _words(key, now)] + off
-    if value is None or value is False or value == () or value == []:
-        return []
-    flag = "--" + name.replace("_", "-")
-    if value is True:
-        return [flag]
-    if isinstance(value, list | tuple):
-        return [flag, ",".join(map(str, value))]
-    return [flag, value.name if isinstance(value, Path) else str(value).removeprefix("torch.")]
+def _word(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return value.name if isinstance(value, Path) else str(value)
 
 
 def values(
-    plan: Plan, source: Source, out: Path, options: Mapping[str, Any], card: str, state: str
+    plan: Plan, source: Source, out: Path, options: Sequence[Any], card: str, state: str
 ) -> Values:
     """The values for the template ``card``.
 
-    ``options`` are those of the fold, ``card`` is the text of the original's card, ``state`` the
-    text of the section that may change.
+    ``options`` are the dataclasses with the options of the fold, ``card`` is the text of the
+    original's card, ``state`` the text of the section that may change.
     """
-    dtype = dtype_name(options.get("dtype") or "")
+    dtype = next((each.dtype for each in options if isinstance(each, WriteOptions)), None)
     name = display_name(source)
     return {
         "title": out.name,
         "origin": origin_of(source),
         "folded": len(plan.folded),
         "norms": len(plan.norms),
-        "done": _plan_lines(ModelReport(name, plan), dtype),
+        "done": _plan_lines(ModelReport(name, plan), str(dtype or "")),
         "recipe": RECIPE_FILE,
         "outputs": ", ".join(f"`{key}`" for key in plan.outputs),
         "classes": ", ".join(f"`{cls}`" for cls in plan.classes),

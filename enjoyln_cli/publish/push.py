@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess, require_token
 from enjoyln_cli.checkpoint.config import raw_config
 from enjoyln_cli.checkpoint.file_roles import CONFIG, is_housekeeping
 from enjoyln_cli.checkpoint.marker import read_marker
+from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions, require_token
 from enjoyln_cli.checkpoint.result_files import CARD_FILE, QUANTISATION_FILE, VERIFY_FILE
 from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, PushRefused
@@ -187,17 +187,17 @@ def send(
     upload: Upload,
     *,
     commit_message: str | None = None,
-    access: HubAccess = DEFAULT_ACCESS,
+    opening: OpenOptions = OPENED_PLAINLY,
 ) -> Upload:
     """Carry out what ``prepare`` returned: write the card, create the repository, upload.
 
     Returns it with ``url`` and ``commit`` set. Raises ``PushRefused`` if the Hub refuses or fails.
     A second push need not send again what the Hub has received.
     """
-    require_token(access)
+    require_token(opening)
     _renew_card(upload)
     try:
-        return _send(upload, commit_message, access)
+        return _send(upload, commit_message, opening)
     except KeyboardInterrupt:
         left = f"{upload.repo_id} may now exist without all of its files"
         raise KeyboardInterrupt(f"{left}; {_how_to_continue(upload)}") from None
@@ -223,10 +223,10 @@ def _renew_card(upload: Upload) -> None:
         ) from error
 
 
-def _send(upload: Upload, commit_message: str | None, access: HubAccess) -> Upload:
+def _send(upload: Upload, commit_message: str | None, opening: OpenOptions) -> Upload:
     from huggingface_hub import HfApi
 
-    api = HfApi(token=access.token or True)  # True: a stored token is needed
+    api = HfApi(token=opening.token or True)  # True: a stored token is needed
     open_repository(api, upload.repo_id, upload.private, upload.revision, upload.create_pr)
     done = api.upload_folder(
         repo_id=upload.repo_id,
@@ -260,13 +260,13 @@ def push(
 
     The user that ``token`` belongs to owns a ``repo_id`` without an owner.
     """
-    access = HubAccess(token=token)
+    opening = OpenOptions(token=token)
     upload = prepare(
         out,
-        repo_id if "/" in repo_id else full_name(repo_id, access),
+        repo_id if "/" in repo_id else full_name(repo_id, opening),
         private=private,
         revision=revision,
         create_pr=create_pr,
         force=force,
     )
-    return send(upload, commit_message=commit_message, access=access)
+    return send(upload, commit_message=commit_message, opening=opening)

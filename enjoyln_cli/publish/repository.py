@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess, require_token
+from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions, require_token
 from enjoyln_cli.errors import ModelNotFound, PushRefused, without_credentials
 from enjoyln_cli.text import first_line
 
@@ -36,17 +36,17 @@ def require_repo_id(repo_id: str) -> None:
         raise refusal(error, repo_id) from error
 
 
-def full_name(repo_id: str, access: HubAccess = DEFAULT_ACCESS) -> str:
+def full_name(repo_id: str, opening: OpenOptions = OPENED_PLAINLY) -> str:
     """``owner/name``; the user that the token belongs to owns a name without an owner.
 
     Raises ``PushRefused`` if there is no token, the Hub does not know it, or cannot be reached.
     """
     from huggingface_hub import HfApi
 
-    require_token(access)
+    require_token(opening)
     require_repo_id(repo_id)
     try:
-        user = HfApi(token=access.token).whoami()["name"]
+        user = HfApi(token=opening.token).whoami()["name"]
     except Exception as error:  # any error of huggingface_hub and its HTTP library
         raise refusal(error, repo_id) from error
     return repo_id if "/" in repo_id else f"{user}/{repo_id}"

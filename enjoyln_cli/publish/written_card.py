@@ -16,12 +16,11 @@ MAX_METADATA_CHARS = 100_000
 """Longest metadata of a card that is parsed, in characters."""
 
 
-def write_card(
-    out: Path, plan: Plan, source: Source, options: Mapping[str, Any], final: Path
-) -> None:
+def write_card(out: Path, plan: Plan, source: Source, options: Sequence[Any], final: Path) -> None:
     """Write the card of a fold to ``out``, above the text of the original's card if that is there.
 
-    ``final`` is the path that ``out`` will be renamed to, ``options`` are those of the command.
+    ``final`` is the path that ``out`` will be renamed to. ``options`` are the dataclasses with the
+    options of the command.
     """
     data, text = _parse_card(out / CARD_FILE)
     checked = section(out, source.folder, final.name, plan.classes)

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-import torch
+from typing import Literal
 
 from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.analysis.stored_class import class_of as class_stored_in
-from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.events import Event
 from enjoyln_cli.models.classes import classes_for
-from enjoyln_cli.models.load import class_of, load
-from enjoyln_cli.plan.plan import Options, Plan, RotationGroup
-from enjoyln_cli.rewrite.in_memory import centre_parameters
+from enjoyln_cli.plan.fold_options import Options
+from enjoyln_cli.plan.plan import Plan, RotationGroup
+from enjoyln_cli.rewrite.opened_model import OpenedModel
 
 ORIGINAL = "original"
 Rounding = Literal["nearest", "gptq", "asymmetric gptq"]
@@ -89,7 +86,7 @@ def _rotating(plan: Plan, rotation_groups: tuple[RotationGroup, ...]) -> Plan:
     return replace(plan, rotation_groups=rotation_groups, fused=fused)
 
 
-def rotation_plan(subject: Subject, event: Event, online_rotations: bool = False) -> Plan | None:
+def rotation_plan(opened: OpenedModel, event: Event, online_rotations: bool = False) -> Plan | None:
     """The plan that turns everything that can turn; ``None`` if the model cannot be analysed.
 
     With ``online_rotations``, a stream may be rotated by a product that is added at its head.
@@ -98,35 +95,13 @@ def rotation_plan(subject: Subject, event: Event, online_rotations: bool = False
     for untie in (True, False):
         options = Options(fold=False, rotate=True, untie=untie, online_rotations=online_rotations)
         try:
-            return analyze_config(
-                subject.config, checkpoint=subject.checkpoint, options=options
-            ).plan
+            return analyze_config(opened.config, checkpoint=opened.checkpoint, options=options).plan
         except (UnsupportedModel, TraceFailed) as error:
             reason = reason or str(error)
     event("warning", f"only the original is quantised: nothing could be rotated: {reason}")
     return None
 
 
-def stored_class(subject: Subject) -> str:
+def stored_class(opened: OpenedModel) -> str:
     """The name of the class that a checkpoint belongs to, of a model that cannot be analysed."""
-    return class_stored_in(classes_for(subject.config), subject.config, subject.checkpoint).name
-
-
-@dataclass(frozen=True)
-class FloatModel:
-    """The model to quantise, which is loaded anew for each candidate."""
-
-    subject: Subject
-    model_class: str
-
-    @property
-    def class_of_model(self) -> Any:
-        """The class with the name ``model_class``."""
-        return class_of(self.subject, self.model_class)
-
-    def load(self, plan: Plan | None) -> Any:
-        """The model in float32, edited by the plan; the original without one."""
-        model = load(self.subject, self.model_class, torch.float32)
-        if plan is not None:
-            centre_parameters(model, plan)
-        return model
+    return class_stored_in(classes_for(opened.config), opened.config, opened.checkpoint).name

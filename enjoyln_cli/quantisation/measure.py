@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.data_files import UserData
@@ -41,6 +40,7 @@ from enjoyln_cli.events import Event
 from enjoyln_cli.models.outputs import match_names
 from enjoyln_cli.quantisation.examples import Example, split
 from enjoyln_cli.quantisers.schemes import QuantisationScheme
+from enjoyln_cli.rewrite.opened_model import OpenedModel
 
 Outputs = dict[str, torch.Tensor]
 Compute = Callable[[Batch], Outputs]
@@ -192,7 +192,7 @@ def clearly_cheaper(others: Sequence[Differences], original: Differences) -> lis
 
 def exact_halves(
     model: Any,
-    subject: Subject,
+    opened: OpenedModel,
     data: UserData,
     most: int,
     used: Sequence[str],
@@ -202,13 +202,13 @@ def exact_halves(
 ) -> tuple[ExactOutputs, ExactOutputs]:
     """Run the original on both halves of the data: the one to choose by, the one to measure on.
 
-    ``model`` is the original of ``subject`` in float32. Each half has at most ``most`` inputs.
+    ``model`` is the original of ``opened`` in float32. Each half has at most ``most`` inputs.
     ``used`` are the outputs that the class is used for; those of a sentence-transformers pipeline
     are its sentence embeddings. Outputs are stored in files in ``folder``. Raises
     ``UnsupportedModel`` if there are too few inputs, or if the model cannot run on them.
     """
-    embed = embedder(subject.source, event)
-    place, trusted = subject.source.path, subject.trust_remote_code
+    embed = embedder(opened.source, event)
+    place, trusted = opened.source.path, opened.trust_remote_code
     first, second = split(model, place, data, most, trusted, on_progress=on_progress, event=event)
     batch = first[0].batch
     names = compared_outputs(with_embedding(run(model, [batch])[0], batch, embed), used)

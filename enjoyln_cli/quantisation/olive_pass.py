@@ -23,7 +23,7 @@ from olive.passes.pytorch.common import inherit_hf_from_hf
 
 from enjoyln_cli.conversion.fold import convert
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
 
 
 class EnjoylnRotate(Pass):

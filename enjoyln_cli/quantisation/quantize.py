@@ -19,18 +19,17 @@ from typing import Any
 import torch
 
 from enjoyln_cli.checkpoint.file_roles import CONFIG
+from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions
 from enjoyln_cli.checkpoint.reader import other_files
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, require_float
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison.data_files import UserData, require_data
-from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, staged_output
 from enjoyln_cli.publish.written_card import write_quantised_card
 from enjoyln_cli.quantisation.candidates import (
-    FloatModel,
     RotatedForm,
     candidates,
     rotation_plan,
@@ -49,6 +48,7 @@ from enjoyln_cli.quantisation.quantised import Compared, Quantised
 from enjoyln_cli.quantisation.workshop import FLOAT, Measured, Workshop, measure
 from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, OPENVINO, require_scheme
 from enjoyln_cli.rewrite.directory import copy_files
+from enjoyln_cli.rewrite.opened_model import open_model
 from enjoyln_cli.rewrite.written_files import record_files
 from enjoyln_cli.text import counted, number
 
@@ -69,7 +69,7 @@ def quantize(
     max_error: float | None = None,
     inputs: int = INPUTS_IN_A_HALF,
     force: bool = False,
-    opening: Opening | None = None,
+    opening: OpenOptions = OPENED_PLAINLY,
     on_event: Event | None = None,
     on_progress: Progress = no_progress,
 ) -> Quantised:
@@ -92,29 +92,29 @@ def quantize(
     """
     begin, event = time.perf_counter(), on_event or default_listener
     require_data(data)
-    settings, opening = require_scheme(scheme, form), opening or Opening()
+    settings = require_scheme(scheme, form)
     if keep and form == OPENVINO:
         raise UnsupportedModel(f"--keep does not work for {form}")
     require_float(str(model))
-    subject = open_unfolded(str(model), opening)
-    source = subject.source
+    opened = open_model(str(model), opening, unfolded=True)
+    source = opened.source
     check_place(Path(out), source=source.root, force=force)
-    event("stage", f"finding which features of {subject.config.model_type} can be rotated")
+    event("stage", f"finding which features of {opened.config.model_type} can be rotated")
     online_rotations = form == ONNX and settings.is_static
-    plan = rotation_plan(subject, event, online_rotations)
-    name = plan.model_class if plan else stored_class(subject)
-    original = FloatModel(subject, name)
+    plan = rotation_plan(opened, event, online_rotations)
+    name = plan.model_class if plan else stored_class(opened)
+    original = opened.as_class(name)
     with (
         staged_output(Path(out), source=source.root, force=force) as staged,
         TemporaryDirectory(dir=staged.parent) as scratch,
     ):
         work = Workshop(Path(scratch), form, settings, tuple(keep), original)
         event("stage", "running the original on the data")
-        float_model = original.load(None)
+        float_model = original.load(torch.float32)
         require_layers(float_model, keep)
         used = plan.outputs if plan else ()
         choosing, held_out = exact_halves(
-            float_model, subject, data, inputs, used, work.folder, event, on_progress
+            float_model, opened, data, inputs, used, work.folder, event, on_progress
         )
         if not FORMATS[form].is_checkpoint:
             require_every_input(float_model, source.path, choosing.examples[0])
@@ -145,7 +145,9 @@ def quantize(
         measured = measure(work, chosen, held_out, limit, event)
         if not measured.chosen.error <= limit:
             event("stage", "finding the layers that cost most")
-            layers = costly_layers(original.load(chosen.plan), settings, choosing, on_progress)
+            layers = costly_layers(
+                original.load(torch.float32, chosen.plan), settings, choosing, on_progress
+            )
             worst = ",".join(layers[:NAMED])
             way = f"leave the layers that cost most more precise with --keep {worst}"
             if form == OPENVINO:
@@ -203,7 +205,7 @@ def store(work: Workshop, result: Quantised, staged: Path) -> None:
     for file in work.place(result.chosen).iterdir():
         file.rename(staged / file.name)
     written = {file.name for file in staged.iterdir()}
-    checkpoint = work.original.subject.checkpoint
+    checkpoint = work.original.checkpoint
     others = other_files(checkpoint)
     copy_files([file for file in others if file not in written], checkpoint.source.path, staged)
     if CONFIG not in written:

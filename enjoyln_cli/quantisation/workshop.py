@@ -18,7 +18,7 @@ from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.events import Event
 from enjoyln_cli.onnx_export import transformers_exporter
 from enjoyln_cli.onnx_export.programs import save
-from enjoyln_cli.quantisation.candidates import ORIGINAL, FloatModel, RotatedForm
+from enjoyln_cli.quantisation.candidates import ORIGINAL, RotatedForm
 from enjoyln_cli.quantisation.examples import Example, traced_batch
 from enjoyln_cli.quantisation.measure import Compute, Differences, ExactOutputs, differences
 from enjoyln_cli.quantisation.speed import Speed, speeds, speeds_of_programs
@@ -28,6 +28,7 @@ from enjoyln_cli.quantisers.onnx_forms import OnnxForms
 from enjoyln_cli.quantisers.onnxruntime_quantiser import GROUP
 from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount
 from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, QuantisationScheme
+from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.text import first_line
 from enjoyln_cli.verification.verify import compute_dtype
 
@@ -43,7 +44,7 @@ class Workshop:
     form: str
     scheme: QuantisationScheme
     keep: tuple[str, ...]
-    original: FloatModel
+    original: OpenedModel
     forms: OnnxForms | None = field(default=None, init=False)
     """What ONNX files are made from."""
 
@@ -72,10 +73,13 @@ class Workshop:
         on_progress: Progress = no_progress,
     ) -> WeightCount | None:
         """Write a candidate, quantised; of the original also what it is in float32."""
-        model, folder = self.original.load(candidate.plan), self.place(candidate.name)
+        model, folder = (
+            self.original.load(torch.float32, candidate.plan),
+            self.place(candidate.name),
+        )
         float_folder = self.place(FLOAT) if candidate.plan is None else None
         if FORMATS[self.form].is_checkpoint:
-            dtype = compute_dtype(self.original.subject.checkpoint, None)
+            dtype = compute_dtype(self.original.checkpoint, None)
             return quantised_checkpoints.write(
                 model, self.form, self.scheme, dtype, self.keep, folder, float_folder
             )
@@ -119,7 +123,7 @@ class Workshop:
 
     def load(self, name: str) -> Compute:
         """A candidate, or ``FLOAT``, in the program that runs it."""
-        kind = self.original.class_of_model
+        kind = self.original.cls
         return load_result(self.place(name), self.form, kind, self.suffix(name))
 
     def speeds(self, names: Sequence[str], example: Example) -> dict[str, Speed]:

@@ -15,22 +15,25 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
+from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.comparison.data_files import UserData, require_data
 from enjoyln_cli.comparison.embedding import embedder
-from enjoyln_cli.conversion.inspect import Opening, open_unfolded
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.whole_file import read_object
-from enjoyln_cli.quantisation.candidates import FloatModel
 from enjoyln_cli.quantisation.examples import FEWEST, Example, split
 from enjoyln_cli.quantisation.measure import Differences, differences, exact_outputs, perplexity_in
 from enjoyln_cli.quantisation.workshop import load_result
 from enjoyln_cli.quantisers.schemes import QuantisationScheme, require_scheme
+from enjoyln_cli.rewrite.opened_model import open_model
 from enjoyln_cli.rewrite.written_files import record_verdict, written_files
 from enjoyln_cli.text import counted, number
+from enjoyln_cli.verification.verify_options import VERIFY_DEFAULTS, VerifyOptions
 
 SAME_INPUTS, OTHER_INPUTS = 1.1, 2.0
 """How many times the recorded error passes."""
@@ -79,28 +82,26 @@ class QuantisedCheck:
 def verify_quantised(
     out: Path,
     data: UserData,
+    options: VerifyOptions = VERIFY_DEFAULTS,
+    opening: OpenOptions = OPENED_PLAINLY,
     *,
-    against: str | None = None,
-    accept: Sequence[str] = (),
-    opening: Opening = Opening(),  # noqa: B008  (frozen)
     on_event: Event = default_listener,
     on_progress: Progress = no_progress,
 ) -> QuantisedCheck:
     """Compare the quantised model in ``out`` with its record, and with the original in float32.
 
-    ``against`` is the original, if it has moved. ``accept`` has names of files, or patterns, that
-    may have changed since they were written; without it, a result with a changed file is not run.
-    ``on_progress`` is that of ``quantize``. The verdict is stored in ``out``.
+    Of ``options``, ``against`` and ``accept`` are used; without ``accept``, a result with a changed
+    file is not run. ``on_progress`` is that of ``quantize``. The verdict is stored in ``out``.
 
     Raises ``BadCheckpoint`` if the record in ``out`` cannot be read or the result cannot be loaded,
     ``ModelNotFound`` and ``UnsupportedModel`` as ``quantize`` does.
     """
     require_data(data)
     result = Source(str(out), out, None)
-    files = written_files(result, accept)
+    files = written_files(result, options.accept)
     check = QuantisedCheck(False, f"not verified: {files.failure}")
     if not files.failure:
-        check = _measured(out, _record(out), data, against, opening, on_event, on_progress)
+        check = _measured(out, data, options.against, opening, on_event, on_progress)
     record_verdict(result, check.to_json(), files, on_event)
     return check
 
@@ -128,19 +129,19 @@ def _record(out: Path) -> Record:
 
 def _measured(
     out: Path,
-    record: Record,
     data: UserData,
-    against: str | None,
-    opening: Opening,
+    against: str | Path | None,
+    opening: OpenOptions,
     event: Event,
     on_progress: Progress,
 ) -> QuantisedCheck:
+    record = _record(out)
     if against is None and opening.revision is None:
         opening = replace(opening, revision=record.revision)
-    subject = open_unfolded(against or record.source, opening)
-    embed = embedder(subject.source, event)
-    original: Any = FloatModel(subject, record.model_class).load(None)
-    folder, trusted = subject.source.path, subject.trust_remote_code
+    opened = open_model(str(against or record.source), opening, unfolded=True)
+    embed = embedder(opened.source, event)
+    original = opened.as_class(record.model_class).load(torch.float32)
+    folder, trusted = opened.source.path, opened.trust_remote_code
     halves = split(original, folder, data, record.most_inputs, trusted, on_progress=on_progress)
     examples, is_same = _to_measure_on([*halves[0], *halves[1]], record)
     with TemporaryDirectory() as scratch:

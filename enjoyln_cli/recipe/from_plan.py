@@ -12,12 +12,11 @@ from typing import Any
 
 from enjoyln_cli.calls import call_text
 from enjoyln_cli.plan import schema
+from enjoyln_cli.plan.fold_options import PLAIN, Options
 from enjoyln_cli.plan.plan import (
-    PLAIN,
     Centring,
     EditedTensor,
     NormFusion,
-    Options,
     Plan,
     RotationGroup,
     UnfusedNorm,

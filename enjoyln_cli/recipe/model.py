@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.covered_calls import PLAIN_TYPES
-from enjoyln_cli.plan.plan import PLAIN, Options
+from enjoyln_cli.plan.fold_options import PLAIN, Options
 from enjoyln_cli.plan.schema import NOT_STORED, checked, quote
 from enjoyln_cli.recipe.templates import require_name
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from enjoyln_cli.plan import schema
-from enjoyln_cli.plan.plan import PLAIN, Options, Plan
+from enjoyln_cli.plan.fold_options import PLAIN, Options
+from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.model import SECTIONS, Recipe
 from enjoyln_cli.recipe.yaml_text import dump_inline

@@ -19,7 +19,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
 from enjoyln_cli.checkpoint.config import MARKER, require_unfolded, with_entries
@@ -41,6 +40,7 @@ from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.errors import VerificationFailed
 from enjoyln_cli.fs.digests import digest_of_data, digest_of_file
 from enjoyln_cli.fs.staging import staged_output
+from enjoyln_cli.plan.fold_options import WRITE_DEFAULTS, WriteOptions
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import plan_text
 from enjoyln_cli.rewrite.journal import Journal
@@ -48,7 +48,6 @@ from enjoyln_cli.rewrite.preconditions import check_edits
 from enjoyln_cli.rewrite.shard_layout import plain_layout
 from enjoyln_cli.rewrite.writer import write_shards
 from enjoyln_cli.rewrite.written_files import record_files
-from enjoyln_cli.text import dtype_name
 from enjoyln_cli.version import __version__
 
 _DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16")
@@ -68,27 +67,6 @@ class FoldResult:
     """How many weight files an earlier run had finished."""
     check_seconds: float = 0.0
     """Seconds of the check."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WriteOptions:
-    """How a result is written; independent of the plan."""
-
-    dtype: torch.dtype | None = None
-    """The dtype of all floating-point tensors; by default each keeps its own."""
-    max_shard_size: int | None = None
-    """Largest size of a weight file in bytes; by default the source's files keep their layout."""
-    jobs: int | None = None
-    """Number of cores to use; all by default."""
-    force: bool = False
-    """Replace an existing result."""
-    resume: bool = False
-    """Take over the weight files that an interrupted run has finished."""
-    allow_nonfinite: bool = False
-    """Accept NaN and Inf in edited tensors; they spread over the group that is centred."""
-
-
-WRITE_DEFAULTS = WriteOptions()
 
 
 def fold_checkpoint(
@@ -128,7 +106,7 @@ def fold_checkpoint(
             checkpoint,
             edits,
             inner,
-            dtype=options.dtype,
+            dtype=options.stored_dtype,
             max_shard_size=options.max_shard_size,
             jobs=options.jobs,
             progress=progress,
@@ -215,9 +193,7 @@ def _result_config(
     """``config`` with the plan's settings, the chosen dtype, and the marker as its last entry."""
     config = with_entries(config, {setting.name: setting.value for setting in plan.settings})
     config = {**config, MARKER: marker(plan, source, options.allow_nonfinite)}
-    if options.dtype is None:
-        return config
-    return _with_dtype(config, dtype_name(options.dtype))
+    return config if options.dtype is None else _with_dtype(config, str(options.dtype))
 
 
 def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from torch.fx import Node
 from enjoyln_cli.graph.nodes import readers_of
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.plan.plan import (
     NormFusion,
-    Options,
     RotatedTensor,
     RotationGroup,
     RotationKind,

@@ -18,7 +18,6 @@ from torch import nn
 
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.model_name import local_folder
-from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.edits.finite import require_finite
@@ -30,6 +29,7 @@ from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.models.load import class_in
 from enjoyln_cli.plan.mean_units import copy_units, intact, room, set_units
 from enjoyln_cli.rewrite.editable import require_editable
+from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.runtime.install import require_installable, run_folded
 from enjoyln_cli.runtime.modules import stock_class
 from enjoyln_cli.runtime.structure import KeepStructure
@@ -90,10 +90,10 @@ def saved_class(folder: str, **kwargs: Any) -> Any:
     return class_in(folder, name, config, trusted, **hub)
 
 
-def saved_class_of(subject: Subject) -> Any:
+def saved_class_of(opened: OpenedModel) -> Any:
     """``saved_class`` of a model that is opened already."""
-    folder, trusted = str(subject.source.path), subject.trust_remote_code
-    return saved_class(folder, config=subject.config, trust_remote_code=trusted)
+    folder, trusted = str(opened.source.path), opened.trust_remote_code
+    return saved_class(folder, config=opened.config, trust_remote_code=trusted)
 
 
 def optimize(model: Holder) -> Holder:

@@ -25,7 +25,7 @@ from enjoyln_cli.calls.calls import Call, ExampleCalls
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.garbage import no_collections
 from enjoyln_cli.models.norm_modules import runs_torchs_layer_norm
-from enjoyln_cli.plan.plan import PLAIN
+from enjoyln_cli.plan.fold_options import PLAIN
 from enjoyln_cli.trace.capture import Captures
 from enjoyln_cli.trace.failure_reasons import foreign_code
 from enjoyln_cli.trace.traced_calls import TracedModel, trace_calls

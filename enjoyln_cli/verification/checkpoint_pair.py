@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,16 @@ from typing import Any
 import torch
 
 from enjoyln_cli.checkpoint.marker import Marker
-from enjoyln_cli.checkpoint.reader import Subject
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.models.classes import build
-from enjoyln_cli.models.load import class_of, load
 from enjoyln_cli.models.memory import fits, room_for_weights
 from enjoyln_cli.models.offload import Offload, reader_of
-from enjoyln_cli.models.outputs import config_returning
 from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.text import dtype_name, size
+from enjoyln_cli.verification.verify_options import VERIFY_DEFAULTS, VerifyOptions
 
 Embed = Callable[[dict[str, torch.Tensor], Batch], dict[str, torch.Tensor]]
 
@@ -30,36 +29,30 @@ Embed = Callable[[dict[str, torch.Tensor], Batch], dict[str, torch.Tensor]]
 class CheckpointPair:
     """The two checkpoints, and how to load and run them."""
 
-    original: Subject
-    folded: Subject
+    original: OpenedModel
+    folded: OpenedModel
     marker: Marker
     plan: Plan
     dtype: torch.dtype
-    device_map: str = "auto"
-    max_memory: int | None = None
-    """Bytes of memory for the process; ``None`` for what the machine has left."""
+    options: VerifyOptions = VERIFY_DEFAULTS
     folder: Path | None = None
     """A directory for weights and outputs that are on disk while models run."""
     event: Event = default_listener
     embed: Embed | None = None
     """Adds the sentence embedding of a sentence-transformers pipeline to the outputs."""
 
-    def load(self, subject: Subject, dtype: torch.dtype, missing: set[str]) -> Any:
-        """``subject`` as the marker's class; names that it does not store go to ``missing``."""
-        offload = self._offload(subject, dtype)
-        return load(subject, self.marker.model_class, dtype, offload, missing)
-
-    def _offload(self, subject: Subject, dtype: torch.dtype) -> Offload | None:
+    def offload(self, opened: OpenedModel, dtype: torch.dtype) -> Offload | None:
         """How much stays in memory; ``None`` for all of it.
 
         If the stored tensors would fit, the class is not built to tell how large its weights are.
         """
-        stored = sum(prod(tensor.shape) for tensor in subject.checkpoint.tensors.values())
-        if self.folder is None or fits(stored, dtype, self.device_map, self.max_memory):
+        stored = sum(prod(tensor.shape) for tensor in opened.checkpoint.tensors.values())
+        limits = self.options.device_map, self.options.max_memory
+        if self.folder is None or fits(stored, dtype, *limits):
             return None
-        bare = build(class_of(subject, self.marker.model_class), subject.config)
+        bare = build(opened.cls, opened.config)
         sizes = {name: parameter.numel() for name, parameter in bare.named_parameters()}
-        room = room_for_weights(sizes, dtype, self.device_map, self.max_memory)
+        room = room_for_weights(sizes, dtype, *limits)
         if room is None:
             return None
         total = sum(sizes.values()) * dtype.itemsize
@@ -70,13 +63,8 @@ class CheckpointPair:
 
     def run(self, model: Any, batch: Batch) -> dict[str, torch.Tensor]:
         """The outputs that are compared, for one batch."""
-        folder = self.folder if reader_of(model) or self.max_memory else None
+        folder = self.folder if reader_of(model) or self.options.max_memory else None
         outputs = run(model, [batch], folder)
         if self.marker.outputs:
             return choose_outputs(outputs, self.marker.outputs)[0]
         return self.embed(outputs[0], batch) if self.embed else outputs[0]
-
-
-def returning(subject: Subject, outputs: tuple[str, ...]) -> Subject:
-    """``subject`` with a config for which its model returns ``outputs``."""
-    return replace(subject, config=config_returning(subject.config, outputs))

@@ -44,7 +44,6 @@ from enjoyln_cli.comparison.sampling import Examples, Runner, choose
 from enjoyln_cli.comparison.text_scores import perplexity
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.garbage import collections_of_new_objects
-from enjoyln_cli.models.load import class_of
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.call_guards import input_means
 from enjoyln_cli.runtime.install import install_marked
@@ -171,12 +170,12 @@ def _run_model(
     pace: Pace,
 ) -> Examples:
     """Load one model and make all its runs. The first model chooses the ``examples``."""
-    subject = pair.original if group[0].weights == "original" else pair.folded
-    missing: set[str] = set()
-    class_of(subject, pair.marker.model_class)  # imports are not what each load costs
+    opened = pair.original if group[0].weights == "original" else pair.folded
+    dtype, missing = group[0].dtype, set[str]()
+    opened.cls  # noqa: B018  (imports are not what each load costs)
     with pace.loading():
-        model = pair.load(subject, group[0].dtype, missing)
-    with _running(model, group[0].dtype):
+        model = opened.load(dtype, offload=pair.offload(opened, dtype), missing=missing)
+    with _running(model, dtype):
         if examples is None:
             examples = choose(_runner(pair, model), data, seed, pace)
             _tell_limit(pair, examples, pace)

@@ -31,38 +31,38 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.headers import DTYPES
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
-from enjoyln_cli.checkpoint.reader import Checkpoint, Subject, open_subject
+from enjoyln_cli.checkpoint.open_options import OpenOptions
+from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.checkpoint.result_files import MATRIX_FILE
 from enjoyln_cli.clock import Clock, Progress, no_progress
-from enjoyln_cli.comparison.data_files import read_user_data, seconds_of
+from enjoyln_cli.comparison.data_files import DataFiles, UserData, seconds_of
 from enjoyln_cli.comparison.embedding import embedder
 from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.edits.planned_edits import edits_of
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.plan import schema
+from enjoyln_cli.plan.option_field import made_from
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import read_plan
+from enjoyln_cli.rewrite.opened_model import OpenedModel, open_model
 from enjoyln_cli.rewrite.written_files import record_verdict, written_files
 from enjoyln_cli.rotation.given_matrices import give_matrices
 from enjoyln_cli.text import counted, dtype_name
-from enjoyln_cli.verification.checkpoint_pair import (
-    CheckpointPair,
-    returning,
-)
+from enjoyln_cli.verification.checkpoint_pair import CheckpointPair
 from enjoyln_cli.verification.config_differences import differing_settings
 from enjoyln_cli.verification.nonfinite import failure
 from enjoyln_cli.verification.runs import Measurement, measure, worst_first
 from enjoyln_cli.verification.stored_tensors import check_tensors
+from enjoyln_cli.verification.verify_options import VerifyOptions
 
 IDENTITY_BOUND = 1e-12
 RATIO, ROTATED_RATIO = 1.25, 2.0
@@ -124,7 +124,7 @@ class Verification(Measurement):
 def verify(
     out: str | Path,
     *,
-    against: str | Path | Subject | None = None,
+    against: str | Path | None = None,
     plan: Plan | None = None,
     text: str | Path | None = None,
     images: Sequence[str | Path] = (),
@@ -150,8 +150,7 @@ def verify(
 
     The parameters:
 
-    * ``against``: the original, perhaps opened already; by default the one that the marker of
-      ``out`` names.
+    * ``against``: the original; by default the one that the marker of ``out`` names.
     * ``plan``: the plan by which the files in ``out`` have just been written. By default the stored
       one is taken, and the files are compared with their digests.
     * ``accept``: names of files in ``out``, or patterns, that may have changed since they were
@@ -182,20 +181,39 @@ def verify(
     ``ModelNotFound`` if the original cannot be found; ``UnsupportedModel`` if the model cannot be
     run on the inputs.
     """
-    data = read_user_data(text, images, samples, audio, tokens)
-    pace = Pace(Clock(time.perf_counter, seconds_of(seconds), on_progress))
+    given = locals()
+    data, opening = made_from(DataFiles, given).read(), made_from(OpenOptions, given)
+    options = made_from(VerifyOptions, given)
+    return check_result(
+        out, data, options, opening, plan=plan, on_event=on_event, on_progress=on_progress
+    )
+
+
+def check_result(
+    out: str | Path,
+    data: UserData,
+    options: VerifyOptions,
+    opening: OpenOptions,
+    *,
+    original: OpenedModel | None = None,
+    plan: Plan | None = None,
+    on_event: Event | None = None,
+    on_progress: Progress = no_progress,
+) -> Verification:
+    """Measure whether ``out`` computes the original's function (see ``verify``).
+
+    ``original`` is opened already, or else as ``opening`` says; its revision is the original's.
+    """
+    pace = Pace(Clock(time.perf_counter, seconds_of(options.seconds), on_progress))
     event = on_event or default_listener
-    access = HubAccess(token=token, cache_dir=cache_dir)
-    folded = open_subject(str(out), access=access, trust_remote_code=trust_remote_code)
+    folded = open_model(str(out), replace(opening, revision=None))
     cached = folded.source.cached
     marker = read_marker(folded.checkpoint.raw_config, folded.source.model)
-    original = original_of(folded, marker, against, revision, access)
+    original = original or original_of(folded, marker, opening, options.against)
     stored = compute_dtype(folded.checkpoint, None)
-    compute = compute_dtype(folded.checkpoint, dtype)
-    files = written_files(folded.source, accept) if plan is None else None
+    compute = compute_dtype(folded.checkpoint, options.dtype)
+    files = written_files(folded.source, options.accept) if plan is None else None
     plan = plan or plan_of_result(folded.checkpoint, marker)
-    if max_ratio is None:
-        max_ratio = ROTATED_RATIO if plan.rotated else RATIO
     drift, failures = check_tensors(original.checkpoint, folded.checkpoint, edits_of(plan))
     differing = differing_settings(
         type(folded.config),
@@ -207,23 +225,23 @@ def verify(
     )
     with _room_on_disk(None if cached else folded.source.root.resolve().parent) as folder:
         pair = CheckpointPair(
-            returning(original, marker.outputs),
-            returning(folded, marker.outputs),
+            original.as_class(marker.model_class).returning(marker.outputs),
+            folded.as_class(marker.model_class).returning(marker.outputs),
             marker,
             plan,
             compute,
-            device_map=device_map,
-            max_memory=max_memory,
+            options,
             folder=folder,
             event=event,
             embed=None if marker.outputs else embedder(folded.source, event),
         )
         try:
-            measured, nonfinite = measure(pair, data, seed, pace)
+            measured, nonfinite = measure(pair, data, options.seed, pace)
         except EnjoyLNError as error:
             if differing:
                 raise BadCheckpoint(f"{differing}; running it failed: {error}") from error
             raise
+    max_ratio = options.max_ratio or (ROTATED_RATIO if plan.rotated else RATIO)
     failures += [differing] if differing else []
     failures += _judge(measured, max_ratio, compute, stored, bool(plan.folded))
     if reason := failure(nonfinite, original.checkpoint, marker.nonfinite):
@@ -238,11 +256,11 @@ def verify(
         model_class=marker.model_class,
         source=original.source.model,
         compute_dtype=dtype_name(compute),
-        seed=seed,
+        seed=options.seed,
         outputs=marker.outputs,
         **vars(measured),
     )
-    if write and files and not cached:
+    if options.write and files and not cached:
         record_verdict(folded.source, result.to_json(), files, event)
     return result
 
@@ -256,30 +274,19 @@ def _room_on_disk(beside: Path | None) -> Iterator[Path]:
 
 
 def original_of(
-    result: Subject,
-    marker: Marker,
-    against: str | Path | Subject | None,
-    revision: str | None,
-    access: HubAccess,
-) -> Subject:
+    result: OpenedModel, marker: Marker, opening: OpenOptions, against: str | Path | None = None
+) -> OpenedModel:
     """The model that ``result`` was made from: ``against``, or the one that ``marker`` names.
 
-    Raises ``ModelNotFound`` if it cannot be found, ``AlreadyFolded`` if it is converted itself, and
+    Without a revision in ``opening``, the latter is opened at the marker's. Raises
+    ``ModelNotFound`` if it cannot be found, ``AlreadyFolded`` if it is converted itself, and
     ``BadCheckpoint`` if it is of another model type.
     """
-    if isinstance(against, Subject):
-        return against
     name = marker.source if against is None else str(against)
-    if against is None and revision is None:
-        revision = marker.revision
+    if against is None and opening.revision is None:
+        opening = replace(opening, revision=marker.revision)
     try:
-        original = open_subject(
-            name,
-            revision=revision,
-            access=access,
-            trust_remote_code=result.trust_remote_code,
-            unfolded=True,
-        )
+        original = open_model(name, opening, unfolded=True)
     except ModelNotFound as error:
         if against is not None:
             raise

@@ -23,7 +23,7 @@ from enjoyln_cli.analysis.analyze import analyze_calls, analyze_config
 from enjoyln_cli.calls.calls import Call, ways_to_call
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.errors import EnjoyLNError
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.runtime.call_guards import input_means
 from enjoyln_cli.runtime.install import install
 

@@ -14,9 +14,10 @@ from tiny_models import BERT, GPT2, live
 
 from enjoyln_cli import analyze, fold
 from enjoyln_cli.checkpoint.source import open_source
-from enjoyln_cli.conversion.fold import PreparedFold, prepare
-from enjoyln_cli.conversion.inspect import Opening, inspect
+from enjoyln_cli.conversion.fold import FoldJob, prepare
+from enjoyln_cli.conversion.inspect import inspect
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+from enjoyln_cli.plan.fold_options import FoldOptions
 
 CONFIGS: dict[str, Any] = {
     "MPNet": transformers.MPNetConfig(**BERT),
@@ -41,12 +42,12 @@ def stored(folder: Path, model_class: str, architectures: Any = (), prefix: str 
     return folder
 
 
-def prepared(source: Path, warnings: list[str] | None = None, **opening: Any) -> PreparedFold:
+def prepared(source: Path, warnings: list[str] | None = None, **folding: Any) -> FoldJob:
     def on_event(kind: str, text: str) -> None:
         if kind == "warning" and warnings is not None:
             warnings.append(text)
 
-    return prepare(source, None, Opening(**opening), on_event=on_event)
+    return prepare(source, None, folding=FoldOptions(**folding), on_event=on_event)
 
 
 @pytest.mark.one_case
@@ -76,7 +77,7 @@ def test_a_report_on_a_directory_plans_what_a_fold_does(of_weights: bool, tmp_pa
     planned = prepared(source).plan
     if not of_weights:
         (source / "model.safetensors").unlink()
-    for found in (inspect(str(source), Opening()).analysis, analyze(source)):
+    for found in (inspect(str(source)).analysis, analyze(source)):
         assert (found.plan == planned) is of_weights
         assert found.plan.model_class == ("MPNetModel" if of_weights else "MPNetForMaskedLM")
 

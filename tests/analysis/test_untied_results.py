@@ -26,9 +26,9 @@ from enjoyln_cli.analysis.stored_names import Candidate
 from enjoyln_cli.analysis.untying import apart
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.conversion.fold import convert, prepare
-from enjoyln_cli.conversion.inspect import Opening
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, UnsupportedModel
-from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.plan.fold_options import FoldOptions, Options
+from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import UNTIED, notes
 
@@ -178,7 +178,7 @@ def test_a_tensor_that_is_stored_twice_in_two_files_stays_where_it_is(tmp_path: 
         save_file(part, source / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": places}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert prepare(source, None, Opening(options=UNTIE)).bytes_added() == 0
+    assert prepare(source, None, folding=FoldOptions(options=UNTIE)).bytes_added() == 0
     result = convert(source, tmp_path / "out", options=UNTIE)
     assert [one.tensor for one in result.plan.untied] == [name]
     assert result.verification.passed
@@ -228,7 +228,7 @@ def test_a_config_may_claim_a_tie_that_the_tensors_contradict(tmp_path: Path, di
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
-    plan = prepare(tmp_path, None, Opening()).plan
+    plan = prepare(tmp_path, None).plan
     centred = {writer.parameter for writer in plan.writers}
     assert ("transformer.wte.weight" in centred) is differ
     assert len(plan.ops) == (0 if differ else 1)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hub_server import Hub, connected, nobody, serving
 
-from enjoyln_cli.checkpoint.access import HubAccess
+from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.errors import EnjoyLNError, ModelNotFound, UnsupportedModel
 
@@ -82,9 +83,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def online(server: Hub, cache: Path) -> Iterator[HubAccess]:
+def online(server: Hub, cache: Path) -> Iterator[OpenOptions]:
     with connected(server.url, cache):
-        yield HubAccess(cache_dir=str(cache))
+        yield OpenOptions(cache_dir=str(cache))
 
 
 def files(source: Source) -> list[str]:
@@ -92,29 +93,30 @@ def files(source: Source) -> list[str]:
     return sorted(path.relative_to(source.path).as_posix() for path in found)
 
 
-def refusal(kind: type[EnjoyLNError], *words: str, **options: Any) -> str:
+def refusal(kind: type[EnjoyLNError], name: str, opening: OpenOptions, **options: Any) -> str:
     """The message with which a model is not opened."""
+    opening = replace(opening, revision=options.pop("revision", None))
     with pytest.raises(EnjoyLNError) as refused:
-        open_source(*words, **options)
+        open_source(name, opening, **options)
     assert type(refused.value) is kind
     return str(refused.value)
 
 
-def test_weights_come_once_and_with_the_other_files(online: HubAccess, commit: str) -> None:
-    source = open_source("good/model", access=online, weights=True)
+def test_weights_come_once_and_with_the_other_files(online: OpenOptions, commit: str) -> None:
+    source = open_source("good/model", online, weights=True)
     assert source.revision == commit
     expected = ["1_Pooling/config.json", "config.json", "model.safetensors", "tokenizer.json"]
     assert files(source) == expected
     assert (source.path / "model.safetensors").read_bytes() == TENSORS
 
 
-def test_the_shards_of_the_index_are_fetched_and_no_variant(online: HubAccess) -> None:
+def test_the_shards_of_the_index_are_fetched_and_no_variant(online: OpenOptions) -> None:
     names = ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
-    assert files(open_source("sharded/model", access=online, weights=True)) == names
+    assert files(open_source("sharded/model", online, weights=True)) == names
 
 
-def test_code_that_the_config_names_is_fetched_with_it(online: HubAccess) -> None:
-    assert files(open_source("own/code", access=online)) == ["config.json", "configuration_own.py"]
+def test_code_that_the_config_names_is_fetched_with_it(online: OpenOptions) -> None:
+    assert files(open_source("own/code", online)) == ["config.json", "configuration_own.py"]
 
 
 @pytest.mark.parametrize(
@@ -138,54 +140,54 @@ def test_code_that_the_config_names_is_fetched_with_it(online: HubAccess) -> Non
     ],
 )
 def test_refusals_of_the_hub(
-    online: HubAccess,
+    online: OpenOptions,
     model: str,
     options: dict[str, Any],
     kind: type[EnjoyLNError],
     words: list[str],
 ) -> None:
-    message = refusal(kind, model, access=online, **options)
+    message = refusal(kind, model, online, **options)
     assert "\n" not in message
     for word in words:
         assert word in message
 
 
-def test_offline(server: Hub, online: HubAccess, cache: Path) -> None:
-    fetched = open_source("good/model", access=online, weights=True)
-    open_source("flax/only", access=online)
+def test_offline(server: Hub, online: OpenOptions, cache: Path) -> None:
+    fetched = open_source("good/model", online, weights=True)
+    open_source("flax/only", online)
     with connected(server.url, cache, offline=True):
-        cached = open_source("good/model", access=online, weights=True)
-        no_weights = refusal(ModelNotFound, "flax/only", access=online, weights=True)
-        unknown = refusal(ModelNotFound, "other/model", access=online)
+        cached = open_source("good/model", online, weights=True)
+        no_weights = refusal(ModelNotFound, "flax/only", online, weights=True)
+        unknown = refusal(ModelNotFound, "other/model", online)
     assert (cached.path, cached.revision) == (fetched.path, fetched.revision)
     assert "without its weights" in no_weights
     assert "other/model is not in the cache, and HF_HUB_OFFLINE is set" in unknown
 
 
-def test_nobody_answers(online: HubAccess, cache: Path, commit: str) -> None:
-    open_source("good/model", access=online)
+def test_nobody_answers(online: OpenOptions, cache: Path, commit: str) -> None:
+    open_source("good/model", online)
     with nobody() as closed, connected(closed, cache):
-        assert open_source("good/model", access=online).revision == commit
-        unknown = refusal(ModelNotFound, "other/model", access=online)
+        assert open_source("good/model", online).revision == commit
+        unknown = refusal(ModelNotFound, "other/model", online)
     assert f"not in the cache, and {closed} cannot be reached" in unknown
 
 
 def test_what_is_there_is_suggested_for_a_wrong_name(
-    online: HubAccess, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    online: OpenOptions, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Directories and models in the cache, whether the Hub answers or not."""
     for name in ("missing/models", "other/vit"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    open_source("good/model", access=online)
+    open_source("good/model", online)
     for name, near in (("missing/model", "missing/models"), ("god/model", "good/model")):
-        message = refusal(ModelNotFound, name, access=online)
+        message = refusal(ModelNotFound, name, online)
         assert "no such model" in message and f"; did you mean {near}" in message
-    message = refusal(ModelNotFound, "other/bit", access=online)
+    message = refusal(ModelNotFound, "other/bit", online)
     assert "no such model" in message and "did you mean" not in message
     with nobody() as closed, connected(closed, cache):
-        message = refusal(ModelNotFound, "god/model", access=online)
-        unlike = refusal(ModelNotFound, "other/bit", access=online)
+        message = refusal(ModelNotFound, "god/model", online)
+        unlike = refusal(ModelNotFound, "other/bit", online)
     assert "cannot be reached" in message and message.endswith("; did you mean good/model?")
     assert "did you mean" not in unlike and "go online" in unlike
 
@@ -207,7 +209,7 @@ def test_wrong_paths_are_refused_with_a_suggestion(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="is a file; pass the directory"):
         open_source(str(tmp_path / "file"))
     with pytest.raises(ModelNotFound, match="has no revision 'main'"):
-        open_source(str(tmp_path / "my-model"), revision="main")
+        open_source(str(tmp_path / "my-model"), OpenOptions(revision="main"))
     for name in ("", "a/b/c", "x\0y", "/" + "long" * 2000):
         with pytest.raises(ModelNotFound, match="there is no directory"):
             open_source(name)

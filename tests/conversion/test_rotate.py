@@ -35,8 +35,9 @@ from enjoyln_cli.errors import (
 )
 from enjoyln_cli.plan import orthogonal_matrices
 from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.plan.orthogonal_matrices import Rotation
-from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.compare import require_same
 from enjoyln_cli.recipe.read import parse_recipe
 from enjoyln_cli.rewrite import edit_pieces, tensor_parts

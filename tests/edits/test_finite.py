@@ -22,8 +22,8 @@ from enjoyln_cli.edits.finite import require_finite
 from enjoyln_cli.edits.linear_steps import AddProduct, CentreAxis, LayerScale, RotateAxis, Scale
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.axis import Axis, feature_axis
+from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.plan.orthogonal_matrices import Rotation, matrix
-from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.rewrite.writer import write_shards
 from enjoyln_cli.runtime.modules import RMSNorm

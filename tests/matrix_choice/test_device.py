@@ -18,19 +18,18 @@ from commands import GPT2, ignore
 from sentence_encoder import sentence_encoder
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from enjoyln_cli.checkpoint.reader import open_subject
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.embedding import embedder
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import simulated
 from enjoyln_cli.conversion.fold import prepare
-from enjoyln_cli.conversion.inspect import Opening
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.matrix_choice import learned_matrices
 from enjoyln_cli.matrix_choice.learned_matrices import learn_matrices
 from enjoyln_cli.matrix_choice.trials import Trials, device_named, trials
-from enjoyln_cli.plan.plan import Options, Plan
-from enjoyln_cli.quantisation.candidates import FloatModel
+from enjoyln_cli.plan.fold_options import FoldOptions, Options
+from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rewrite.opened_model import OpenedModel, open_model
 
 DEVICE = torch.device("lazy:0")
 
@@ -42,7 +41,7 @@ class Stop(Exception):
 @contextmanager
 def gpt2_trials() -> Iterator[Trials]:
     options = Options(fold=False, rotate=True, untie=True)
-    ready = prepare(GPT2, None, Opening(options=options), on_event=ignore)
+    ready = prepare(GPT2, None, folding=FoldOptions(options=options), on_event=ignore)
     data = UserData(tokens=tuple(tuple(range(at, at + 5)) for at in range(3, 11)))
     with trials(ready, data, "w4a8", None, ignore) as tried:
         yield tried
@@ -51,21 +50,23 @@ def gpt2_trials() -> Iterator[Trials]:
 def test_no_operation_gets_tensors_of_two_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = FloatModel.load
+    load = OpenedModel.load
 
-    def load_with_values(original: FloatModel, plan: Plan | None) -> torch.nn.Module:
+    def load_with_values(
+        original: OpenedModel, dtype: torch.dtype, plan: Plan | None
+    ) -> torch.nn.Module:
         with unset_fake_temporarily():
-            rotated: torch.nn.Module = load(original, plan)
+            rotated: torch.nn.Module = load(original, dtype, plan)
         return rotated
 
     def stop(*_: object) -> None:
         raise Stop
 
-    monkeypatch.setattr(FloatModel, "load", load_with_values)
+    monkeypatch.setattr(OpenedModel, "load", load_with_values)
     monkeypatch.setattr(learned_matrices, "_digest", lambda *_: "of values")
     with gpt2_trials() as tried, FakeTensorMode(allow_non_fake_inputs=True):
         placed = replace(tried, device=DEVICE)
-        rotated = placed.load(placed.ready.plan)
+        rotated = placed.load(placed.job.plan)
         assert {weight.device for weight in rotated.parameters()} == {DEVICE}
         with simulated(rotated, placed.rounding):
             (outputs,) = run(rotated, [placed.choosing.examples[0].batch])
@@ -90,7 +91,7 @@ def test_a_state_of_another_device_continues_on_the_cpu(
 
 def test_a_sentence_embedding_is_computed_where_the_outputs_are(tmp_path: Path) -> None:
     pytest.importorskip("sentence_transformers")
-    pipeline = open_subject(str(sentence_encoder(tmp_path / "model")))
+    pipeline = open_model(str(sentence_encoder(tmp_path / "model")))
     add = embedder(pipeline.source, ignore)
     assert add is not None
     hidden = torch.zeros(1, 5, pipeline.config.hidden_size, device="meta")

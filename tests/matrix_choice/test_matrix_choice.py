@@ -18,13 +18,13 @@ from transformers import BertModel, GPT2LMHeadModel, GPT2Model
 
 from enjoyln_cli.comparison.data_files import read_user_data
 from enjoyln_cli.comparison.simulated_rounding import Scheme, simulated
-from enjoyln_cli.conversion.fold import PreparedFold, prepare
-from enjoyln_cli.conversion.inspect import Opening
+from enjoyln_cli.conversion.fold import FoldJob, prepare
 from enjoyln_cli.matrix_choice.learned_matrices import learn_matrices
 from enjoyln_cli.matrix_choice.seed_search import search_seeds
 from enjoyln_cli.matrix_choice.trials import MatrixChoice, Trials, trials
+from enjoyln_cli.plan.fold_options import FoldOptions, Options
 from enjoyln_cli.plan.orthogonal_matrices import GivenMatrix
-from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.plan.plan import Plan
 
 ROWS = 16
 TOKENS = 24
@@ -46,9 +46,9 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ready() -> PreparedFold:
+def ready() -> FoldJob:
     options = Options(fold=False, rotate=True, untie=True)
-    return prepare(GPT2, None, Opening(options=options), on_event=ignore)
+    return prepare(GPT2, None, folding=FoldOptions(options=options), on_event=ignore)
 
 
 def searched(tokens: Path, *more: object) -> dict[str, Any]:
@@ -102,9 +102,7 @@ def test_the_other_half_of_the_data_does_not_choose(tokens: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_seeds_take_the_place_of_the_matrices_of_a_recipe(
-    ready: PreparedFold, tokens: Path
-) -> None:
+def test_seeds_take_the_place_of_the_matrices_of_a_recipe(ready: FoldJob, tokens: Path) -> None:
     rotation_groups = tuple(
         replace(group, given=GivenMatrix("", torch.eye(group.size, dtype=torch.float64)))
         for group in ready.plan.rotation_groups
@@ -129,7 +127,7 @@ def matrices_of(plan: Plan) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_learning_goes_on_where_it_was_interrupted(ready: PreparedFold, tmp_path: Path) -> None:
+def test_learning_goes_on_where_it_was_interrupted(ready: FoldJob, tmp_path: Path) -> None:
     state = tmp_path / "state"
     steps = 0
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from enjoyln_cli import analyze, fold, from_pretrained, optimize, refold
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
 
 QUANTISED = r"q_proj: is quantised \(\w+\), so its output no longer has zero mean; load"
 

@@ -17,16 +17,15 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from enjoyln_cli.checkpoint.reader import open_subject
 from enjoyln_cli.comparison import batches as inputs
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.conversion.fold import convert
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models import load as compare
-from enjoyln_cli.models.load import load
 from enjoyln_cli.models.memory import give_back, room_for_weights, used_memory
 from enjoyln_cli.models.offload import Offload, WeightsOnDemand, on_disk, reader_of
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
+from enjoyln_cli.rewrite.opened_model import open_model
 from enjoyln_cli.verification.verify import verify
 
 
@@ -69,10 +68,10 @@ def test_experts_that_are_stacked(tmp_path: Path) -> None:
         num_key_value_heads=2, num_local_experts=3, vocab_size=70, max_position_embeddings=64,
     )  # fmt: skip
     shaken(MixtralForCausalLM(config)).save_pretrained(tmp_path / "model")
-    given = (open_subject(str(tmp_path / "model")), "MixtralForCausalLM", torch.float64)
-    held = load(*given)
+    opened = open_model(str(tmp_path / "model")).as_class("MixtralForCausalLM")
+    held = opened.load(torch.float64)
     batches = inputs.seeded_batches(held, 3, 0, torch.float32)
-    read = load(*given, offload=Offload(tmp_path, 0))
+    read = opened.load(torch.float64, offload=Offload(tmp_path, 0))
     assert _same(run(read, batches), run(held, batches))
 
 
@@ -84,11 +83,11 @@ def test_weights_that_are_in_no_file(tmp_path: Path) -> None:
     model = shaken(BertModel(config))
     model.pooler = None
     model.save_pretrained(tmp_path / "model")
-    given = (open_subject(str(tmp_path / "model")), "BertModel", torch.float64)
-    held = load(*given)
+    opened = open_model(str(tmp_path / "model")).as_class("BertModel")
+    held = opened.load(torch.float64)
     assert isinstance(held, BertModel)
     batches = inputs.seeded_batches(held, 2, 0, torch.float32)
-    read = load(*given, offload=Offload(tmp_path, 0))
+    read = opened.load(torch.float64, offload=Offload(tmp_path, 0))
     assert "pooler_output" in run(held, batches)[0]
     assert _same(run(read, batches), run(held, batches))
 
@@ -106,8 +105,8 @@ def _same(got: compare.Outputs, expected: compare.Outputs) -> bool:
 
 @pytest.mark.parametrize("room", [0, 300_000])
 def test_weights_stay_in_memory_if_there_is_room(room: int, tmp_path: Path) -> None:
-    given = (open_subject(str(CHECKPOINTS / "gpt2")), "GPT2LMHeadModel", torch.float64)
-    model = load(*given, offload=Offload(tmp_path, room))
+    opened = open_model(str(CHECKPOINTS / "gpt2")).as_class("GPT2LMHeadModel")
+    model = opened.load(torch.float64, offload=Offload(tmp_path, room))
     batches = inputs.seeded_batches(model, 2, 0, torch.float32)
     outputs = run(model, batches, tmp_path)
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -115,7 +114,7 @@ def test_weights_stay_in_memory_if_there_is_room(room: int, tmp_path: Path) -> N
     assert reader and bool(reader.kept) == bool(room)
     assert sum(value.nbytes for value in reader.kept.values()) <= room
     assert _same(run(model, batches), outputs)
-    assert _same(outputs, run(load(*given), batches))
+    assert _same(outputs, run(opened.load(torch.float64), batches))
 
 
 def test_a_weight_that_is_set_replaces_the_one_in_memory() -> None:

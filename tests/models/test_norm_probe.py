@@ -17,7 +17,7 @@ from torch import nn
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.norm_probe import LayerNormForm, computes_rms_norm, examine, layer_norm_form
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 

@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from enjoyln_cli import export, fold, from_pretrained
-from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS
 from enjoyln_cli.checkpoint.marker import read_marker
+from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.errors import (
     BadCheckpoint,
@@ -39,7 +39,7 @@ from enjoyln_cli.onnx_export.export import Exported
 from enjoyln_cli.onnx_export.programs import programs_of
 from enjoyln_cli.onnx_export.requirements import require_packages
 from enjoyln_cli.onnx_export.runtimes import RUNTIMES
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
 
 Outs = dict[str, Path]
 Converted = Callable[[str], Path]
@@ -251,11 +251,11 @@ def test_a_fold_for_one_class_is_opened_as_that_class(tmp_path: Path) -> None:
     assert config["architectures"] == ["MPNetForMaskedLM"]
     found = open_converted(
         str(out), dtype=None, model_class=None, against=None, max_ratio=None, verify=True,
-        revision=None, access=DEFAULT_ACCESS, trust_remote_code=False,
+        opening=OPENED_PLAINLY,
     )  # fmt: skip
     assert found.model_class == "MPNetModel"
-    for subject in (found.folded, found.original):
-        assert type(found.load(subject, torch.float32)).__name__ == "MPNetModel"
+    for opened in (found.folded, found.original):
+        assert type(found.load(opened, torch.float32)).__name__ == "MPNetModel"
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export.export import Exported
 from enjoyln_cli.onnx_export.programs import program_calls, programs_of, save
 from enjoyln_cli.onnx_export.runtimes import RUNTIMES
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
 
 Outs = dict[str, Path]
 LLAMA = {**BERT, "num_attention_heads": 4, "hidden_size": 32, "num_key_value_heads": 2}

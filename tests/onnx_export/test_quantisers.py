@@ -15,7 +15,7 @@ from onnxruntime.quantization import CalibrationDataReader, quantize_dynamic, qu
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from enjoyln_cli import export, fold
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
 
 pytestmark = pytest.mark.slow
 

@@ -23,8 +23,9 @@ from enjoyln_cli.edits.baked_rows import EncodeRows, NormRows, baked_rows, level
 from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.errors import UnprovenCall
 from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.plan.orthogonal_matrices import Rotation, rotate
-from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.plan.plan import Plan
 
 FOLDED = Options(untie=True)
 ROTATED = Options(fold=False, rotate=True, untie=True)

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from widening_cases import WIDEN
 
 from enjoyln_cli.analysis.analyze import Analysis, analyze_module
+from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.plan.mean_units import UNITS, read_by_units, written_by_units
-from enjoyln_cli.plan.plan import Options, Setting
+from enjoyln_cli.plan.plan import Setting
 
 D, SIZE = 12, 20
 

@@ -16,11 +16,13 @@ from sentence_encoder import sentence_encoder
 from stored_files import stored_plan
 
 from enjoyln_cli import fold
+from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.checkpoint.source import Source
-from enjoyln_cli.plan.plan import PLAIN, Options
+from enjoyln_cli.plan.fold_options import FoldOptions, Options, WriteOptions
 from enjoyln_cli.publish import card
 from enjoyln_cli.publish.written_card import section, write_card
 from enjoyln_cli.report.notes import UNTIED
+from enjoyln_cli.verification.verify_options import CheckOptions
 
 OWN = """\
 ---
@@ -63,7 +65,7 @@ def made_from(own: bytes, out: Path, folder: Path) -> ModelCard:
     copied = Path(shutil.copytree(out, folder))
     (copied / "README.md").write_bytes(own)
     source = Source("org/model", Path("x"), "c0ffee")
-    write_card(copied, stored_plan(out), source, {"options": PLAIN}, copied)
+    write_card(copied, stored_plan(out), source, (), copied)
     return made(copied)
 
 
@@ -231,15 +233,24 @@ def test_a_sentence_encoder_is_loaded_as_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, []),
-        ({"outputs": ("logits", "*_embeds"), "recipe": None}, ["--outputs", "logits,*_embeds"]),
-        ({"recipe": Path("/home/me/my recipe.yaml")}, ["--recipe", "my recipe.yaml"]),
-        ({"trust_remote_code": True, "options": PLAIN}, ["--trust-remote-code"]),
-        ({"max_shard_size": 5 * 10**9}, ["--max-shard-size", "5000000000"]),
-        ({"options": Options(widen_mlp=True, merge="bias")}, ["--widen-mlp", "--merge", "bias"]),
+        ([], []),
+        ([FoldOptions(outputs=("logits", "*_embeds"))], ["--outputs", "logits,*_embeds"]),
+        ([FoldOptions(recipe=Path("/home/me/my recipe.yaml"))], ["--recipe", "my recipe.yaml"]),
+        ([OpenOptions(trust_remote_code=True), FoldOptions()], ["--trust-remote-code"]),
+        (
+            [WriteOptions(max_shard_size=5 * 10**9, jobs=2, force=True)],
+            ["--max-shard-size", "5000000000"],
+        ),
+        (
+            [
+                FoldOptions(options=Options(widen_mlp=True, values=False)),
+                CheckOptions(verify=False),
+            ],
+            ["--widen-mlp", "--no-values", "--no-verify"],
+        ),
     ],
 )
-def test_the_command_can_be_given_again(options: dict[str, Any], words: list[str]) -> None:
+def test_the_command_can_be_given_again(options: list[Any], words: list[str]) -> None:
     source = Source("org/model", Path("x"), "c0ffee")
     found = shlex.split(card.command(source, Path("/tmp/out"), options))
     assert found == ["enjoyln", "fold", "org/model", "-o", "out", *words, "--revision", "c0ffee"]

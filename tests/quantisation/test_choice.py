@@ -13,11 +13,10 @@ import torch
 from live_models import CHECKPOINTS
 from transformers import AutoModelForCausalLM
 
-from enjoyln_cli.checkpoint.reader import open_subject
 from enjoyln_cli.comparison.output_meaning import Kind, Meaning
 from enjoyln_cli.comparison.text_scores import perplexity, with_predicted_tokens
 from enjoyln_cli.errors import VerificationFailed
-from enjoyln_cli.quantisation.candidates import FloatModel, candidates, rotation_plan
+from enjoyln_cli.quantisation.candidates import candidates, rotation_plan
 from enjoyln_cli.quantisation.examples import Example
 from enjoyln_cli.quantisation.measure import (
     Differences,
@@ -31,6 +30,7 @@ from enjoyln_cli.quantisation.quantize import best, require_gain
 from enjoyln_cli.quantisation.speed import Speed
 from enjoyln_cli.quantisation.workshop import Measured
 from enjoyln_cli.quantisers.schemes import SCHEMES
+from enjoyln_cli.rewrite.opened_model import open_model
 
 FLOAT_SIZE = 1000
 
@@ -198,7 +198,7 @@ def test_the_differences_of_a_model_whose_logits_move(gpt2: torch.nn.Module) -> 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_every_candidate_computes_the_function(name: str) -> None:
-    subject = open_subject(str(CHECKPOINTS / name))
+    subject = open_model(str(CHECKPOINTS / name))
     plan = rotation_plan(subject, lambda *_: None)
     assert plan is not None
     forms = candidates(plan, (0, 5))
@@ -210,7 +210,7 @@ def test_every_candidate_computes_the_function(name: str) -> None:
     inputs = {"input_ids": torch.arange(3, 43)[None]}
     outputs, weights = [], []
     for form in forms:
-        model = FloatModel(subject, plan.model_class).load(form.plan)
+        model = subject.as_class(plan.model_class).load(torch.float32, form.plan)
         with torch.no_grad():
             outputs.append(model(**inputs)[0])
         weights.append({name: value.clone() for name, value in model.state_dict().items()})

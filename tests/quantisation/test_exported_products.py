@@ -12,19 +12,19 @@ from commands import ignore
 from tiny_models import WHISPER, live
 from transformers import WhisperConfig
 
-from enjoyln_cli.checkpoint.reader import open_subject
 from enjoyln_cli.onnx_export.programs import save
-from enjoyln_cli.quantisation.candidates import FloatModel, candidates, rotation_plan
+from enjoyln_cli.quantisation.candidates import candidates, rotation_plan
 from enjoyln_cli.quantisers.onnx_forms import OnnxForms, load, quantised
 from enjoyln_cli.quantisers.schemes import SCHEMES
+from enjoyln_cli.rewrite.opened_model import open_model
 
 
 @pytest.mark.slow
 def test_the_product_in_an_onnx_file_stays_in_float32(tmp_path: Path) -> None:
     name = "WhisperForConditionalGeneration"
     live(name, WhisperConfig(**WHISPER)).float().save_pretrained(tmp_path / "model")
-    subject = open_subject(str(tmp_path / "model"))
-    plan = rotation_plan(subject, lambda *_: None, online_rotations=True)
+    opened = open_model(str(tmp_path / "model"))
+    plan = rotation_plan(opened, lambda *_: None, online_rotations=True)
     assert plan is not None
     original, *_, rotated, added = candidates(plan, (0,))
     names = ["rotated, seed 0", "rotated with a product, seed 0"]
@@ -36,7 +36,7 @@ def test_the_product_in_an_onnx_file_stays_in_float32(tmp_path: Path) -> None:
     }
     outputs = []
     for form in (original, rotated, added):
-        model = FloatModel(subject, name).load(form.plan)
+        model = opened.as_class(name).load(torch.float32, form.plan)
         with torch.no_grad():
             outputs.append(model(**batch).logits)
     exact, *others = outputs
@@ -47,7 +47,7 @@ def test_the_product_in_an_onnx_file_stays_in_float32(tmp_path: Path) -> None:
     assert max(map(error, others)) < 1e-5
     static, forms, keys = SCHEMES["w8a8-static"], OnnxForms(batch, batch, ignore), []
     for form in (original, rotated, added):
-        model = FloatModel(subject, name).load(form.plan)
+        model = opened.as_class(name).load(torch.float32, form.plan)
         small = quantised(forms.programs(model, form.plan), static, [batch], ())
         keys.append(len(forms.traced))
     assert keys == [1, 1, 2]  # only the product has another structure

@@ -27,14 +27,14 @@ from transformers import (
 )
 
 from enjoyln_cli.analysis.analyze import analyze_config
-from enjoyln_cli.checkpoint.reader import open_subject
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.quantisation.candidates import candidates, stored_class
 from enjoyln_cli.quantisation.workshop import load_result
 from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount, write
 from enjoyln_cli.quantisers.schemes import FORMATS, SCHEMES, require_scheme
+from enjoyln_cli.rewrite.opened_model import open_model
 
 LICENCE = ROOT / "LICENSE"
 LIBRARIES = {"torchao": "torchao", "compressed-tensors": "llmcompressor"}
@@ -90,7 +90,7 @@ def test_a_class_without_input_embeddings_is_refused_for_torchao(tmp_path: Path)
 
 
 def test_the_class_of_a_model_that_cannot_be_analysed() -> None:
-    assert stored_class(open_subject(GPT2)) == "GPT2LMHeadModel"
+    assert stored_class(open_model(GPT2)) == "GPT2LMHeadModel"
 
 
 @pytest.mark.slow

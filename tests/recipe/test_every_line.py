@@ -10,6 +10,7 @@ import pytest
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.covered_calls import CallForm, Constant, CoveredCalls, TensorForm
+from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.plan.plan import (
     CentredWeight,
     Centring,
@@ -17,7 +18,6 @@ from enjoyln_cli.plan.plan import (
     NamedParameter,
     NextLinear,
     NormFusion,
-    Options,
     Plan,
     RotatedTensor,
     RotationGroup,

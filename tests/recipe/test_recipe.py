@@ -10,7 +10,8 @@ import pytest
 
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.plan import PLAIN, CentredWeight, Centring, Options, Plan, Verdict
+from enjoyln_cli.plan.fold_options import PLAIN, Options
+from enjoyln_cli.plan.plan import CentredWeight, Centring, Plan, Verdict
 from enjoyln_cli.recipe.compare import differences, require_same
 from enjoyln_cli.recipe.from_plan import layers_in, lines_of, recipe_of
 from enjoyln_cli.recipe.model import Recipe

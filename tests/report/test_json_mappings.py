@@ -28,8 +28,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from enjoyln_cli.conversion.inspect import Opening, inspect
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.conversion.inspect import inspect
+from enjoyln_cli.plan.fold_options import FoldOptions, Options
 
 pytestmark = pytest.mark.one_case
 FACTOR = 1.7
@@ -191,7 +191,7 @@ def test_a_tied_weight_writes_and_reads(tmp_path: Path) -> None:
     config = OlmoConfig(**SIZES, tie_word_embeddings=True)
     OlmoForCausalLM(config).save_pretrained(tmp_path / "olmo")
     options = Options(fold=False, rotate=True, values=False)
-    plan = inspect(str(tmp_path / "olmo"), Opening(options=options)).analysis.plan
+    plan = inspect(str(tmp_path / "olmo"), folding=FoldOptions(options=options)).analysis.plan
     uses = {
         t.parameter: (t.writes, t.reads) for group in plan.rotation_groups for t in group.tensors
     }

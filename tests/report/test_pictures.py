@@ -14,9 +14,9 @@ from commands import enjoyln
 from live_models import CHECKPOINTS
 
 from enjoyln_cli.analysis.analyze import Analysis, analyze_config
-from enjoyln_cli.conversion.inspect import Opening, inspect
+from enjoyln_cli.conversion.inspect import inspect
 from enjoyln_cli.errors import EnjoyLNError, OutputError
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import FoldOptions, Options
 from enjoyln_cli.report import picture as drawing
 from enjoyln_cli.report.layer_groups import MAX_LINE_CHARS, ModelPart, addresses_of, collapse_groups
 from enjoyln_cli.report.model_graph import model_picture
@@ -27,7 +27,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def analysis_of(name: str) -> Analysis:
-    return inspect(str(CHECKPOINTS / name), Opening()).analysis
+    return inspect(str(CHECKPOINTS / name)).analysis
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +111,8 @@ def test_a_kept_norm_says_why() -> None:
 
 @pytest.mark.slow
 def test_a_widened_mlp_says_that_it_subtracts() -> None:
-    opening = Opening(options=Options(widen_mlp=True))
-    wide = inspect(str(CHECKPOINTS / "bert"), opening).analysis
+    folding = FoldOptions(options=Options(widen_mlp=True))
+    wide = inspect(str(CHECKPOINTS / "bert"), folding=folding).analysis
     found = boxes_of(model_picture("bert", wide))
     assert found["writer"] == [("output.dense", "centred, subtracts a mean")]
     assert names(found["static"]) == ["output.LayerNorm"]

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from enjoyln_cli.analysis.analyze import analyze_module
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.report.quantiser_mappings import norm_mappings
 
 SIZES = {

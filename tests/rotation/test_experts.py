@@ -24,7 +24,7 @@ from enjoyln_cli.conversion.fold import convert
 from enjoyln_cli.edits.planned_edits import edits_of
 from enjoyln_cli.models.arithmetic import Float64
 from enjoyln_cli.models.classes import apply_experts
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
 
 ROTATED = Options(fold=False, rotate=True)
 AFFINE = Options(merge="affine")

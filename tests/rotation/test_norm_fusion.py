@@ -25,7 +25,8 @@ from enjoyln_cli import fold, from_pretrained, refold
 from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.errors import BadCheckpoint
-from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.plan.fold_options import Options
+from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.modules import RMSNorm
 

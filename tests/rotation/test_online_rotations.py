@@ -16,7 +16,7 @@ from enjoyln_cli import fold
 from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.rewrite.inserted_rotation import NAME
 
 PRODUCTS = Options(fold=False, rotate=True, online_rotations=True)

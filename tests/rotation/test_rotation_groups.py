@@ -20,7 +20,7 @@ from enjoyln_cli.analysis.analyze import analyze_calls, analyze_config, analyze_
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.plan.cache_argument import cache_argument, returned_cache
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
 
 ROTATED = Options(fold=False, rotate=True)
 

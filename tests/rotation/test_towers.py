@@ -10,7 +10,7 @@ from tiny_models import live, rotated
 
 from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.comparison.run import choose_outputs, run
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
 
 TOWERS: list[tuple[str, str, int, set[str]]] = [
     ("dinov2", "Dinov2ForImageClassification", 1, set()),

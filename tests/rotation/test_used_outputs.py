@@ -13,7 +13,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.rotation.used_outputs import by_products
 
 ROTATED = Options(fold=False, rotate=True)

@@ -71,7 +71,7 @@ def given(name: str, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def converted(name: str, folder: Path) -> Path:
     """``name`` in the folder, converted once. BERT folds where its MLPs are widened."""
-    from enjoyln_cli.plan.plan import Options
+    from enjoyln_cli.plan.fold_options import Options
 
     if not (folder / name).exists():
         source(name).save_pretrained(folder / f"{name}-source")

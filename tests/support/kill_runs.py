@@ -26,7 +26,8 @@ from fold_cases import EDITS, plan_for, state, store
 from stored_files import contents, opened
 
 from enjoyln_cli.fs.staging import FINISHED, count_finished, work_of
-from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
+from enjoyln_cli.plan.fold_options import WriteOptions
+from enjoyln_cli.rewrite.directory import fold_checkpoint
 
 OUTCOMES = ("0 finished", "1 finished", "gone on")
 

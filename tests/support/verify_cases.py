@@ -15,10 +15,11 @@ from enjoyln_cli.checkpoint.config import load_config
 from enjoyln_cli.checkpoint.reader import open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.fold_options import WriteOptions
 from enjoyln_cli.plan.plan import CentredWeight, Centring, Plan, Verdict
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.write import dump_recipe
-from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
+from enjoyln_cli.rewrite.directory import fold_checkpoint
 
 D, LAYERS, VOCABULARY, POSITIONS = 64, 2, 120, 40
 

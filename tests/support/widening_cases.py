@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tiny_models import BERT, TOKENS
 
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
 
 WIDEN = Options(widen_mlp=True)
 

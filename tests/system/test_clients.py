@@ -33,7 +33,7 @@ from widening_cases import BART
 from enjoyln_cli import export, fold
 from enjoyln_cli.onnx_export import programs
 from enjoyln_cli.onnx_export.programs import programs_of, save
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
 
 pytestmark = pytest.mark.slow
 

@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 from enjoyln_cli import fold_in_memory, from_pretrained, optimize
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.conversion.fold import prepare
-from enjoyln_cli.conversion.inspect import Opening, analyze
+from enjoyln_cli.conversion.inspect import analyze
 from enjoyln_cli.kernels import gpu
 from enjoyln_cli.matrix_choice.learned_matrices import learn_matrices
 from enjoyln_cli.matrix_choice.seed_search import search_seeds
 from enjoyln_cli.matrix_choice.trials import trials
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import FoldOptions, Options
 from enjoyln_cli.quantisation.measure import Differences
 
 DEVICE = "cuda"
@@ -129,7 +129,9 @@ def costs(compared: Iterable[Differences]) -> torch.Tensor:
 def test_matrices_are_chosen_and_learned_as_on_the_cpu(tmp_path: Path) -> None:
     """Learning goes another way after the first value that is rounded otherwise."""
     options = Options(fold=False, rotate=True, untie=True)
-    ready = prepare(CHECKPOINTS / "gpt2", None, Opening(options=options), on_event=ignore)
+    ready = prepare(
+        CHECKPOINTS / "gpt2", None, folding=FoldOptions(options=options), on_event=ignore
+    )
     rows = torch.randint(0, 500, (16, 24), generator=torch.Generator().manual_seed(0)).tolist()
     data = UserData(tokens=tuple(map(tuple, rows)))
     searched, learned = {}, {}

@@ -12,7 +12,7 @@ from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.errors import TraceFailed
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.runtime.install import fold_in_memory
 
 

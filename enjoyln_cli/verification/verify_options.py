@@ -1,0 +1,80 @@
+"""What a check compares, and how long it may take. Nothing slow is imported here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from enjoyln_cli.plan.option_field import ABOVE_ZERO, measuring_option, option
+from enjoyln_cli.text import bytes_in
+
+if TYPE_CHECKING:
+    import torch
+
+CHECK_SECONDS = 60.0
+"""Default time for the check of a fold."""
+
+
+def seconds_option(seconds: float | None) -> Any:
+    """The option for the time of a check; ``seconds`` is the default, ``None`` for no limit."""
+    default = "no limit" if seconds is None else f"about {seconds:g}"
+    return measuring_option(
+        seconds,
+        f"Time for the check; fewer inputs run if it is short (default: {default}).",
+        metavar="S",
+        is_in_card=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """The check of a new result."""
+
+    verify: bool = option(True, "Skip the check.", flags=("--no-verify",))
+    seconds: Annotated[float, ABOVE_ZERO] | None = seconds_option(CHECK_SECONDS)
+
+
+CHECK_DEFAULTS = CheckOptions()
+
+
+AGAINST = "The original, if it has moved since OUT was made."
+MAX_RATIO = "Fail above this error ratio (default: 1.25; 2 if OUT is rotated)."
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """How a result is compared with its original."""
+
+    against: str | Path | None = option(None, AGAINST, metavar="MODEL")
+    dtype: str | torch.dtype | None = option(
+        None,
+        "Run in this dtype (default: that of OUT).",
+        flags=("--compute-dtype",),
+        choices=("float64", "float32", "float16", "bfloat16"),
+    )
+    max_ratio: Annotated[float, ABOVE_ZERO] | None = option(None, MAX_RATIO, metavar="R")
+    accept: tuple[str, ...] = option(
+        (),
+        "Files that you have changed on purpose, such as generation_config.json.",
+        metavar="NAMES",
+    )
+    seconds: Annotated[float, ABOVE_ZERO] | None = seconds_option(None)
+    device_map: Literal["auto", "cpu", "disk"] = option(
+        "auto",
+        "Weights in memory: as many as fit (auto), all (cpu), none (disk).",
+        shows_default=True,
+    )
+    max_memory: int | None = option(
+        None,
+        "Memory limit of the process, such as 8GB (default: all free memory).",
+        metavar="SIZE",
+        parse=bytes_in,
+    )
+    seed: int = 0
+    """Of the inputs that are made up."""
+    write: bool = True
+    """Write the result to ``enjoyln_verify.json``."""
+
+
+VERIFY_DEFAULTS = VerifyOptions()
