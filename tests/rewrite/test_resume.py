@@ -286,7 +286,7 @@ def test_the_cache_of_the_hub(tmp_path: Path, out: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dtype": torch.float16}, "the dtype was None then and is torch.float16 now"),
+        ({"dtype": torch.float16}, "the dtype was None then and is float16 now"),
         ({"max_shard_size": 10**6}, "the --max-shard-size was None then and is 1000000 now"),
         ({"allow_nonfinite": True}, "the --allow-nonfinite was False then and is True now"),
         ({"edits": {"out.weight": EDITS["out.weight"]}}, "the plan"),
