@@ -85,8 +85,11 @@ def options_in(kind: Any) -> Iterator[tuple[str, Any, OptionText]]:
 
 
 def changed_options(options: Any) -> Iterator[tuple[str, Any, OptionText]]:
-    """The options that do not have their default, with their values, also of inner dataclasses."""
-    for each in fields(options):
+    """The options that do not have their default, with their values, also of inner dataclasses.
+
+    Those that are switched off come last.
+    """
+    for each in sorted(fields(options), key=lambda field: getattr(options, field.name) is False):
         value = getattr(options, each.name)
         if is_dataclass(value):
             yield from changed_options(value)
