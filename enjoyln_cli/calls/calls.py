@@ -201,7 +201,10 @@ def main_call(model: Any, given: Inputs) -> Call:
     if advancing == "input_ids":  # images and audio are read in the first step only
         following = {n: s for n, s in following.items() if n == "input_ids" or "encoder_" in n}
     steps = (_step(model, given, 0), _step(model, following, seen))
-    return Call("prefill and decode", steps, {"use_cache": True})
+    # without an argument of its own for it, such a class hands the flag to its encoder as well
+    by_config = "use_cache" not in accepted_by(model) and "decoder_input_ids" in given
+    flags = {} if by_config and is_stock(model) else {"use_cache": True}
+    return Call("prefill and decode", steps, flags)
 
 
 def keeps_cache(model: Any) -> bool:

@@ -8,7 +8,7 @@ of length 0. The names of inputs and outputs are those that optimum and transfor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from enjoyln_cli.calls.input_forms import accepted_by
 from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.metrics import distances_of
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export.call import BATCH, DECODER, IDS, LENGTH, MASK, Axes, ProgramCall
@@ -33,6 +34,8 @@ STATES, ENCODED, ENCODED_MASK = (
 )
 LOGITS = "logits"
 ENCODED_LENGTH = f"encoder_{LENGTH}"
+SAME = 0.01
+"""How far apart logits may be by rounding: float16 takes a tenth of it."""
 PAST, NEW = 5, 3
 """Tokens in the traced cache, and after it. All sizes of one call differ, so that torch does not
 take them for one."""
@@ -52,8 +55,8 @@ def generation_calls(model: Any, batch: Batch, axes: Axes) -> dict[str, ProgramC
             f"{type(model).__name__} reads {', '.join(others)} besides tokens; such a model cannot "
             "be exported with its cache"
         )
-    ids = batch[IDS][:, :1].repeat(1, NEW)
-    cache = returned_cache(_first_call(model, {IDS: ids}))
+    ids = batch[IDS].repeat(1, NEW)[:, :NEW]
+    cache = _first_cache(model, {IDS: ids}, {IDS: ids})
     past = named_cache(_layers(model, cache), f"{CACHE}.{{}}.")
     inputs = {IDS: ids, MASK: ids.new_ones(len(ids), PAST + NEW)}
     named: Axes = {IDS: {0: BATCH, 1: LENGTH}, MASK: {0: BATCH, 1: f"total_{LENGTH}"}}
@@ -75,9 +78,11 @@ def _encoder_and_decoder(model: Any, batch: Batch, axes: Axes) -> dict[str, Prog
         {n: {at: long.get(axis, axis) for at, axis in axes[n].items()} for n in read},
     )
     with torch.no_grad(), silent():
-        (states,) = encode()
-    ids = batch[f"{DECODER}{IDS}"][:, :1]
-    inputs = {IDS: ids.repeat(1, NEW), ENCODED: states}
+        encoded = encoder(**read)
+    states = encoded[0]
+    decoder = CachedDecoder(model, type(encoded))
+    ids = batch[f"{DECODER}{IDS}"].repeat(1, NEW)[:, :NEW]
+    inputs = {IDS: ids, ENCODED: states}
     if MASK in batch:
         inputs[ENCODED_MASK] = batch[MASK]
     named: Axes = {
@@ -85,7 +90,8 @@ def _encoder_and_decoder(model: Any, batch: Batch, axes: Axes) -> dict[str, Prog
         ENCODED: {0: BATCH, 1: ENCODED_LENGTH},
         ENCODED_MASK: {0: BATCH, 1: ENCODED_LENGTH},
     }
-    cache = returned_cache(_first_call(model, of_decoder(inputs)))
+    whole = {**batch, f"{DECODER}{IDS}": ids}
+    cache = _first_cache(model, decoder.arguments(inputs), whole)
     if not all(hasattr(cache, f"{kind}_attention_cache") for kind in ("self", "cross")):
         raise _other_cache(model, f"is {type(cache).__name__}")
     past, cross = (
@@ -97,7 +103,7 @@ def _encoder_and_decoder(model: Any, batch: Batch, axes: Axes) -> dict[str, Prog
     )
     return {
         ENCODER: encode,
-        MERGED: _with_cache(CachedDecoder(model), inputs, named, past, cross),
+        MERGED: _with_cache(decoder, inputs, named, past, cross),
     }
 
 
@@ -120,17 +126,6 @@ def _with_cache(
     )
 
 
-def of_decoder(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of ``forward`` of an encoder-decoder for the ``inputs`` of its decoder."""
-    from transformers.modeling_outputs import BaseModelOutput
-
-    arguments = {
-        f"{DECODER}{IDS}": inputs[IDS],
-        "encoder_outputs": BaseModelOutput(last_hidden_state=inputs[ENCODED]),
-    }
-    return arguments | ({MASK: inputs[ENCODED_MASK]} if ENCODED_MASK in inputs else {})
-
-
 class Encoder(nn.Module):
     """The encoder of a model; it takes its inputs by position."""
 
@@ -151,10 +146,21 @@ class CachedDecoder(nn.Module):
     names: tuple[str, ...]
     returned: tuple[str, ...]
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, encoded: Callable[..., Any] | None = None) -> None:
+        """``encoded`` is the class of what the model's encoder returns, if it has an encoder."""
         super().__init__()
-        self.model = model
+        self.model, self.encoded = model, encoded
         self.eval()
+
+    def arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of the model's ``forward`` for the ``inputs`` without the cache."""
+        if self.encoded is None:
+            return dict(inputs)
+        found = {
+            f"{DECODER}{IDS}": inputs[IDS],
+            "encoder_outputs": self.encoded(last_hidden_state=inputs[ENCODED]),
+        }
+        return found | ({MASK: inputs[ENCODED_MASK]} if ENCODED_MASK in inputs else {})
 
     def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The outputs ``returned``: logits, and the keys and values of each layer."""
@@ -164,10 +170,10 @@ class CachedDecoder(nn.Module):
         past = [value for name, value in given.items() if name.startswith(CACHE)]
         inputs = {name: value for name, value in given.items() if not name.startswith(CACHE)}
         cache: Any = DynamicCache(list(zip(past[::2], past[1::2], strict=True)))
-        if ENCODED in inputs:
-            inputs, cache = of_decoder(inputs), EncoderDecoderCache(cache, DynamicCache())
+        if self.encoded is not None:
+            cache = EncoderDecoderCache(cache, DynamicCache())
         argument = cache_argument(self.model.forward) or CACHE
-        logits = self.model(**inputs, **{argument: cache}, use_cache=True).logits
+        logits = self.model(**self.arguments(inputs), **{argument: cache}, use_cache=True).logits
         parts = [cache]
         if isinstance(cache, EncoderDecoderCache):
             parts = [cache.self_attention_cache, cache.cross_attention_cache]
@@ -218,11 +224,27 @@ def _other_cache(model: Any, what: str) -> UnsupportedModel:
     )
 
 
-def _first_call(model: Any, arguments: dict[str, Any]) -> Any:
-    """What ``model`` returns for its first tokens, with a new cache."""
+def _first_cache(model: Any, arguments: dict[str, Any], whole: dict[str, Any]) -> Any:
+    """The cache that ``model`` returns for its first tokens.
+
+    ``whole`` are the arguments of a call without a cache, with the same tokens. Raises
+    ``UnsupportedModel`` if that computes other logits: if a call of FSMT with a cache has several
+    tokens, they see those after them.
+    """
+    found, exact = _first_call(model, arguments), _first_call(model, whole, use_cache=False)
+    if distances_of({LOGITS: found.logits}, {LOGITS: exact.logits})[LOGITS].relative > SAME:
+        raise UnsupportedModel(
+            f"{type(model).__name__} computes other logits with a cache than without, for several "
+            "tokens in a call"
+        )
+    return returned_cache(found)
+
+
+def _first_call(model: Any, arguments: dict[str, Any], use_cache: bool = True) -> Any:
+    """What ``model`` returns for its first tokens, with a new cache or without."""
     try:
         with torch.no_grad(), silent():
-            return model(**arguments, use_cache=True)
+            return model(**arguments, use_cache=use_cache)
     except (EnjoyLNError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # any error of the model's code

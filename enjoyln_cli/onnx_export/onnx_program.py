@@ -15,22 +15,18 @@ The file is written so that quantisers accept it, which costs no time:
 from __future__ import annotations
 
 import ast
-import logging
-import warnings
 from collections import Counter
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import nn
 
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export.call import ProgramCall
 from enjoyln_cli.onnx_export.cross_cache import keep_cross_cache
+from enjoyln_cli.onnx_export.exporting import exporting
 from enjoyln_cli.runtime.call_guards import call_guards
-from enjoyln_cli.text import first_line
 
 OPSET = 23
 """The first one with ``RMSNormalization``."""
@@ -53,35 +49,30 @@ def traced_program(call: ProgramCall, opset: int, parameters: Container[str]) ->
 
     dims = tuple(dict(call.axes[name]) for name in call.batch)
     kind = type(call.module.model).__name__
-    try:
-        with torch.no_grad(), silent(), _quiet():
-            program: Any = torch.onnx.export(
-                call.module,
-                tuple(call.batch.values()),
-                input_names=list(call.batch),
-                output_names=list(call.outputs),
-                dynamic_shapes=(dims,),
-                opset_version=opset,
-                dynamo=True,
-                verbose=False,
-                custom_translation_table={
-                    torch.ops.aten.scaled_dot_product_attention.default: (
-                        aten_scaled_dot_product_attention
-                    ),
-                    torch.ops.aten.addmm.default: _addmm,
-                },
-                optimize=False,  # its rotary embedding takes no batch: cos and sin have one row
-            )
-            model = program.model
-            _parameters_to_inputs(model.graph, parameters)
-            if call.cross:
-                keep_cross_cache(model, call.cross, is_parameter)
-            simplify(model)
-            _compute_in_float32(model.graph)
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # the exporter and a model's code may raise anything
-        raise UnsupportedModel(f"torch.onnx cannot export {kind}: {_cause(error)}") from error
+    with exporting(call.module.model, "torch.onnx"):
+        program: Any = torch.onnx.export(
+            call.module,
+            tuple(call.batch.values()),
+            input_names=list(call.batch),
+            output_names=list(call.outputs),
+            dynamic_shapes=(dims,),
+            opset_version=opset,
+            dynamo=True,
+            verbose=False,
+            custom_translation_table={
+                torch.ops.aten.scaled_dot_product_attention.default: (
+                    aten_scaled_dot_product_attention
+                ),
+                torch.ops.aten.addmm.default: _addmm,
+            },
+            optimize=False,  # its rotary embedding takes no batch: cos and sin have one row
+        )
+        model = program.model
+        _parameters_to_inputs(model.graph, parameters)
+        if call.cross:
+            keep_cross_cache(model, call.cross, is_parameter)
+        simplify(model)
+        _compute_in_float32(model.graph)
     _remove_unused_inputs(model.graph)
     _require_dynamic(model.graph, call, kind)
     return model
@@ -197,32 +188,9 @@ def count_nodes(graph: Any) -> dict[str, int]:
     return dict(Counter(node.op_type for node in graph))
 
 
-def _cause(error: BaseException) -> str:
-    """The first line of the exception that started it, with the next after a colon."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    first, _, rest = str(error).strip().partition("\n")
-    line = first_line(f"{first} {first_line(rest)}" if first.endswith(":") else first)
-    return line if isinstance(error, RuntimeError) else f"{type(error).__name__}: {line}"
-
-
 def _addmm(bias: Any, left: Any, right: Any, beta: float = 1.0, alpha: float = 1.0) -> Any:
     from onnxscript import opset18 as op
 
     if (beta, alpha) != (1, 1):
         return op.Gemm(left, right, bias, alpha=alpha, beta=beta)
     return op.Add(op.MatMul(left, right), bias)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside the block, the exporter prints no warnings: they are about its own internals."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.models.load import silent
-from enjoyln_cli.text import first_line
+from enjoyln_cli.onnx_export.exporting import exporting
 
 
 def exported(exporter: Any, model: Any, inputs: Mapping[str, Any], config: Any) -> Any:
@@ -21,14 +15,9 @@ def exported(exporter: Any, model: Any, inputs: Mapping[str, Any], config: Any) 
     ``exporter`` and ``config`` are an exporter of transformers and its settings. Raises
     ``UnsupportedModel`` if the model cannot be exported.
     """
-    try:
-        with torch.no_grad(), silent(), redirect_stdout(io.StringIO()):
-            return exporter.export(model, dict(inputs), config)
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # the exporter and a model's code may raise anything
-        name = type(model).__name__
-        raise UnsupportedModel(f"{name} cannot be exported: {first_line(error)}") from error
+    advice = "; --format torchao quantises a model without exporting it"
+    with exporting(model, "transformers", advice):
+        return exporter.export(model, dict(inputs), config)
 
 
 def save(made: Any, folder: Path, config: Any) -> None:

@@ -61,18 +61,19 @@ class OnnxForms:
         if structure in self.traced:
             return with_weights(self.traced[structure], model)
         apply_experts(model, "batched_mm")
-        if not self.is_one_call:
-            try:
-                _require_same_inputs(model, self.sample)
-                made = programs_of(model, torch.float32)
-            except UnsupportedModel as error:
-                self.is_one_call = True
-                if model.can_generate():
-                    self.event("warning", f"exported without a cache: {error}")
-            else:
-                self.traced[structure] = replace(made, models={})
-                return made
-        return _one_call(model, self.traced_sample)
+        if self.is_one_call:
+            return _one_call(model, self.traced_sample)
+        try:
+            _require_same_inputs(model, self.sample)
+            made = programs_of(model, torch.float32)
+        except UnsupportedModel as error:
+            whole = _one_call(model, self.traced_sample)
+            self.is_one_call = True
+            if model.can_generate():
+                self.event("warning", f"exported without a cache: {error}")
+            return whole
+        self.traced[structure] = replace(made, models={})
+        return made
 
     def _structure(self, model: Any, plan: Plan | None) -> Structure:
         if plan is None:

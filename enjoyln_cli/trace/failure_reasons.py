@@ -19,8 +19,12 @@ from enjoyln_cli.errors import EnjoyLNError, TraceFailed
 
 _MAX_QUOTED_CHARS = 120
 """At most this many characters of the exception are shown."""
-_NOT_THE_MODELS = sys.stdlib_module_names | {"torch", "numpy", "enjoyln_cli"}
+_NOT_THE_MODELS = sys.stdlib_module_names | {
+    "torch", "numpy", "enjoyln_cli", "transformers.exporters", "onnxscript", "onnx_ir", "openvino"
+}  # fmt: skip
+"""Libraries, and packages in them, whose code calls the model's code."""
 
+_NOWHERE = "the model"
 _RUNS = "make sure that the model runs with them"
 _CAUSES = [
     (
@@ -38,6 +42,11 @@ _CAUSES = [
         r"writes what has no values into what has",
         "writes computed values into a tensor that is not a parameter or buffer of the model",
         "register that tensor as a buffer",
+    ),
+    (
+        r"couldn't swap",
+        "converts a module to another dtype",
+        "convert it once, before the first call",
     ),
     (
         r"storage|data_ptr|data pointer|'meta' device type|\.data\b",
@@ -62,25 +71,53 @@ def say_why(error: BaseException) -> str:
     """One sentence for an exception raised by a model's code, or by torch while tracing it."""
     if isinstance(error, EnjoyLNError):
         return str(error)
-    text = re.sub(r"0x[0-9a-f]+", "...", str(error).strip().partition("\n")[0])
-    text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    causes = (
-        (does, do) for pattern, does, do in _CAUSES if re.search(pattern, text, re.IGNORECASE)
-    )
-    does, do = next(causes, ("fails with these inputs", _RUNS))
     place, raised_there = _place(error)
+    does, do = _cause(error) or ("fails with these inputs", _RUNS)
     if raised_there:
         does, do = "raises an error with these inputs", _RUNS
-    shown = text if len(text) <= _MAX_QUOTED_CHARS else f"{text[:_MAX_QUOTED_CHARS]}..."
-    return f"{place} {does}; {do} ({shown})"
+    return f"{place} {does}; {do} ({_text(error)})"
+
+
+def say_why_not_exported(error: BaseException) -> str | None:
+    """Where and why the code of a model that runs cannot be exported; ``None`` for other errors.
+
+    An exporter raises an exception of its own, which was caused by others.
+    """
+    found = None
+    while error is not None:
+        place, raised_there = _place(error)
+        if place != _NOWHERE:
+            does = None if raised_there else _cause(error)
+            found = f"{place} {does[0] if does else 'fails in an export'} ({_text(error)})"
+        error = error.__cause__  # type: ignore[assignment]
+    return found
+
+
+def _cause(error: BaseException) -> tuple[str, str] | None:
+    """What the code does to cause an exception, and what to do instead."""
+    text = _whole_text(error)
+    causes = ((does, do) for pattern, does, do in _CAUSES if re.search(pattern, text, re.I))
+    return next(causes, None)
+
+
+def _text(error: BaseException) -> str:
+    text = _whole_text(error)
+    return text if len(text) <= _MAX_QUOTED_CHARS else f"{text[:_MAX_QUOTED_CHARS]}..."
+
+
+def _whole_text(error: BaseException) -> str:
+    text = re.sub(r"0x[0-9a-f]+", "...", str(error).strip().partition("\n")[0])
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _place(error: BaseException) -> tuple[str, bool]:
     """The last function of the model's own code with its line, and whether it raised the error."""
-    place, raised_there = "the model", False
+    place, raised_there = _NOWHERE, False
     for frame, line, step in _steps(error.__traceback__):
         raised_there = False
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_MODELS:
+        first, _, rest = str(frame.f_globals.get("__name__")).partition(".")
+        names = {first, f"{first}.{rest.partition('.')[0]}"}
+        if _NOT_THE_MODELS.isdisjoint(names):
             code = frame.f_code
             name = str(getattr(code, "co_qualname", code.co_name)).rpartition("<locals>.")[2]
             place = f"{name.replace('<lambda>', 'a lambda')}, line {line},"

@@ -18,6 +18,7 @@ from enjoyln_cli.calls.input_makers import MAKERS
 from enjoyln_cli.calls.input_spec import Spec, ones, whole_numbers
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import build
+from enjoyln_cli.plan.cache_argument import returned_cache
 from enjoyln_cli.trace.capture import Captures
 from enjoyln_cli.trace.traced_calls import accepted_calls
 
@@ -347,3 +348,24 @@ def test_audio_features_for_any_kind_of_channels(channels: object) -> None:
     config = SimpleNamespace(num_mel_bins=80, subsampling_conv_channels=channels)
     shapes = {form["input_features"].shape for form in MAKERS["input_features"](config, 2, 16)}
     assert {shape[-1] for shape in shapes} >= {80} | ({128} if channels == [128, 32] else set())
+
+
+SWITCH = {"d_model": 24, "d_kv": 6, "d_ff": 32, "num_layers": 2, "num_heads": 4, "num_experts": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("SwitchTransformersForConditionalGeneration", "switch_transformers"), ("T5Model", "t5")],
+)
+def test_a_model_runs_as_it_is_called(name: str, kind: str) -> None:
+    """Switch hands every keyword to its encoder too, which refuses ``use_cache=True``."""
+    model = model_of(name, kind, vocab_size=37, decoder_start_token_id=0, **SWITCH)
+    main = next(iter(ways_to_call(model)))[0]
+    live = model.to_empty(device="cpu").eval()
+    with torch.no_grad():
+        for parameter in live.parameters():
+            parameter.normal_()
+        for _, given in main.steps:
+            found = live(**given, **main.flags)
+            assert returned_cache(found).get_seq_length() > 0
+    assert (main.flags == {"use_cache": True}) is (kind == "t5")

@@ -29,12 +29,15 @@ from enjoyln_cli.plan.fold_options import Options
 Outs = dict[str, Path]
 LLAMA = {**BERT, "num_attention_heads": 4, "hidden_size": 32, "num_key_value_heads": 2}
 FALCON = {**TOKENS, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+XGLM = {**TOKENS, "d_model": 24, "num_layers": 2, "attention_heads": 4, "ffn_dim": 33}
 T5 = {**TOKENS, "d_model": 24, "d_kv": 6, "d_ff": 33, "num_layers": 2, "num_heads": 4}
 MARIAN = {**BART, "pad_token_id": 36, "eos_token_id": 0, "forced_eos_token_id": 0}
 TROCR = {
     **TOKENS, "d_model": 24, "decoder_layers": 2, "decoder_attention_heads": 4,
     "decoder_ffn_dim": 33, "cross_attention_hidden_size": VIT["hidden_size"],
 }  # fmt: skip
+NO_EXPERTS = {"encoder_sparse_step": 0, "decoder_sparse_step": 0}
+FSMT = {**BART, "src_vocab_size": 37, "tgt_vocab_size": 37, "langs": ["en", "de"]}
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("GPT2LMHeadModel", {**GPT2, "use_cache": False}),
     "OPT": (
@@ -45,6 +48,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Falcon, rotary": ("FalconForCausalLM", FALCON),
     "Falcon, ALiBi": ("FalconForCausalLM", {**FALCON, "alibi": True}),
     "Llama": ("LlamaForCausalLM", LLAMA),
+    "XGLM": ("XGLMForCausalLM", XGLM),
+    "RoBERTa": ("RobertaForCausalLM", {**BERT, "is_decoder": True}),
     "Mistral, a window of 4": ("MistralForCausalLM", {**LLAMA, "sliding_window": 4}),
 }
 ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,6 +57,7 @@ ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "BART": ("BartForConditionalGeneration", BART),
     "Marian": ("MarianMTModel", MARIAN),
     "M2M100": ("M2M100ForConditionalGeneration", BART),
+    "NLLB-MoE": ("NllbMoeForConditionalGeneration", {**BART, **NO_EXPERTS}),
     "T5": ("T5ForConditionalGeneration", {**T5, "decoder_start_token_id": 0}),
 }
 NEW = 12
@@ -278,6 +284,12 @@ def test_a_cache_of_other_states_is_refused() -> None:
     model = small("BambaForCausalLM", {**TOKENS, **sizes, **mamba, "num_key_value_heads": 2})
     with pytest.raises(UnsupportedModel, match="its cache holds other states"):
         program_calls(model, torch.float32)
+
+
+def test_a_model_that_computes_something_else_with_a_cache_is_refused() -> None:
+    """With a cache, FSMT has no mask: it expects one token in each call."""
+    with pytest.raises(UnsupportedModel, match="FSMT.* other logits with a cache than without"):
+        program_calls(small("FSMTForConditionalGeneration", FSMT), torch.float32)
 
 
 def test_a_directory_that_exists_is_kept(outs: Outs, tmp_path: Path) -> None:

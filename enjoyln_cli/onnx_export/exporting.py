@@ -1,0 +1,56 @@
+"""What the exporters of other libraries say and raise."""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any
+
+import torch
+
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.load import silent
+from enjoyln_cli.text import first_line
+from enjoyln_cli.trace.failure_reasons import say_why_not_exported
+
+
+@contextmanager
+def exporting(model: Any, exporter: str, advice: str = "") -> Iterator[None]:
+    """Inside the block, an ``exporter`` runs on ``model`` and prints nothing.
+
+    torch prints the whole graph that it has so far if it cannot export a model. Any exception of
+    the exporter or of the model's code becomes ``UnsupportedModel``, with ``advice`` behind it.
+    """
+    kind = type(model).__name__
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with (
+            torch.no_grad(),
+            silent(),
+            warnings.catch_warnings(),
+            redirect_stdout(io.StringIO()),
+            redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # the exporter and a model's code may raise anything
+        why = say_why_not_exported(error) or _first_cause(error)
+        raise UnsupportedModel(f"{exporter} cannot export {kind}: {why}{advice}") from error
+    finally:
+        log.setLevel(level)
+
+
+def _first_cause(error: BaseException) -> str:
+    """The first line of the exception that started it, with the next after a colon."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    first, _, rest = str(error).strip().partition("\n")
+    line = first_line(f"{first} {first_line(rest)}" if first.endswith(":") else first)
+    return line if isinstance(error, RuntimeError) else f"{type(error).__name__}: {line}"
