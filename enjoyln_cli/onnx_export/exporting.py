@@ -1,12 +1,13 @@
-"""What the exporters of other libraries say and raise."""
+"""Run the exporters of other libraries, which print and raise what they like."""
 
 from __future__ import annotations
 
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,3 +55,28 @@ def _first_cause(error: BaseException) -> str:
     first, _, rest = str(error).strip().partition("\n")
     line = first_line(f"{first} {first_line(rest)}" if first.endswith(":") else first)
     return line if isinstance(error, RuntimeError) else f"{type(error).__name__}: {line}"
+
+
+def exported(exporter: Any, model: Any, inputs: Mapping[str, Any], config: Any) -> Any:
+    """The ``transformers.exporters.ExportedModel`` of one call of ``model`` with ``inputs``.
+
+    ``exporter`` and ``config`` are an exporter of transformers and its settings. Raises
+    ``UnsupportedModel`` if the model cannot be exported.
+    """
+    advice = "; --format torchao quantises a model without exporting it"
+    with exporting(model, "transformers", advice):
+        return exporter.export(model, dict(inputs), config)
+
+
+def save(made: Any, folder: Path, config: Any) -> None:
+    """Write the programs, and what ``ExportedModel.from_pretrained`` reads, to ``folder``.
+
+    The nodes' metadata in ONNX programs is left out: it quotes the source code that was traced,
+    with its paths.
+    """
+    for component in made.components.values():
+        if hasattr(component.program, "graph"):
+            for node in component.program.graph:
+                node.metadata_props.clear()
+    made.config = config
+    made.save_pretrained(folder)

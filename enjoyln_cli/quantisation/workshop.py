@@ -16,7 +16,7 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.simulated_rounding import linear_layers
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.events import Event
-from enjoyln_cli.onnx_export import transformers_exporter
+from enjoyln_cli.onnx_export import exporting
 from enjoyln_cli.onnx_export.programs import save
 from enjoyln_cli.quantisation.candidates import ORIGINAL, RotatedForm
 from enjoyln_cli.quantisation.examples import Example, traced_batch
@@ -98,9 +98,9 @@ class Workshop:
         small = openvino_program.quantised(
             made, self.scheme, batch, calibration, candidate.is_rotated
         )
-        transformers_exporter.save(small, folder, model.config)
+        exporting.save(small, folder, model.config)
         if float_folder:
-            transformers_exporter.save(made, float_folder, model.config)
+            exporting.save(made, float_folder, model.config)
         return None
 
     def round_by_error(

@@ -22,7 +22,7 @@ from enjoyln_cli.comparison.run import run
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event
 from enjoyln_cli.models.classes import apply_experts, leave_out_cache
-from enjoyln_cli.onnx_export import transformers_exporter
+from enjoyln_cli.onnx_export import exporting
 from enjoyln_cli.onnx_export.cached_calls import MODEL
 from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.call import call_to_export
@@ -106,7 +106,7 @@ def _one_call(model: Any, batch: Batch) -> Programs:
 
     leave_out_cache(model)
     config = OnnxConfig(dynamic=True)
-    program = transformers_exporter.exported(OnnxExporter(), model, batch, config).program
+    program = exporting.exported(OnnxExporter(), model, batch, config).program
     fold_transposed_weights(program)
     return Programs({MODEL: program}, {})
 

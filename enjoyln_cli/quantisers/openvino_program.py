@@ -18,7 +18,7 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import tensors
 from enjoyln_cli.models.classes import apply_experts, leave_out_cache
 from enjoyln_cli.models.load import silent
-from enjoyln_cli.onnx_export import transformers_exporter
+from enjoyln_cli.onnx_export import exporting
 from enjoyln_cli.onnx_export.runtimes import Run
 from enjoyln_cli.plan.trusted_code import MODELS, is_defined_in
 from enjoyln_cli.quantisers import nncf_quantiser
@@ -35,7 +35,7 @@ def exported(model: Any, batch: Batch) -> Any:
     leave_out_cache(model)
     apply_experts(model, "batched_mm")
     config = OpenVINOConfig(dynamic=True)
-    return transformers_exporter.exported(OpenVINOExporter(), model, batch, config)
+    return exporting.exported(OpenVINOExporter(), model, batch, config)
 
 
 def quantised(

@@ -28,7 +28,7 @@ from enjoyln_cli.cli.console import write_quantised
 from enjoyln_cli.comparison.data_files import read_user_data
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.onnx_export import transformers_exporter
+from enjoyln_cli.onnx_export import exporting
 from enjoyln_cli.onnx_export.programs import programs_of, save
 from enjoyln_cli.quantisation.examples import split
 from enjoyln_cli.quantisation.measure import Differences
@@ -194,7 +194,7 @@ def test_openvino_runs_what_nncf_quantised(scheme: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     made = openvino_program.exported(model, BATCH)
     small = openvino_program.quantised(made, SCHEMES[scheme], BATCH, [BATCH], False)
-    transformers_exporter.save(small, out, model.config)
+    exporting.save(small, out, model.config)
     compiled = openvino.Core().compile_model(out / "openvino_model.xml", "CPU")
     outputs = compiled({name: value.numpy() for name, value in BATCH.items()})
     with torch.no_grad():
