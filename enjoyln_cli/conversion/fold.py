@@ -32,7 +32,7 @@ from enjoyln_cli.plan.fold_options import (
     Options,
     WriteOptions,
 )
-from enjoyln_cli.plan.option_field import made_from
+from enjoyln_cli.plan.option_field import keywords_of
 from enjoyln_cli.report.notes import suggestion
 from enjoyln_cli.rewrite.directory import FoldResult, fold_checkpoint
 from enjoyln_cli.rewrite.opened_model import OpenedModel, open_model
@@ -44,14 +44,12 @@ from enjoyln_cli.rotation.rotations import NORM_STAYS
 from enjoyln_cli.text import counted
 from enjoyln_cli.verification.verify_options import (
     CHECK_DEFAULTS,
-    CHECK_SECONDS,
     CheckOptions,
     VerifyOptions,
 )
 
 if TYPE_CHECKING:
     from enjoyln_cli.analysis.analyze import Analysis
-    from enjoyln_cli.calls.calls import ExampleCalls
     from enjoyln_cli.plan.plan import Plan
     from enjoyln_cli.recipe.model import Recipe
     from enjoyln_cli.verification.verify import Verification
@@ -245,67 +243,39 @@ def write(
     )
 
 
+@keywords_of(opening=OpenOptions, folding=FoldOptions, writing=WriteOptions, checking=CheckOptions)
 def convert(
     model: str | Path,
     out: str | Path,
     *,
-    recipe: str | Path | None = None,
-    model_class: str | None = None,
-    revision: str | None = None,
-    token: str | None = None,
-    cache_dir: str | Path | None = None,
-    trust_remote_code: bool = False,
-    outputs: str | Sequence[str] = (),
-    options: Options = PLAIN,
-    example_calls: ExampleCalls = (),
+    opening: OpenOptions,
+    folding: FoldOptions,
+    writing: WriteOptions,
+    checking: CheckOptions,
+    samples: int | str | Path | None = None,
     on_event: Event | None = None,
     on_progress: Callable[[int, int], None] | None = None,
-    dtype: torch.dtype | str | None = None,
-    max_shard_size: int | None = None,
-    jobs: int | None = None,
-    force: bool = False,
-    resume: bool = False,
-    verify: bool = True,
-    allow_nonfinite: bool = False,
-    samples: int | str | Path | None = None,
-    seconds: float | None = CHECK_SECONDS,
     on_check: Progress = no_progress,
 ) -> FoldResult:
     """Fold ``model`` (a Hub id or a directory) into the new directory ``out``.
 
-    What is converted:
-
-    * ``outputs``: the outputs that have to stay the same, as in ``analyze``; all by default.
-    * ``options``: what may be changed besides centring.
-    * ``example_calls``: calls that have to be proven in addition to the usual ones.
-
-    What is written:
-
-    * ``dtype`` also converts all floating-point weights.
-    * ``max_shard_size`` (bytes) sets a new size for the shards.
-    * ``allow_nonfinite`` accepts NaN and Inf in weights that are edited. Centring spreads them to
-      the values that share a mean with them. Without it they are refused.
-    * ``resume`` continues a run that was killed or interrupted. Without ``resume`` and ``force``,
-      the files that such a run left are refused.
-
     With ``verify``, a result that does not compute the original function is deleted, and
-    ``VerificationFailed`` is raised. ``samples`` and ``seconds`` are those of ``verify``. The check
-    ends in about a minute; in any case it compares every stored tensor, and the identity in
-    float64. With ``seconds=None`` there is no limit. ``on_check`` receives the seconds that the
-    check has taken, and those that it should take in all.
+    ``VerificationFailed`` is raised. The check ends in about a minute, or without a limit with
+    ``seconds=None``; in any case it compares every stored tensor, and the identity in float64.
+    ``samples`` is another number of inputs for it, or a file with one text on each line.
+    ``max_shard_size`` is in bytes.
 
-    ``on_progress`` receives the bytes done and the bytes in all, ``on_event`` stages and warnings.
-    Raises ``EnjoyLNError`` whenever no ``out`` is written.
+    ``on_progress`` receives the bytes done and the bytes in all, ``on_event`` stages and warnings,
+    ``on_check`` the seconds that the check has taken, and those that it should take in all. Raises
+    ``EnjoyLNError`` whenever no ``out`` is written. The other keywords:
     """
     from enjoyln_cli.verification.verify import floating_dtype
 
-    given = locals()
-    given["dtype"] = None if dtype is None else floating_dtype(dtype)
-    data = DataFiles(samples=samples).read()  # bad values are refused before any work
-    seconds_of(seconds)
-    opening, writing = made_from(OpenOptions, given), made_from(WriteOptions, given)
-    job = prepare(model, out, opening, made_from(FoldOptions, given), writing, on_event=on_event)
-    checking = made_from(CheckOptions, given)
+    if writing.dtype is not None:
+        floating_dtype(writing.dtype)  # bad values are refused before any work
+    data = DataFiles(samples=samples).read()
+    seconds_of(checking.seconds)
+    job = prepare(model, out, opening, folding, writing, on_event=on_event)
     listeners: Any = {"on_event": on_event, "on_progress": on_progress, "on_check": on_check}
     return write(job, out, writing, checking, data, **listeners)
 

@@ -6,12 +6,12 @@ Nothing slow is imported here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from enjoyln_cli.errors import EnjoyLNError
-from enjoyln_cli.plan.option_field import InRange, option, plan_option
+from enjoyln_cli.plan.option_field import InRange, keyword, option, plan_option
 from enjoyln_cli.text import bytes_in, dtype_name
 
 if TYPE_CHECKING:
@@ -75,12 +75,13 @@ class FoldOptions:
     outputs: tuple[str, ...] = plan_option(
         (), "Only these outputs must stay unchanged, such as logits,*_embeds.", metavar="NAMES"
     )
-    options: Options = PLAIN
+    options: Options = keyword(PLAIN, "What may be changed besides centring.")
     recipe: str | Path | None = plan_option(
         None, "Refuse if the proof gives other edits than this recipe has.", path="file"
     )
-    example_calls: Sequence[Any] = field(default=(), repr=False)
-    """Calls to prove besides those made up from the config (see ``calls.calls.ExampleCalls``)."""
+    example_calls: Sequence[Any] = keyword(
+        (), "Calls to prove besides those made up from the config, each as ``(args, kwargs)``."
+    )
 
     def __post_init__(self) -> None:
         """Take one name for ``outputs``."""

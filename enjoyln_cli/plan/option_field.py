@@ -1,14 +1,15 @@
-"""Fields of frozen dataclasses that are options of a command as well.
+"""Fields of frozen dataclasses that are options of a command, and keywords of a public function.
 
 Such a field has the option's name, type, default and help, in one place: ``cli.options`` makes the
-option of the command line from it. Nothing slow is imported here.
+option of the command line from it, and ``keywords_of`` the keyword. Nothing slow is imported here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
+from functools import partial, wraps
+from inspect import Parameter, signature
 from typing import Any, Literal, TypeVar
 
 Made = TypeVar("Made")
@@ -77,6 +78,11 @@ data_option = partial(option, group="Your data")
 measuring_option = partial(option, group="Measuring")
 
 
+def keyword(default: Any, help: str) -> Any:
+    """A field that is a keyword of a public function, and no option of a command."""
+    return field(default=default, repr=False, metadata={"help": help})
+
+
 def options_in(kind: Any) -> Iterator[tuple[str, Any, OptionText]]:
     """The name, the default and the text of each option of a dataclass."""
     for each in fields(kind):
@@ -101,3 +107,43 @@ def made_from(kind: Callable[..., Made], values: Mapping[str, Any]) -> Made:
     """A dataclass with those of ``values`` that it has fields for."""
     names: Any = fields(kind)  # type: ignore[arg-type]
     return kind(**{each.name: values[each.name] for each in names if each.name in values})
+
+
+def _help(named: Any) -> str:
+    """The help of a field. A flag that switches the field off says what ``False`` does."""
+    text = named.metadata.get("option")
+    if text is None:
+        return str(named.metadata["help"])
+    is_off = any(flag.startswith("--no-") for flag in text.flags)
+    return f"``False``: {text.help[0].lower()}{text.help[1:]}" if is_off else text.help
+
+
+def keywords_of(**kinds: type) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
+    """A decorator for a public function, whose keywords are the fields of these dataclasses.
+
+    The function itself gets each dataclass by the name that it has here. Its signature has the
+    fields, and its docstring ends with their help.
+    """
+    named = {each.name: each for kind in kinds.values() for each in fields(kind)}
+
+    def decorate(function: Callable[..., Made]) -> Callable[..., Made]:
+        @wraps(function)
+        def called(*args: Any, **keywords: Any) -> Made:
+            made = {argument: made_from(kind, keywords) for argument, kind in kinds.items()}
+            rest = {name: value for name, value in keywords.items() if name not in named}
+            if unknown := next((name for name in rest if name in kinds), None):
+                raise TypeError(f"{function.__name__}() has no keyword {unknown!r}")
+            return function(*args, **made, **rest)
+
+        own = signature(function)
+        kept = [each for name, each in own.parameters.items() if name not in kinds]
+        fresh = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+            for name, each in named.items()
+        ]
+        called.__signature__ = own.replace(parameters=[*kept, *fresh])  # type: ignore
+        lines = [f"    * ``{name}``: {_help(each)}" for name, each in named.items()]
+        called.__doc__ = "\n".join([(function.__doc__ or "").rstrip(), "", *lines, ""])
+        return called
+
+    return decorate

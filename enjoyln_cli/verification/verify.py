@@ -29,7 +29,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +50,7 @@ from enjoyln_cli.edits.planned_edits import edits_of
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.plan import schema
-from enjoyln_cli.plan.option_field import made_from
+from enjoyln_cli.plan.option_field import keywords_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.stored_plan import read_plan
 from enjoyln_cli.rewrite.opened_model import OpenedModel, open_model
@@ -121,72 +121,41 @@ class Verification(Measurement):
         return {**schema.to_json(self), "summary": self.summary, "count": self.count}
 
 
+@keywords_of(data=DataFiles, options=VerifyOptions, opening=OpenOptions)
 def verify(
     out: str | Path,
     *,
-    against: str | Path | None = None,
+    data: DataFiles,
+    options: VerifyOptions,
+    opening: OpenOptions,
     plan: Plan | None = None,
-    text: str | Path | None = None,
-    images: Sequence[str | Path] = (),
-    audio: str | Path | None = None,
-    tokens: str | Path | None = None,
-    dtype: str | torch.dtype | None = None,
-    seed: int = 0,
-    samples: int | str | Path | None = None,
-    seconds: float | None = None,
-    max_ratio: float | None = None,
-    accept: Sequence[str] = (),
-    revision: str | None = None,
-    token: str | None = None,
-    cache_dir: str | Path | None = None,
-    trust_remote_code: bool = False,
-    device_map: str = "auto",
-    max_memory: int | None = None,
     on_event: Event | None = None,
     on_progress: Progress = no_progress,
-    write: bool = True,
 ) -> Verification:
     """Measure whether the converted checkpoint ``out`` computes the original's function.
 
-    The parameters:
+    ``plan`` is the plan by which the files in ``out`` have just been written. By default the stored
+    one is taken, and the files are compared with their digests. Only the outputs that the marker of
+    ``out`` names are compared, by default all. Seeded inputs are added to the user's data if a
+    stable ratio needs more.
 
-    * ``against``: the original; by default the one that the marker of ``out`` names.
-    * ``plan``: the plan by which the files in ``out`` have just been written. By default the stored
-      one is taken, and the files are compared with their digests.
-    * ``accept``: names of files in ``out``, or patterns, that may have changed since they were
-      written. The weights and ``config.json`` still have to pass all other checks.
-    * ``text``: a UTF-8 file of running text. ``images``: image files. ``audio``: a directory of
-      recordings. ``tokens``: a file with a JSON list of token ids on each line. Seeded inputs are
-      added if a stable ratio needs more.
-    * ``samples``: another number of inputs, or a UTF-8 file with one text on each line.
-    * ``seconds``: the time that the check may take. The number of inputs is chosen after timing the
-      first; at least one is run. Every stored tensor is compared, and the identity error is
-      measured, as without a limit. An output for which there were too few inputs to judge its
-      rounding is listed in ``undecided_outputs``.
-    * ``dtype``: the compute dtype; by default the one in which most of ``out`` is stored.
-    * ``max_memory``: bytes of memory for this process; by default what the machine has left.
-    * ``max_ratio``: the bound for the ratios of errors; by default 1.25, and 2.0 for a rotated
-      model, in which every weight was rounded again.
-    * ``device_map``: ``auto`` reads those weights from disk, when their layer runs, that do not fit
-      in ``max_memory``; ``cpu`` keeps all weights in memory, ``disk`` none.
-    * ``on_event`` receives stages and warnings. ``on_progress`` receives the seconds that have
-      passed and the expected total (0 if not known yet).
-    * ``write``: write the result to ``enjoyln_verify.json`` in ``out``, beside the digests of its
-      files. Nothing is written if ``out`` is a Hub id, or if ``plan`` is passed. If the directory
-      is not writable, there is a warning.
+    With ``seconds``, the number of inputs is chosen after timing the first; at least one is run.
+    Every stored tensor is compared, and the identity error is measured, as without a limit. An
+    output for which there were too few inputs to judge its rounding is listed in
+    ``undecided_outputs``. The weights and ``config.json`` have to pass all checks, also if
+    ``accept`` matches them. ``device_map="auto"`` reads those weights from disk, when their layer
+    runs, that do not fit in ``max_memory`` (bytes). ``revision`` is the original's.
 
-    Only the outputs that the marker of ``out`` names are compared, by default all.
+    ``on_event`` receives stages and warnings, ``on_progress`` the seconds that have passed and the
+    expected total (0 if not known yet). Nothing is written to ``out`` if it is a Hub id, or if
+    ``plan`` is passed; if the directory is not writable, there is a warning.
 
     Raises ``BadCheckpoint`` if ``out`` was not converted, or not from this original;
     ``ModelNotFound`` if the original cannot be found; ``UnsupportedModel`` if the model cannot be
-    run on the inputs.
+    run on the inputs. The other keywords:
     """
-    given = locals()
-    data, opening = made_from(DataFiles, given).read(), made_from(OpenOptions, given)
-    options = made_from(VerifyOptions, given)
-    return check_result(
-        out, data, options, opening, plan=plan, on_event=on_event, on_progress=on_progress
-    )
+    listeners: Any = {"on_event": on_event, "on_progress": on_progress}
+    return check_result(out, data.read(), options, opening, plan=plan, **listeners)
 
 
 def check_result(

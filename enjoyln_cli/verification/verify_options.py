@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from enjoyln_cli.plan.option_field import ABOVE_ZERO, measuring_option, option
+from enjoyln_cli.plan.option_field import ABOVE_ZERO, keyword, measuring_option, option
 from enjoyln_cli.text import bytes_in
 
 if TYPE_CHECKING:
@@ -71,10 +71,8 @@ class VerifyOptions:
         metavar="SIZE",
         parse=bytes_in,
     )
-    seed: int = 0
-    """Of the inputs that are made up."""
-    write: bool = True
-    """Write the result to ``enjoyln_verify.json``."""
+    seed: int = keyword(0, "Seed of the inputs that are made up.")
+    write: bool = keyword(True, "Write the result to ``enjoyln_verify.json``.")
 
 
 VERIFY_DEFAULTS = VerifyOptions()
