@@ -21,7 +21,12 @@ from enjoyln_cli.analysis.output_gains import OutputGain, gains
 from enjoyln_cli.analysis.paper import algorithm_1
 from enjoyln_cli.analysis.problem import TracedClasses, state_problem
 from enjoyln_cli.analysis.same_ops import require_same
-from enjoyln_cli.analysis.stored_class import class_of, loading, require_known_class, shapes_of
+from enjoyln_cli.analysis.stored_class import (
+    StoredTensors,
+    class_of,
+    require_known_class,
+    tensors_of,
+)
 from enjoyln_cli.analysis.stored_names import Candidate
 from enjoyln_cli.analysis.untying import Apart
 from enjoyln_cli.analysis.verdicts import plan_of
@@ -135,12 +140,12 @@ def analyze_config(
         require_known_class(config, checkpoint)
     listed = [classes.class_named(model_class)] if model_class else classes.classes_for(config)
     if checkpoint:
-        shapes = shapes_of(checkpoint)
+        stored = tensors_of(config, checkpoint)
         first = class_of(listed, config, checkpoint)
     else:
         reference = classes.build(listed[0], config)
-        shapes = stored_names.saved_shapes(reference)
-        first = stored_names.candidate(reference, shapes, None)
+        stored = StoredTensors(config, stored_names.saved_shapes(reference))
+        first = stored_names.candidate(reference, stored.shapes, None)
     # A base class returns the values that a rotation rotates.
     others = [cls for cls in listed if cls is not type(first.model) and not options.rotate]
     if not any(layer_norms(first.model)) and not options.rotate:
@@ -148,7 +153,7 @@ def analyze_config(
             reference=first, model_type=config.model_type, classes=(first.name,)
         )
         return analyze_family(untraced, options)
-    siblings = (loading(other, config, shapes, checkpoint) for other in others)
+    siblings = map(stored.loaded_by, others)
     candidates = chain([first], (candidate for candidate in siblings if candidate))
     more = calls_like(example_calls)
     if not options.untie:
@@ -168,7 +173,7 @@ def analyze_config(
             analysis, under=lambda o: again(options=o) if o.untie or o.rotate else same(o)
         )
     tied = list(candidates)
-    apart = untying.apart(config, tied, shapes, checkpoint)
+    apart = untying.apart(config, tied, stored.shapes, checkpoint)
     after = apart.after.values() if apart else tied
     analysis = _analysis_of_classes(after, config.model_type, tuple(outputs), options, more, apart)
     return analysis if apart is None else _untied(analysis, apart)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -46,6 +47,46 @@ WRAPPERS = {
 """What adds a prefix to the names of all tensors that it saves, by prefix."""
 
 
+@dataclass(frozen=True)
+class StoredTensors:
+    """The tensors that a class may load, with the config that it is built from."""
+
+    config: Any
+    shapes: Mapping[str, Shape]
+    checkpoint: Checkpoint | None = None
+    """Where they are; ``None`` for the tensors that the config's own class would save."""
+
+    def candidate(self, model_class: type) -> Candidate:
+        """The class as a candidate. Raises if it cannot be built, or if a shape does not fit."""
+        return candidate(build(model_class, self.config), self.shapes, self.checkpoint)
+
+    def fitting(self, model_class: type) -> Candidate | None:
+        """The class as a candidate; ``None`` if it cannot be built, or if a shape does not fit."""
+        try:
+            return self.candidate(model_class)
+        except (BadCheckpoint, UnsupportedModel):
+            return None
+
+    def loaded_by(self, model_class: type) -> Candidate | None:
+        """The class as a candidate, if it loads the tensors without missing weights."""
+        found = self.fitting(model_class)
+        return None if found is None or found.missing else found
+
+    def filled(self, listed: Sequence[type]) -> list[Candidate]:
+        """The classes that load them without missing weights, those with most tensors first.
+
+        Of classes that take as many tensors, those that come first in ``listed`` come first.
+        """
+        found = [one for cls in listed if (one := self.loaded_by(cls))]
+        return sorted(found, key=_count_taken, reverse=True)
+
+
+def tensors_of(config: Any, checkpoint: Checkpoint) -> StoredTensors:
+    """The tensors in a checkpoint."""
+    shapes = {name: stored.shape for name, stored in checkpoint.tensors.items()}
+    return StoredTensors(config, shapes, checkpoint)
+
+
 def require_known_class(config: Any, checkpoint: Checkpoint | None) -> None:
     """Raise ``UnsupportedModel`` for a class that transformers lacks; names one to use instead.
 
@@ -57,7 +98,7 @@ def require_known_class(config: Any, checkpoint: Checkpoint | None) -> None:
     listed = classes_for(config)
     names, why = [cls.__name__ for cls in listed], "it has"
     if checkpoint:
-        names = [found.name for found in filled(listed, config, checkpoint)]
+        names = [found.name for found in tensors_of(config, checkpoint).filled(listed)]
         why = "the stored tensors are those of"
     if hint := did_you_mean(unknown, names, most=1) or (
         names and f"{why} {names[0]}: pass --model-class {names[0]}"
@@ -71,53 +112,20 @@ def class_of(listed: Sequence[type], config: Any, checkpoint: Checkpoint) -> Can
 
     Raises ``BadCheckpoint`` if the first lacks weights that it needs and no other is filled.
     """
-    first = candidate(build(listed[0], config), shapes_of(checkpoint), checkpoint)
+    stored = tensors_of(config, checkpoint)
+    first = stored.candidate(listed[0])
     needed = needed_weights(first.model, first.missing)
     if not needed:
         return first
-    _require_no_prefix(listed[0], config, checkpoint, len(first.missing))
-    others = filled(listed[1:], config, checkpoint) or [
+    _require_no_prefix(listed[0], stored, checkpoint, len(first.missing))
+    others = stored.filled(listed[1:]) or [
         base
         for cls in listed[1:2]  # the base class, whose pooler may be new
-        if (base := _candidate(cls, config, shapes_of(checkpoint), checkpoint))
-        and not needed_weights(base.model, base.missing)
+        if (base := stored.fitting(cls)) and not needed_weights(base.model, base.missing)
     ]
     if not others:
         raise missing_weights(first.model, needed, checkpoint.source.model)
     return others[0]
-
-
-def filled(listed: Sequence[type], config: Any, checkpoint: Checkpoint) -> list[Candidate]:
-    """The classes that load the checkpoint without missing weights, those with most tensors first.
-
-    Of classes that take as many stored tensors, those that come first in ``listed`` come first.
-    """
-    shapes = shapes_of(checkpoint)
-    found = [one for cls in listed if (one := loading(cls, config, shapes, checkpoint))]
-    return sorted(found, key=_count_taken, reverse=True)
-
-
-def loading(
-    model_class: type, config: Any, shapes: Mapping[str, Shape], checkpoint: Checkpoint | None
-) -> Candidate | None:
-    """The class as a candidate, if it loads the stored tensors without missing weights."""
-    found = _candidate(model_class, config, shapes, checkpoint)
-    return None if found is None or found.missing else found
-
-
-def shapes_of(checkpoint: Checkpoint) -> dict[str, Shape]:
-    """The shape of each stored tensor by its name."""
-    return {name: stored.shape for name, stored in checkpoint.tensors.items()}
-
-
-def _candidate(
-    model_class: type, config: Any, shapes: Mapping[str, Shape], checkpoint: Checkpoint | None
-) -> Candidate | None:
-    """``None`` if a shape does not fit, or if the config lacks something that the class needs."""
-    try:
-        return candidate(build(model_class, config), shapes, checkpoint)
-    except (BadCheckpoint, UnsupportedModel):
-        return None
 
 
 def _count_taken(found: Candidate) -> int:
@@ -127,15 +135,14 @@ def _count_taken(found: Candidate) -> int:
 
 
 def _require_no_prefix(
-    model_class: type, config: Any, checkpoint: Checkpoint, missing: int
+    model_class: type, stored: StoredTensors, checkpoint: Checkpoint, missing: int
 ) -> None:
     """Raise ``BadCheckpoint`` if fewer weights are missing without a prefix of all tensor names."""
-    stored = shapes_of(checkpoint)
-    common = os.path.commonprefix(list(stored)).split(".")[:-1]
+    common = os.path.commonprefix(list(stored.shapes)).split(".")[:-1]
     for depth, head in enumerate(common, 1):
         prefix = ".".join(common[:depth]) + "."
-        shapes = {name.removeprefix(prefix): shape for name, shape in stored.items()}
-        bare = _candidate(model_class, config, shapes, None)
+        shapes = {name.removeprefix(prefix): shape for name, shape in stored.shapes.items()}
+        bare = StoredTensors(stored.config, shapes).fitting(model_class)
         if bare and len(bare.missing) < missing:
             cause = WRAPPERS.get(head, "the program that wrote it")
             raise BadCheckpoint(

@@ -10,7 +10,7 @@ in another way cannot be untied by a checkpoint.
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ class Apart:
 def apart(
     config: Any,
     tied: Sequence[Candidate],
-    shapes: dict[str, Shape],
+    shapes: Mapping[str, Shape],
     checkpoint: Checkpoint | None,
 ) -> Apart | None:
     """How to store the checkpoint of the ``tied`` classes (the plan's own first) without ties.

@@ -17,7 +17,7 @@ from enjoyln_cli.checkpoint.file_roles import CONFIG, read_json
 from enjoyln_cli.checkpoint.foreign_formats import foreign_format
 from enjoyln_cli.checkpoint.sentence_transformers import MODULES, reads_hidden_states
 from enjoyln_cli.errors import AlreadyFolded, BadCheckpoint, UnsupportedModel
-from enjoyln_cli.text import did_you_mean, first_line
+from enjoyln_cli.text import did_you_mean, first_line, size
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 MARKER = "enjoyln"
 
+MAX_CONFIG_BYTES = 4_000_000
+"""A larger ``config.json`` is damaged or hostile: 20,000 labels take less than half of this."""
 MOST_LAYERS = 10_000
 """A config that asks for more layers, or for more experts in a layer, is damaged or hostile."""
 _REDIRECTING_KEYS = {"configuration_files", "attribute_map"}
@@ -37,11 +39,17 @@ _COUNTS = re.compile(r"(.*_)?(layers?|depths?|blocks|experts)")
 def raw_config(source: Source) -> dict[str, Any]:
     """The content of ``config.json``, parsed but not interpreted.
 
-    Raises ``UnsupportedModel`` if there is none, ``BadCheckpoint`` if it is not a JSON object.
+    Raises ``UnsupportedModel`` if there is none, and ``BadCheckpoint`` if it is not a JSON object,
+    or so large that transformers would take minutes to read it.
     """
     path = source.path / CONFIG
     if not path.is_file():
         raise UnsupportedModel(f"{source.model} {_without_config(source.root)}")
+    if (nbytes := path.stat().st_size) > MAX_CONFIG_BYTES:
+        raise BadCheckpoint(
+            f"{path} has {size(nbytes)}, and no config has more than {size(MAX_CONFIG_BYTES)}; do "
+            "not use it"
+        )
     config = read_json(path)
     if not isinstance(config, dict):
         raise BadCheckpoint(

@@ -74,18 +74,18 @@ def open_checkpoint(source: Source) -> Checkpoint:
     states |= states_of(source.path, (first,))
     index = first if first.endswith(".json") else None
     shards, promised = shards_in_index(locate(source, first)) if index else ((first,), {})
+    states |= states_of(source.path, shards)
     safetensors = ".safetensors" in first
     tensors: dict[str, StoredTensor] = {}
     headers: dict[str, bytes] = {}
     metadata: dict[str, dict[str, str]] = {}
     for shard in shards:
-        states |= states_of(source.path, (shard,))
+        path = locate(source, shard)
         if safetensors:
-            header, size = read_header(locate(source, shard))
-            listed, metadata[shard] = tensors_in(shard, header, size)
-            headers[shard] = header
+            headers[shard], size = read_header(path)
+            listed, metadata[shard] = tensors_in(shard, headers[shard], size)
         else:
-            listed = read_bin_header(locate(source, shard))
+            listed = read_bin_header(path)
         for stored in listed:
             if stored.name in tensors:
                 other = tensors[stored.name].file

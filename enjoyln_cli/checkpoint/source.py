@@ -11,15 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from enjoyln_cli.checkpoint.file_roles import CONFIG, comes_along
+from enjoyln_cli.checkpoint.file_roles import comes_along
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions, require_token
 from enjoyln_cli.checkpoint.sentence_transformers import transformer_folder
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound
-from enjoyln_cli.text import size
-
-MAX_CONFIG_BYTES = 4_000_000
-"""A larger ``config.json`` is damaged or hostile: 20,000 labels take less than half of this."""
 
 State = tuple[int, int]
 """Size of a file, and the time of its last change in nanoseconds."""
@@ -71,24 +67,12 @@ def open_source(
         if (revision := opening.revision) is not None:
             raise ModelNotFound(f"{model} is a directory and has no revision {revision!r}; drop it")
         folder = transformer_folder(local)
-        require_small_config(local / folder)
         return Source(model, local / folder, None, folder)
     from enjoyln_cli.checkpoint.download import snapshot  # imports huggingface_hub
 
     require_token(opening)
     path = snapshot(model, opening, weights=weights)
-    require_small_config(path)
     return Source(model, path, path.name)
-
-
-def require_small_config(folder: Path) -> None:
-    """Raise ``BadCheckpoint`` for a config that transformers would take minutes to read."""
-    path = folder / CONFIG
-    if path.is_file() and path.stat().st_size > MAX_CONFIG_BYTES:
-        raise BadCheckpoint(
-            f"{path} has {size(path.stat().st_size)}, and no config has more than "
-            f"{size(MAX_CONFIG_BYTES)}; do not use it"
-        )
 
 
 def states_of(folder: Path, names: Iterable[str]) -> dict[str, State]:

@@ -77,5 +77,8 @@ def open_model(
     config = load_config(source, opening.trust_remote_code)
     if unfolded:
         require_unfolded(config, source.model)
-    source = open_source(model, replace(opening, revision=source.revision), weights=True)
+    if source.cached:
+        from enjoyln_cli.checkpoint.download import snapshot  # imports huggingface_hub
+
+        snapshot(model, replace(opening, revision=source.revision), weights=True)
     return OpenedModel(config, open_checkpoint(source), opening.trust_remote_code)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from enjoyln_cli.checkpoint.config import raw_config
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.source import open_source
@@ -65,7 +66,11 @@ def from_pretrained(model: str | Path, cls: Any = None, **kwargs: Any) -> Any:
     have changed since the fold, and ``ModelNotFound`` if there is no such directory and ``model``
     is no Hub id.
     """
-    folder = str(open_source(str(model)).path) if local_folder(str(model)) else str(model)
+    folder = str(model)
+    if local_folder(folder):
+        source = open_source(folder)
+        raw_config(source)  # refuses a config that transformers must not be given
+        folder = str(source.path)
     loaded = (cls or saved_class(folder, **kwargs)).from_pretrained(folder, **kwargs)
     optimize(loaded[0] if isinstance(loaded, tuple) else loaded)
     return loaded

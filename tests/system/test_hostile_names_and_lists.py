@@ -11,11 +11,12 @@ import pytest
 from live_models import CHECKPOINTS
 
 import enjoyln_cli
-from enjoyln_cli.checkpoint.config import load_config
+from enjoyln_cli.checkpoint.config import MAX_CONFIG_BYTES, load_config
 from enjoyln_cli.checkpoint.marker import proof_of, read_marker
-from enjoyln_cli.checkpoint.source import MAX_CONFIG_BYTES, open_source
+from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError
 from enjoyln_cli.recipe.read import load_recipe
+from enjoyln_cli.rewrite.opened_model import open_model
 
 GPT2 = str(CHECKPOINTS / "gpt2")
 NUL = "a\0b"
@@ -63,7 +64,7 @@ def test_a_config_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     labels = {str(number): f"label {number}" for number in range(MAX_CONFIG_BYTES // 20)}
     config = {"model_type": "gpt2", "id2label": labels}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for use in (open_source, enjoyln_cli.from_pretrained, enjoyln_cli.analyze):
+    for use in (open_model, enjoyln_cli.from_pretrained, enjoyln_cli.analyze):
         with pytest.raises(BadCheckpoint, match=r"config.json has .* MB, and no config has more"):
             use(str(tmp_path))
 
