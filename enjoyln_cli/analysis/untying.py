@@ -55,7 +55,7 @@ def apart(
     wanted = [_names(candidate, model) for candidate, model in zip(tied, models, strict=True)]
     for own_names in (False, True):
         untied = _copies(tied, wanted, own_names=own_names)
-        more = shapes | {copied.tensor: copied.shape for copied in untied}
+        more = {**shapes, **{copied.tensor: copied.shape for copied in untied}}
         with_copies = checkpoint and _with_copies(checkpoint, untied)
         after = [stored_names.candidate(model, more, with_copies) for model in models]
         if all(map(_loads, tied, after, wanted)):

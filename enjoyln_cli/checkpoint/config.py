@@ -31,7 +31,7 @@ MAX_CONFIG_BYTES = 4_000_000
 MOST_LAYERS = 10_000
 """A config that asks for more layers, or for more experts in a layer, is damaged or hostile."""
 _REDIRECTING_KEYS = {"configuration_files", "attribute_map"}
-"""Keys that make transformers read another file, or another attribute, than the one given."""
+"""Keys that make transformers read another file, or another attribute, than the given file has."""
 _COUNTS = re.compile(r"(.*_)?(layers?|depths?|blocks|experts)")
 """Attributes that say how often a part of the model is repeated."""
 
@@ -108,9 +108,9 @@ def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedCo
 def require_plausible(config: Mapping[str, Any], model: str) -> None:
     """Raise ``BadCheckpoint`` for a config that transformers must not be given.
 
-    That is a config so large that transformers would take hours to build the model, one that makes
-    transformers read other values than those checked here, and one with malformed
-    ``architectures``. ``model`` is a name for messages.
+    Three kinds of configs are refused: with such a config, transformers would take hours to build
+    the model; it would read other values than the values checked here; or ``architectures`` is
+    malformed. ``model`` is a name for messages.
     """
     for name in _REDIRECTING_KEYS & config.keys():
         raise BadCheckpoint(
@@ -185,7 +185,7 @@ def _code_of(config: Mapping[str, Any] | PretrainedConfig) -> dict[str, Any]:
 def require_known_type(config: Mapping[str, Any], model: str, files: Iterable[str] = ()) -> None:
     """Raise ``UnsupportedModel`` for a model type that transformers lacks; suggest similar ones.
 
-    A config without a type may be that of another program, as ``files`` beside it show.
+    A config without a type may belong to another program, as the ``files`` beside it show.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:

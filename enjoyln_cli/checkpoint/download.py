@@ -84,7 +84,7 @@ def _no_answer(error: BaseException) -> str:
 
 
 def _names(model: str, path: Path, opening: OpenOptions, *, is_reachable: bool) -> list[str]:
-    """The files of a commit; those in its cache directory ``path`` if the Hub cannot be reached."""
+    """The files of a commit; without the Hub, the files in its cache directory ``path``."""
     from huggingface_hub import HfApi, errors
 
     if is_reachable:

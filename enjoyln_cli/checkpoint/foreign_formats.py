@@ -1,4 +1,4 @@
-"""Recognise models in other formats than that of ``save_pretrained``, and say what to do with them.
+"""Recognise models that ``save_pretrained`` did not write, and say what to do with them.
 
 Decided by names of files alone.
 """

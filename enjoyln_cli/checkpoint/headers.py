@@ -174,8 +174,9 @@ def read_at(file: int, data: memoryview, stored: StoredTensor, start: int) -> No
 
 
 def map_tensor(file: int, stored: StoredTensor) -> torch.Tensor:
-    """A stored tensor as a private map of its open safetensors file: what is written to it stays in
-    memory.
+    """A stored tensor as a private map of its open safetensors file.
+
+    Values that are written to it stay in memory.
 
     Raises ``BadCheckpoint`` if the file is too short.
     """

@@ -84,7 +84,7 @@ class FusedNorms:
 
 @dataclass(frozen=True, kw_only=True)
 class Marker:
-    """The ``enjoyln`` entry of a converted ``config.json``; paths are those of ``model_class``."""
+    """The ``enjoyln`` entry of a converted ``config.json``; paths are paths in ``model_class``."""
 
     version: Literal[1] = 1
     source: str

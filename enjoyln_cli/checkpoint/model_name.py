@@ -18,8 +18,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 def local_folder(model: str) -> Path | None:
     """The directory that ``model`` names; ``None`` if it has the form of a Hub id.
 
-    Raises ``ModelNotFound`` for a file, for what is neither a directory nor a Hub id, and for a
-    path that cannot be stored as text; ``UnsupportedModel`` for a file of another format.
+    Raises ``ModelNotFound`` for a file, for a name that is neither a directory nor a Hub id, and
+    for a path that cannot be stored as text; ``UnsupportedModel`` for a file of another format.
     """
     local = os.path.expanduser(model)
     if model and os.path.exists(local) and (why := why_no_text(os.path.abspath(local))):

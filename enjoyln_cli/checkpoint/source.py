@@ -116,7 +116,7 @@ def locate(source: Source, name: str) -> Path:
 
 
 def carried_files(source: Source, leaving: str = "") -> tuple[str, ...]:
-    """The files below ``source.path`` to copy to the result, except those in ``leaving``."""
+    """The files below ``source.path`` to copy to the result, except the files in ``leaving``."""
     carried = []
     for folder, folders, files in os.walk(source.path):
         inside = Path(folder).relative_to(source.path)

@@ -53,7 +53,7 @@ def _table(*heads: str) -> Table:
 
 
 def _show(table: Table) -> None:
-    """Print a table whose words are whole, except for those of the first column.
+    """Print a table whose words are whole, except in the first column.
 
     On a terminal that is too narrow for that, each row is printed on several lines.
     """
@@ -188,7 +188,7 @@ DATA_OPTIONS = {
 
 
 def _say_before_quantising(dtype: str, is_measured: bool, model_class: str) -> None:
-    """What to know before a rotated model is quantised; ``dtype`` is that of its weights, if known.
+    """What to know before a rotated model is quantised; ``dtype`` is its weights' dtype, if known.
 
     ``is_measured`` says whether its rounding was simulated on the user's data.
     """

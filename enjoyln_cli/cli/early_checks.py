@@ -33,7 +33,7 @@ Check = Callable[[Mapping[str, Any], str], None]
 
 
 def require_model(name: str | Path | None, check: Check | None = None) -> None:
-    """Refuse a directory without a config, and what is no Hub id either; ``check`` the config.
+    """Refuse a directory without a config and a name that is no Hub id; ``check`` the config.
 
     A Hub id is left to ``look_up``.
     """
@@ -66,7 +66,7 @@ def require_source_of(out: Path, opening: OpenOptions) -> None:
     folder = local_folder(str(out))
     entry = config.raw_config(open_source(str(out))).get("enjoyln") if folder else None
     if not isinstance(entry, dict) or not isinstance(entry.get("source"), str):
-        return  # the library says what is wrong
+        return  # the library names the mistake
     try:
         look_up(entry["source"], replace(opening, revision=entry.get("revision")))
     except ModelNotFound as error:
@@ -110,7 +110,7 @@ def passed_options(*names: str) -> list[str]:
 def refuse_ignored(used: Collection[str], by: str) -> None:
     """Refuse options on the command line of which nothing would come; ``used`` are the others.
 
-    ``by`` says what does not use them. Names are those of the command's parameters.
+    ``by`` says which use of the command ignores them. Names are the names of its parameters.
     """
     every = (str(option.name) for option in click.get_current_context().command.params)
     for option in passed_options(*(name for name in every if name not in used)):
@@ -118,7 +118,7 @@ def refuse_ignored(used: Collection[str], by: str) -> None:
 
 
 def require_plan_options(options: Options) -> None:
-    """Refuse options that change nothing without another one."""
+    """Refuse an option that changes nothing unless another option is given."""
     if passed_options("widen_to") and not options.widen_mlp:
         raise click.UsageError("--widen-to needs --widen-mlp.")
     used = [*passed_options("seed"), *["--no-values"] * (not options.values)]

@@ -19,7 +19,7 @@ from enjoyln_cli.clock import duration, no_progress
 from enjoyln_cli.text import size
 
 LINE_SECONDS = 30.0
-"""Where no bar can be drawn: how long nothing is printed before a line says what is done."""
+"""Where no bar can be drawn: how long nothing is printed before a line names the present stage."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Watch:
     progress: Callable[[int, int], None]
     """Receives the bytes done and the bytes in all."""
     seconds: Callable[[float, float], None]
-    """Receives the seconds that have passed and those the job takes in all (0 if not known)."""
+    """Receives the seconds that have passed and the job's seconds in all (0 if not known)."""
     warnings: list[str] = field(default_factory=list)
 
 

@@ -9,8 +9,7 @@ The adapter adds ``s B A`` to a weight ``W`` (outputs times inputs). An edit of 
 
 Where the bias ``v`` of a norm moves into a layer, ``b <- b + W v``, the adapter gets a bias of its
 own, ``B A v`` (PEFT's ``lora_bias``). Trained prompts (PEFT's prompt tuning) take the place of rows
-of the embedding table, and are edited as these are. What is not known to be one of both is refused
-by name.
+of the embedding table, and are edited as these are. Anything else is refused; the error names it.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ def _edited_prompt(
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    """The adapter's config. Raises ``UnsupportedModel`` for one that does more than add."""
+    """The adapter's config. Raises ``UnsupportedModel`` if the adapter does more than add."""
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         raise ModelNotFound(

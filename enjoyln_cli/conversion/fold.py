@@ -62,7 +62,7 @@ class FoldJob:
     opened: OpenedModel
     plan: Plan
     options: Options
-    """What the plan may change: the user's options, or those of the user's recipe."""
+    """The edits that are allowed: by the user's options, or else by the user's recipe."""
     opening: OpenOptions
     folding: FoldOptions
 
@@ -175,7 +175,7 @@ def _why_another_class(plan: Plan, unproven: Sequence[str], is_chosen: bool) -> 
 
 
 def _with_options_of(recipe: Recipe, path: Path, options: Options) -> Options:
-    """``options`` with those of the recipe at ``path``: all of them if none is set.
+    """``options`` with the options of the recipe at ``path``: all of the recipe's if none is set.
 
     If a rotation is asked for without a seed or a matrix, the recipe's are taken.
     """
@@ -266,8 +266,8 @@ def convert(
     ``max_shard_size`` is in bytes.
 
     ``on_progress`` receives the bytes done and the bytes in all, ``on_event`` stages and warnings,
-    ``on_check`` the seconds that the check has taken, and those that it should take in all. Raises
-    ``EnjoyLNError`` whenever no ``out`` is written. The other keywords:
+    ``on_check`` the seconds that the check has taken and the seconds that it should take in all.
+    Raises ``EnjoyLNError`` whenever no ``out`` is written. The other keywords:
     """
     from enjoyln_cli.verification.verify import floating_dtype
 

@@ -41,8 +41,8 @@ def rotate(
     * ``untie``: a head that is tied to the embedding gets a copy of its own, if the config allows
       that. Without it the stream of a LayerNorm model cannot rotate if its head is tied.
     * ``values``: also rotate the values of each attention head.
-    * ``outputs``: the outputs that must stay unchanged, as names or patterns; by default those
-      that the class is used for.
+    * ``outputs``: the outputs that must stay unchanged, as names or patterns; by default
+      the outputs that the class is used for.
 
     Returns the plan, which says what was rotated. Raises ``NothingToFold`` if nothing can rotate,
     ``AlreadyFolded`` for a converted model, ``UnsupportedModel`` for a quantised model, a model

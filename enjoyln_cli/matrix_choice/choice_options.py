@@ -36,4 +36,4 @@ class ChoiceOptions:
 
 
 NO_CHOICE = ChoiceOptions()
-"""The matrices are those of the seed."""
+"""The seed alone chooses the matrices."""

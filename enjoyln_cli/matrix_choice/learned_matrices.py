@@ -1,10 +1,10 @@
 """Learn the orthogonal matrices of a rotation on the user's data, by simulated rounding.
 
-A matrix is ``C(A) Q``. ``Q`` is that of the seed. ``A`` is skew-symmetric, begins at zero and is
+A matrix is ``C(A) Q``. ``Q`` is the seed's matrix. ``A`` is skew-symmetric, begins at zero and is
 learned; its Cayley transform ``C(A) = (I - A)^-1 (I + A)`` is orthogonal. Where a LayerNorm is
 inside, the rows of ``A`` sum to zero: then ``A 1 = 0``, so ``C(A) 1 = 1``.
 
-The loss is how far the outputs of the rounded model are from those of the original: the KL
+The loss is how far the outputs of the rounded model are from the outputs of the original: the KL
 divergence of the logits, or the relative squared error of a model without logits. SpinQuant (Liu et
 al. 2024) learns matrices with a Cayley transform as well; here the gradient also passes through the
 scales of the rounding, and Adam takes the steps.
@@ -92,9 +92,9 @@ def learn_matrices(
     *,
     resume: bool = False,
 ) -> MatrixChoice:
-    """Learn matrices in ``steps`` steps on the calibration data, from those of the plan.
+    """Learn matrices in ``steps`` steps on the calibration data, starting at the plan's matrices.
 
-    They are chosen if they are better on that half than those of the plan. The file ``state`` is
+    They are chosen if they are better on that half than the plan's matrices. The file ``state`` is
     written meanwhile; with ``resume``, the run that wrote it is continued. Raises ``OutputError``
     if that run had other data or options.
     """

@@ -4,7 +4,7 @@ Decides which settings may differ:
 
 * the model's origin (``ORIGIN``) and the ``enjoyln`` entry;
 * settings that a fold changes: the sizes of widened MLPs, the flags of untied weights;
-* the dtype, if it is that of the stored weights;
+* the dtype, if the weights are stored in it;
 * the class names, if the plan is proven for these classes.
 
 All other settings can change the function (an epsilon, an activation), and 16-bit outputs may not

@@ -1,6 +1,6 @@
 """Run the original and the folded checkpoint, one model in memory at a time.
 
-``planned_runs`` lists what is run. ``measure`` loads each model that the list needs, runs it, and
+``planned_runs`` lists the runs. ``measure`` loads each model that the list needs, runs it, and
 frees it. ``sampling`` chooses the inputs, and ``pace`` decides how many of them fit into the time.
 
 If the compute dtype is float64, there is no more exact run to compare the original with. So its
@@ -129,7 +129,7 @@ class Results:
     distances: dict[str, list[Mapping[str, Distance]]] = field(default_factory=dict)
     """The distances from the exact outputs, for each batch."""
     outputs: dict[str, Outputs] = field(default_factory=dict)
-    """The exact outputs, and those in the compute dtype, of the original and the folded model."""
+    """The exact outputs, and the outputs of both models in the compute dtype."""
     text: list[Batch] = field(default_factory=list)
     scores: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Their perplexities, with the number of tokens."""
@@ -193,7 +193,7 @@ def _run_model(
 def _run(
     pair: CheckpointPair, run: Run, model: Any, results: Results, examples: Examples, pace: Pace
 ) -> None:
-    """Run ``model`` on all examples that fit into the time, and add what it returns."""
+    """Run ``model`` on all examples that fit into the time, and add its outputs."""
     if run.norm == "RMSNorm":
         if run.weights == "original":
             centre_parameters(model, pair.plan, allow_nonfinite=True)

@@ -1,4 +1,4 @@
-"""Are the stored tensors those of the original, edited as the plan says?
+"""Are the stored tensors the original's, edited as the plan says?
 
 Checks every tensor of both checkpoints. An unedited tensor must have the same bytes, or the same
 values in the new dtype. An edited tensor must be the result of its ``Edit`` in float64, rounded
@@ -119,7 +119,7 @@ def _centres(step: Step) -> bool:
 
 
 def _drift(tensor: torch.Tensor, centring: Edit) -> float:
-    """Root mean square of the means of all centred groups, divided by that of their elements."""
+    """Root mean square of the means of all centred groups, divided by the elements' own."""
     means: list[torch.Tensor] = []
     squares, count = 0.0, 0
     for bounds in divide(centring, tuple(tensor.shape), SLICE):

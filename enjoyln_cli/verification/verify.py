@@ -245,7 +245,7 @@ def _room_on_disk(beside: Path | None) -> Iterator[Path]:
 def original_of(
     result: OpenedModel, marker: Marker, opening: OpenOptions, against: str | Path | None = None
 ) -> OpenedModel:
-    """The model that ``result`` was made from: ``against``, or the one that ``marker`` names.
+    """The model that ``result`` was made from: ``against``, or the model that ``marker`` names.
 
     Without a revision in ``opening``, the latter is opened at the marker's. Raises
     ``ModelNotFound`` if it cannot be found, ``AlreadyFolded`` if it is converted itself, and
@@ -286,9 +286,9 @@ def floating_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def compute_dtype(checkpoint: Checkpoint, dtype: str | torch.dtype | None) -> torch.dtype:
-    """``dtype``, by default that of most stored floating bytes, or float32 if there are none.
+    """``dtype``, by default the dtype of most stored floating bytes, or float32 if there are none.
 
-    Raises ``UnsupportedModel`` for what is no floating dtype.
+    Raises ``UnsupportedModel`` if it is no floating dtype.
     """
     if dtype is not None:
         return floating_dtype(dtype)
