@@ -123,9 +123,9 @@ def analyze_config(
     """The plan for a transformers config, or for the checkpoint that it belongs to.
 
     The plan holds for every class that loads the checkpoint without missing weights, or only for
-    ``model_class`` if that is given. Its reference class is the one that the config names, or the
-    one that the stored tensors fill (see ``stored_class``). Without a checkpoint, the weights are
-    those that the config's own class saves.
+    ``model_class`` if that is given. Its reference class is the class that the config names, or
+    the class that the stored tensors fill (see ``stored_class``). Without a checkpoint, the weights
+    are the weights that the config's own class saves.
 
     ``example_calls`` are further calls of the first of these classes to prove, besides the calls
     that are derived from its config. ``outputs`` names the only output fields that must stay
@@ -198,7 +198,7 @@ def _analysis_of_classes(
 ) -> Analysis:
     """The plan for all classes that load a checkpoint; the first is the reference class.
 
-    The first class has to accept the ``more`` calls; other classes prove those they accept.
+    The first class has to accept the ``more`` calls; other classes prove calls that they accept.
     """
     if outputs:
         return _analysis_of_outputs(loading, model_type, outputs, options, more, apart)
@@ -299,7 +299,7 @@ def analyze_calls(
 ) -> Analysis:
     """The plan for any live module that holds in all of ``calls`` at once.
 
-    ``weights`` are the values of its weights by name; by default those that ``model`` has.
+    ``weights`` are the values of its weights by name; by default the values in ``model``.
 
     Raises ``TraceFailed`` if a call that is ``required`` cannot be traced, and ``EnjoyLNError`` if
     no call returns one of ``outputs``, or if ``options`` ask for untying.

@@ -87,7 +87,7 @@ def _widening(
 
 
 def next_multiple(size: int, multiple: int) -> int:
-    """The smallest multiple that has room for ``size`` units and those that subtract the mean."""
+    """The smallest multiple with room for ``size`` units and for units that subtract the mean."""
     return -(-(size + UNITS) // multiple) * multiple
 
 
@@ -134,7 +134,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """The integers of a config by name; those of nested configs have dotted names."""
+    """The integers of a config by name; integers of nested configs have dotted names."""
     values = config if isinstance(config, Mapping) else vars(config)
     for name, value in values.items():
         if type(value) is int:

@@ -135,7 +135,7 @@ def state_problem(family: TracedClasses, options: Options) -> Statement:
 
 
 def _norms_to_keep(patterns: Iterable[str], norms: Collection[str]) -> set[str]:
-    """Those ``norms`` that a pattern matches. Raises ``EnjoyLNError`` for one that matches none."""
+    """The ``norms`` that a pattern matches. Raises ``EnjoyLNError`` if a pattern matches none."""
     kept: set[str] = set()
     for pattern in patterns:
         matches = {norm for norm in norms if fnmatchcase(norm, pattern)}
@@ -149,14 +149,14 @@ def _norms_to_keep(patterns: Iterable[str], norms: Collection[str]) -> set[str]:
 def _required(
     traces: Iterable[Trace], model_class: str, outputs: tuple[str, ...]
 ) -> frozenset[str]:
-    """The fields that ``outputs`` name, and those that a later call may take (as a cache)."""
+    """The fields that ``outputs`` name, and the fields that a later call may take (as a cache)."""
     fields = frozenset(f for t in traces for names in t.returned.values() for f in names)
     require_named(outputs, fields, model_class)
     return match_names(outputs, fields).union(*(trace.fed_back for trace in traces))
 
 
 def _used(traces: Iterable[Trace], has_head: bool) -> frozenset[str] | None:
-    """The fields that a class is used for, and those that a later call may take.
+    """The fields that a class is used for, and the fields that a later call may take.
 
     ``None`` for all fields.
     """

@@ -44,7 +44,7 @@ WRAPPERS = {
     "_forward_module": "Lightning",
     "model": "a training script",
 }
-"""What adds a prefix to the names of all tensors that it saves, by prefix."""
+"""The programs that add a prefix to the names of all tensors that they save, by prefix."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class StoredTensors:
         return None if found is None or found.missing else found
 
     def filled(self, listed: Sequence[type]) -> list[Candidate]:
-        """The classes that load them without missing weights, those with most tensors first.
+        """The classes that load them without missing weights; a class that takes more comes first.
 
-        Of classes that take as many tensors, those that come first in ``listed`` come first.
+        Classes that take as many tensors are in the order of ``listed``.
         """
         found = [one for cls in listed if (one := self.loaded_by(cls))]
         return sorted(found, key=_count_taken, reverse=True)
@@ -153,7 +153,7 @@ def _require_no_prefix(
 
 
 def _how_to_rename(checkpoint: Checkpoint, prefix: str) -> str:
-    """What to do about a prefix, in Python."""
+    """How to remove a prefix, in Python."""
     load, save = (
         ("load_file(path)", "save_file(tensors, path, {'format': 'pt'})")
         if checkpoint.format == "safetensors"

@@ -56,7 +56,7 @@ class Conversion:
 
     @cached_property
     def _graph(self) -> tuple[list[Node], Sequence[Node]]:
-        """The graph's nodes of the sources, and those of the targets."""
+        """The graph's nodes of the sources, and the nodes of the targets."""
         with torch.no_grad():
             module = make_fx(self.run, pre_dispatch=True)(*_empty(self.sources.values()))
         nodes = list(module.graph.nodes)

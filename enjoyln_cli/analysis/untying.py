@@ -119,13 +119,13 @@ def _true_when_loaded(config: Any, names: Iterable[str], checkpoint: Checkpoint 
 
 
 def _flags_on(config: Any) -> list[str]:
-    """The dotted names of the entries ``FLAG`` that are true, of the config and those inside it."""
+    """The dotted names of the entries ``FLAG`` that are true, also in configs inside the config."""
     parts = classes.nested_configs(config)
     return [prefix + FLAG for prefix, part in parts if getattr(part, FLAG, None)]
 
 
 def _names(candidate: Candidate, model: Any) -> dict[str, str]:
-    """Map each parameter that the untied ``model`` holds to a stored one that it was tied to.
+    """Map each parameter that the untied ``model`` holds to a stored parameter that it was tied to.
 
     Raises ``UnsupportedModel`` if that one is stored in another layout.
     """

@@ -59,7 +59,7 @@ def raw_config(source: Source) -> dict[str, Any]:
 
 
 def _without_config(path: Path) -> str:
-    """What a directory without a config holds, and what to do about it."""
+    """The content of a directory without a config in words, with advice."""
     if description := foreign_format(_files_in(path)):
         return description
     missing = f"has no {CONFIG};"

@@ -92,7 +92,7 @@ def read_header(path: Path) -> tuple[bytes, int]:
 def tensors_in(file: str, header: bytes, size: int) -> tuple[list[StoredTensor], dict[str, str]]:
     """The tensors of a file in the order of their offsets, and its ``__metadata__``.
 
-    ``header`` and ``size`` (of the whole file, in bytes) are what ``read_header`` returns.
+    ``header`` and ``size`` (of the whole file, in bytes) come from ``read_header``.
     Raises ``BadCheckpoint`` if the header is inconsistent or does not match the size,
     ``UnsupportedModel`` for dtypes that only quantised checkpoints have.
     """

@@ -88,7 +88,7 @@ class Marker:
 
     version: Literal[1] = 1
     source: str
-    """What was converted: a Hub id, or an absolute path."""
+    """The original: a Hub id, or an absolute path."""
     revision: str | None
     model_class: str
     classes: Names

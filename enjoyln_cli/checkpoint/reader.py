@@ -1,7 +1,7 @@
 """Open a checkpoint by the headers of its weight files, and read single tensors from it.
 
-A tensor is always read from the place given in the checked header of its own file, never from what
-another file, such as the shard index, says.
+A tensor is always read from the place given in the checked header of its own file, never from
+a place that another file names, such as the shard index.
 """
 
 from __future__ import annotations

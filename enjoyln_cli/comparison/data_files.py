@@ -173,7 +173,7 @@ def require_readable(data: UserData) -> None:
     """Refuse images and recordings by their first bytes, before a model is loaded for them.
 
     Raises ``UnsupportedModel`` if no package that reads them is installed, or for a file that is
-    no image or recording. What torchcodec reads is left to torchcodec.
+    no image or recording. Files that torchcodec reads are left to torchcodec.
     """
     if data.images:
         _require_package("images", ("PIL",), "pillow")

@@ -37,7 +37,7 @@ FEWEST_BATCHES = 4
 
 @dataclass(frozen=True)
 class Runner:
-    """The original model in float64, and what is needed to generate inputs for it."""
+    """The original model in float64, and everything that making inputs for it needs."""
 
     model: Any
     folder: Path
@@ -161,7 +161,7 @@ def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
 
 
 def _masked_patches(model: Any, batch: Batch, seed: int) -> list[Batch]:
-    """``batch`` with masked patches; empty if ``forward`` takes no mask, or refuses this one."""
+    """``batch`` with masked patches; empty if ``forward`` takes no mask, or refuses this mask."""
     masked = inputs.with_masked_patches(model, batch, seed)
     try:
         return [masked] if masked and run(model, [inputs.first_rows(masked, 1)]) else []
@@ -172,7 +172,7 @@ def _masked_patches(model: Any, batch: Batch, seed: int) -> list[Batch]:
 def _rows(outputs: dict[str, torch.Tensor]) -> tuple[int, int]:
     """The rows for a ratio that hardly depends on the seed, and the most that memory allows.
 
-    ``outputs`` are those of a small run, which give the number of entries per row.
+    ``outputs`` are the outputs of a small run, which give the number of entries per row.
     """
     sizes = [value.numel() // max(len(value), 1) for value in outputs.values()]
     fewest = math.ceil(ENTRIES / max(min(sizes, default=1), 1))

@@ -58,7 +58,7 @@ def with_predicted_tokens(
 ) -> tuple[Batch, torch.Tensor]:
     """The batch as a head of this ``kind`` sees it, and the token that each logit predicts.
 
-    The tokens are int64, shaped as ``input_ids``; ``NOT_PREDICTED`` marks those without a score.
+    The tokens are int64, shaped as ``input_ids``; ``NOT_PREDICTED`` marks tokens without a score.
     """
     ids = batch["input_ids"]
     if kind == "causal":

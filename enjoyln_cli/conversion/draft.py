@@ -47,7 +47,7 @@ FC, TABLE, HEAD = "fc.weight", "embed_tokens.weight", "lm_head.weight"
 LAYERS = ("midlayer", "layers.0")
 """Names of the first layer: of the authors of EAGLE, and of vLLM's speculators."""
 WITHIN = ("midlayer.", "layers.", "norm.", HEAD, "d2t", "t2d")
-"""What tensors of the draft itself begin with."""
+"""How the names of the draft's own tensors begin."""
 RMS_NORM = ("llama", "mistral", "qwen2", "qwen3")
 """Model types of drafts whose norms multiply by their weight, as Llama's RMSNorm does."""
 _TRAIN = "train the draft on the result"
@@ -190,7 +190,7 @@ def _reads_of_hidden_states(checkpoint: Checkpoint, stream: RotationGroup) -> li
 def _is_table_of_target(
     tensors: dict[str, torch.Tensor], original: OpenedModel, table: str
 ) -> bool:
-    """Whether the draft reads the target's embeddings: it has no table, or a copy of this one."""
+    """Whether the draft reads the target's embeddings: it has no table, or a copy of this table."""
     if TABLE not in tensors:
         return True
     values, copy = read_tensor(original.checkpoint, table), tensors[TABLE]

@@ -1,4 +1,4 @@
-"""From a model to a verified checkpoint: the order of the steps, and what stops it.
+"""From a model to a verified checkpoint: the order of the steps, and when it stops.
 
 Open the model, refuse a checkpoint that is folded already, analyse, compare with the user's recipe,
 write the weights, verify, and write the card. Only then the output appears. The proof decides: a

@@ -125,7 +125,7 @@ def analyze(
 
 
 def _opened(model: str, opening: OpenOptions) -> tuple[PretrainedConfig, Checkpoint | None]:
-    """The configuration of ``model``, and of a local directory what the headers of its files list.
+    """The configuration of ``model``, and of a local directory the tensors in its files' headers.
 
     There is no checkpoint on the Hub, and for a directory whose weights are not there or cannot be
     read.
@@ -198,7 +198,7 @@ def mappings_text(
     fusing = Options(fold=False, rotate=True, merge="affine", untie=True)
     try:
         inspection = inspect(name, opening, replace(folding, options=fusing), is_type=is_type)
-    except UnsupportedModel:  # what is tied stays tied
+    except UnsupportedModel:  # tied weights stay tied
         fusing = replace(fusing, untie=False)
         inspection = inspect(name, opening, replace(folding, options=fusing), is_type=is_type)
     plan = inspection.analysis.plan

@@ -1,4 +1,4 @@
-"""Edit what was trained beside a model as the model was edited for a result (``--like``)."""
+"""Edit adapters, prompts and drafts as their model was edited for a result (``--like``)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def edit_like(
     """Write ``model`` to ``out``, edited as its base model was for the result ``like``.
 
     ``model`` is the directory of a LoRA adapter or of a trained prompt, or an EAGLE-3 draft model
-    in a directory or on the Hub. Reads the plan of ``like``, and from the original what the edits
-    take from its weights. The new directory appears whole or not at all.
+    in a directory or on the Hub. Reads the plan of ``like``, and from the original the weights that
+    the edits need. The new directory appears whole or not at all.
 
     Raises as ``edit_adapter`` and ``edit_draft`` do, ``BadCheckpoint`` if ``like`` was not
     converted, ``ModelNotFound`` if the original cannot be found, and ``OutputError`` if ``out``

@@ -20,9 +20,9 @@ def fold_json(
     writing: WriteOptions,
     warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What ``enjoyln fold --json`` prints: the report, what was written, what was verified.
+    """What ``enjoyln fold --json`` prints: the report, the files written, the verification.
 
-    Without a ``result`` it is a dry run, and ``bytes_written`` is what would be written.
+    Without a ``result`` it is a dry run, and ``bytes_written`` is how many would be written.
     ``resumed`` is the number of weight files that an earlier run had finished.
     """
     entries = report.to_json() | {"dry_run": result is None, "warnings": list(warnings)}

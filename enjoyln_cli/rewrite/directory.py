@@ -55,7 +55,7 @@ _DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class FoldResult:
-    """The result of a fold, and what its check returned."""
+    """The result of a fold, and the result of its check."""
 
     out: Path
     plan: Plan
@@ -147,7 +147,7 @@ def _journal(
     recipe_text: str,
     options: WriteOptions,
 ) -> Journal:
-    """The journal of finished files, with those of an earlier run that had the same inputs."""
+    """The journal of finished files, also of an earlier run that had the same inputs."""
     chosen = {"dtype": str(options.dtype), "--max-shard-size": str(options.max_shard_size)}
     chosen["recipe"] = digest_of_data(recipe_text)
     chosen["--allow-nonfinite"] = str(options.allow_nonfinite)

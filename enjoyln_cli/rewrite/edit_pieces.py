@@ -61,9 +61,9 @@ def _passes(edit: Edit) -> list[Edit]:
 def _cut(shape: tuple[int, ...], edit: Edit) -> tuple[int, int]:
     """The dimension along which ``edit`` applies to small pieces of a tensor, and their length.
 
-    It is the first dimension that allows pieces of ``PIECE`` elements, or else the one that allows
-    the smallest. A dimension that the edit mixes is cut between groups, if all have the same size
-    and begin at its multiples; otherwise it stays whole.
+    It is the first dimension that allows pieces of ``PIECE`` elements, or else the dimension that
+    allows the smallest. A dimension that the edit mixes is cut between groups, if all have the same
+    size and begin at its multiples; otherwise it stays whole.
     """
     units = [1] * len(shape)
     for dim, unit in (pair for step in edit.steps for pair in step.unit(shape).items()):

@@ -70,8 +70,8 @@ def _why_not(tensor: torch.Tensor, read_on_demand: bool) -> str:
 def _edits_of_all(model: nn.Module, edits: Mapping[str, object]) -> dict[str, object]:
     """``edits`` with all names of each edited weight.
 
-    Other names of a weight are those that the class ties to it, and those of a module that is
-    registered several times.
+    Other names of a weight are the names that the class ties to it, and the names in a module that
+    is registered several times.
     """
     tied, first = getattr(model, "all_tied_weights_keys", {}), first_names(model)
     groups = {tied.get(name, name): edit for name, edit in edits.items()}

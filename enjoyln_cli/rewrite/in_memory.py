@@ -1,7 +1,7 @@
 """Carry out a plan on a model in memory.
 
 The edits are the same as for files. Offloaded weights are edited when they are
-read. A model that is not the one that was analysed is not changed.
+read. Only the model that was analysed is changed; any other is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = F
 
     Parameters that the plan unties get their own copies first. A parameter with several names is
     edited once, and so are parameters that are the same elements of the same memory.
-    ``allow_nonfinite`` accepts NaN and Inf in what is edited, which spread over the group that is
+    ``allow_nonfinite`` accepts NaN and Inf in edited weights; they spread over the group that is
     edited, and results beyond the range of the dtype.
 
     Raises ``BadCheckpoint`` if ``model`` lacks a parameter, holds it in another shape, or if an
@@ -107,7 +107,7 @@ def _require_finite(
 def require_fit(model: nn.Module, plan: Plan) -> Mapping[str, Edit]:
     """The edits of ``plan`` by parameter.
 
-    Raises ``BadCheckpoint`` if ``model`` is not the one that ``plan`` was made for.
+    Raises ``BadCheckpoint`` if ``plan`` was made for another model than ``model``.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in values_of(model).items()}
     try:

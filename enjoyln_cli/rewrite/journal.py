@@ -5,7 +5,7 @@
 
 A shard is noted only after it was synced to the disk. It counts as finished if it still has the
 noted size and time and begins with its header. Nothing is taken over from a run with other inputs
-or options. Weight files of the source are recognised by size and time, those of the Hub by their
+or options. Weight files of the source are recognised by size and time, files of the Hub by their
 commit, and its other files by their digests.
 """
 
@@ -39,7 +39,7 @@ class Journal:
 
 
 def resume_shards(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[str]:
-    """The names of those ``shards`` that are finished in ``into``; other files are removed.
+    """The names of the ``shards`` that are finished in ``into``; other files are removed.
 
     Raises ``OutputError`` if an earlier run with other inputs has finished some shards, unless
     ``journal.force`` allows to discard them.

@@ -41,7 +41,7 @@ def check_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
 
 
 def why_nothing_changes(plan: Plan, model: str, ways: Sequence[str] = ()) -> str:
-    """The message that ``plan`` changes nothing of ``model``, with the reasons and what to try.
+    """The message that ``plan`` changes nothing of ``model``, with reasons and options to try.
 
     ``ways`` are suggestions such as ``--widen-mlp would convert 3 of 5``.
     """

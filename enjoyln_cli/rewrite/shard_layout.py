@@ -25,7 +25,7 @@ from enjoyln_cli.errors import OutputError
 class Slot:
     """One tensor to write, and the stored tensor that it is made from.
 
-    Name, dtype and shape may differ from those of the stored tensor. ``offset`` is the absolute
+    Name, dtype and shape may differ from the stored tensor's. ``offset`` is the absolute
     offset in the new file, in bytes.
     """
 
@@ -42,7 +42,7 @@ class Slot:
 
     @property
     def stays(self) -> bool:
-        """Whether the stored tensor's header entry is valid for this one."""
+        """Whether the stored tensor's header entry is valid for this tensor."""
         stored = self.stored
         return (self.name, self.dtype, self.shape) == (stored.name, stored.dtype, stored.shape)
 

@@ -44,7 +44,7 @@ _NO_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPE
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A part of a new tensor: how many bytes it has, and what writes them."""
+    """A part of a new tensor: how many bytes it has, and the function that writes them."""
 
     nbytes: int
     write: Callable[[], None]
@@ -56,7 +56,7 @@ class TensorFiles:
 
     slot: Slot
     source: int | Callable[[], torch.Tensor]
-    """Descriptor of an open safetensors file, or what returns the tensor of a pickled one."""
+    """Descriptor of an open safetensors file, or the function that returns a pickled tensor."""
     target: int
     """Descriptor of the new file, which has its full size already."""
 
@@ -80,9 +80,9 @@ def parts_of(
 ) -> Iterator[TensorPart]:
     """The parts that write a tensor after ``edit``.
 
-    ``load`` returns the edit with what it takes from other tensors. With ``allow_nonfinite``, NaN
-    and Inf spread over their group, as the LayerNorm after it would spread them. Elements that the
-    edit leaves alone are not checked.
+    ``load`` returns the edit with the values that it takes from other tensors. With
+    ``allow_nonfinite``, NaN and Inf spread over their group, as the LayerNorm after it would spread
+    them. Elements that the edit leaves alone are not checked.
 
     Writing a part raises ``BadCheckpoint`` if edited elements are NaN or Inf (without
     ``allow_nonfinite``), if values are out of the range of the new dtype, and if the file ends

@@ -105,8 +105,8 @@ def _write_tensors(
     """Write the files of ``shards`` from the tensors of ``checkpoint``, and sync them to the disk.
 
     ``parts_for`` gives the parts of a tensor, which threads may write in any order. ``finish`` is
-    called with each file when it is on the disk. Raises what the parts raise, and ``OutputError``
-    if the disk has too little space.
+    called with each file when it is on the disk. Raises the errors of the parts, and
+    ``OutputError`` if the disk has too little space.
     """
     give_back()
     _check_space(shards, into)
@@ -226,7 +226,7 @@ def _write_file(path: Path, content: bytes) -> None:
 
 
 def _loaded_edit(checkpoint: Checkpoint, allow_nonfinite: bool, edit: Edit) -> Edit:
-    """``edit`` with what it takes from other tensors.
+    """``edit`` with the values that it takes from other tensors.
 
     Raises ``BadCheckpoint`` that names the tensor if that is NaN or Inf, unless they are allowed.
     """

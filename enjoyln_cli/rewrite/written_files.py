@@ -138,7 +138,7 @@ def _record_text(
 
 
 def _damage(path: Path, record: Mapping[str, Any]) -> str:
-    """What is wrong with the record at ``path``; empty if it is as it was written."""
+    """The fault of the record at ``path``; empty if it is as it was written."""
     if not path.is_file():
         return "is missing"
     rest = {key: value for key, value in record.items() if key != _DIGEST}
