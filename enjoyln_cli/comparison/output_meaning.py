@@ -70,6 +70,9 @@ NAMES = (
 )
 """Patterns of names, and what an output is whose name matches; the first that matches counts."""
 
+PAIRS, ADDED_TO_PAIRS = "logits_*", "logit_bias"
+"""The names of logits of pairs, as of pictures and texts, and of a parameter added to them all."""
+
 Named = Mapping[str, torch.Tensor]
 """The inputs or outputs of one batch, by name."""
 Sums = dict[str, tuple[float, int]]
@@ -81,12 +84,17 @@ def results(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in names if not _INSIDE.fullmatch(name)) or tuple(names)
 
 
-def meanings(config: Any, outputs: Named, batch: Named) -> dict[str, Meaning]:
-    """What each of the ``outputs`` of a model with this ``config`` means.
+def meanings(model: Any, outputs: Named, batch: Named) -> dict[str, Meaning]:
+    """What each of the ``outputs`` of a ``model`` means.
 
-    ``batch`` are the inputs that the outputs were computed from.
+    ``batch`` are the inputs that the outputs were computed from. A number that is added to all
+    logits of pairs changes no softmax: a model that has learnt one asks of each pair by itself
+    whether it fits (SigLIP).
     """
-    return {name: _meaning(config, name, outputs, batch) for name in outputs}
+    found = {name: _meaning(model.config, name, outputs, batch) for name in outputs}
+    if any(name.endswith(ADDED_TO_PAIRS) for name, _ in model.named_parameters()):
+        found |= {name: Meaning(Kind.EACH) for name in outputs if fnmatchcase(name, PAIRS)}
+    return found
 
 
 def _meaning(config: Any, name: str, outputs: Named, batch: Named) -> Meaning:

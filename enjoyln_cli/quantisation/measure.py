@@ -245,9 +245,7 @@ def exact_outputs(
                 f"the original in float32 returns NaN in {', '.join(wrong)} for {example.name}; "
                 "leave it out"
             )
-    return ExactOutputs(
-        meanings(model.config, outputs[0], examples[0].batch), examples, outputs, embed
-    )
+    return ExactOutputs(meanings(model, outputs[0], examples[0].batch), examples, outputs, embed)
 
 
 def with_embedding(outputs: Outputs, batch: Batch, embed: Embed | None) -> Outputs:

@@ -76,6 +76,21 @@ REGRESSION = {**CLASSES, "problem_type": "regression"}
 PIXELS = {"pixel_values": (1, 3, 64, 64)}
 SQUARE = {"pixel_values": (1, 3, 32, 32), "input_ids": (1, 9)}
 
+PAIR = {
+    "text_config": {**TEXT, "projection_size": 24},
+    "vision_config": {**BACKBONE, "image_size": 32},
+}  # fmt: skip
+TEXTS = {"pixel_values": (2, 3, 32, 32), "input_ids": (2, 9)}
+LOGITS_OF_PAIRS = ("logits_per_image", "logits_per_text")
+EMBEDS = {name: Meaning(Kind.EMBEDDING) for name in ("text_embeds", "image_embeds")}
+UPERNET = {
+    "backbone_config": transformers.ConvNextConfig(
+        hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1],
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    ),
+    "hidden_size": 16, "auxiliary_in_channels": 24, "auxiliary_channels": 8, "num_labels": 5,
+}  # fmt: skip
+
 CASES: list[tuple[str, dict[str, Any], dict[str, tuple[int, ...]], dict[str, Meaning]]] = [
     ("YolosForObjectDetection", YOLOS, PICTURE,
      {"logits": Meaning(ONE_OF), "pred_boxes": Meaning(Kind.BOXES)}),
@@ -90,6 +105,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, tuple[int, ...]], dict[str, Mea
     ("CLIPSegForImageSegmentation", CLIPSEG, SQUARE,
      {"logits": Meaning(EACH), "conditional_embeddings": Meaning(Kind.EMBEDDING),
       "pooled_output": Meaning(VALUES)}),
+    ("SiglipModel", PAIR, TEXTS, {name: Meaning(EACH) for name in LOGITS_OF_PAIRS} | EMBEDS),
+    ("CLIPModel", {**PAIR, "projection_dim": 12}, TEXTS,
+     {name: Meaning(ONE_OF) for name in LOGITS_OF_PAIRS} | EMBEDS),
+    ("UperNetForSemanticSegmentation", UPERNET, PIXELS, {"logits": Meaning(ONE_OF, 1)}),
     ("ViTForImageClassification", {**BACKBONE, **MANY}, PICTURE, {"logits": Meaning(EACH)}),
     ("ViTForImageClassification", {**BACKBONE, **CLASSES}, PICTURE, {"logits": Meaning(ONE_OF)}),
     ("BertForSequenceClassification", {**TEXT, **MANY}, WORDS, {"logits": Meaning(EACH)}),
@@ -104,7 +123,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, tuple[int, ...]], dict[str, Mea
 
 
 def computed(name: str, settings: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Any:
-    """The config of a small class, its inputs, and its outputs for them."""
+    """A small class, its inputs, and its outputs for them."""
     torch.manual_seed(0)
     cls: Any = getattr(transformers, name)
     model = shaken(cls(cls.config_class(**settings)), 0.1)
@@ -112,7 +131,7 @@ def computed(name: str, settings: dict[str, Any], shapes: dict[str, tuple[int, .
         name: torch.randint(3, 30, shape) if "ids" in name else torch.randn(shape)
         for name, shape in shapes.items()
     }
-    return model.config, batch, run(model, [batch])[0]
+    return model, batch, run(model, [batch])[0]
 
 
 @pytest.mark.parametrize(("name", "settings", "shapes", "expected"), CASES)
@@ -122,9 +141,9 @@ def test_what_the_outputs_of_a_class_mean(
     shapes: dict[str, tuple[int, ...]],
     expected: dict[str, Meaning],
 ) -> None:
-    config, batch, outputs = computed(name, settings, shapes)
+    model, batch, outputs = computed(name, settings, shapes)
     read = results(list(outputs))
-    assert meanings(config, {name: outputs[name] for name in read}, batch) == expected
+    assert meanings(model, {name: outputs[name] for name in read}, batch) == expected
 
 
 @pytest.mark.parametrize(
