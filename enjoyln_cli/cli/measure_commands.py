@@ -214,4 +214,5 @@ def quantize(
         loader = f"transformers.{name}.from_pretrained"
         if form == ONNX:
             loader = "enjoyln_cli.load_onnx"
-        say(f'next: {loader}("{out}") loads it')
+        trust = ", trust_remote_code=True" if opening.trust_remote_code else ""
+        say(f'next: {loader}("{out}"{trust}) loads it')

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from enjoyln_cli.checkpoint.file_roles import CONFIG
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, VERIFY_FILE
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.fs.whole_file import read_object
@@ -75,11 +76,12 @@ def state(out: Path, place: str, complaint: str = "") -> Values:
     library, loader = "transformers", str(name)
     if form == "openvino":
         library, loader = "transformers.exporters", "ExportedModel"
-    load = f'from {library} import {loader}\n\nmodel = {loader}.from_pretrained("{place}")'
+    trust = ", trust_remote_code=True" if read_object(out / CONFIG).get("auto_map") else ""
+    load = f'from {library} import {loader}\n\nmodel = {loader}.from_pretrained("{place}"{trust})'
     if form == "onnx":
         download = "from huggingface_hub import snapshot_download\n\n" if "/" in place else ""
         where = f'snapshot_download("{place}")' if download else f'"{place}"'
-        load = f"import enjoyln_cli\n{download}\nmodel = enjoyln_cli.load_onnx({where})"
+        load = f"import enjoyln_cli\n{download}\nmodel = enjoyln_cli.load_onnx({where}{trust})"
     return {
         "complaint": complaint,
         "rows": rows(record),

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from enjoyln_cli.checkpoint.config import load_config
+from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
 from enjoyln_cli.models.classes import classes_for
 from enjoyln_cli.models.load import silent
@@ -41,23 +43,29 @@ from enjoyln_cli.plan.cache_argument import CACHE, cache_argument
 Programs = Mapping[str, LoadedProgram]
 
 
-def load_onnx(folder: str | Path, precision: str | None = None, *, threads: int = 0) -> Any:
+def load_onnx(
+    folder: str | Path,
+    precision: str | None = None,
+    *,
+    threads: int = 0,
+    trust_remote_code: bool = False,
+) -> Any:
     """The model that ``enjoyln export`` or ``quantize`` has written to ``folder``, on the CPU.
 
     It is used like the original: called, in ``pipeline``, and with ``generate`` if it generates.
     ``precision`` is what the names of its files in ``folder/onnx`` end with (``quantized``, ``q4``,
     ``fp16``, and nothing for float32), by default that of the only files there. 0 leaves the number
-    of ``threads`` to onnxruntime.
+    of ``threads`` to onnxruntime. ``trust_remote_code`` runs the code that comes with ``folder``.
 
     Raises ``ModelNotFound`` if there are no such files, and ``UnsupportedModel`` if there are
-    several and ``precision`` is not given.
+    several and ``precision`` is not given, or if the model needs code that is not trusted.
     """
     import transformers
 
     folder = Path(folder)
     suffix = _suffix(folder, precision)
     programs = load_programs(folder, suffix, threads=threads)
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = load_config(Source(str(folder), folder, None), trust_remote_code)
     kind: Any = classes_for(config)[0]
     with torch.device("meta"), silent():
         model = kind._from_config(config)

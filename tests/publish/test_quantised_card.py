@@ -62,3 +62,5 @@ def test_the_hub_filters_by_format(
     (tmp_path / "enjoyln_quantisation.json").write_text(json.dumps(RECORD | {"format": form}))
     assert tags(tmp_path) == wanted
     assert f'{loader}("me/\\"x")' in state(tmp_path, 'me/"x')["load"]
+    (tmp_path / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "own.Own"}}))
+    assert ", trust_remote_code=True)" in state(tmp_path, 'me/"x')["load"]

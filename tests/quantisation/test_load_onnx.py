@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from custom_code import custom_checkpoint
 from live_models import CHECKPOINTS, shaken
 from tiny_models import BERT, VIT, WHISPER
 from transformers import (
@@ -132,3 +133,33 @@ def test_models_that_do_not_generate(tmp_path: Path) -> None:
         exact = classifier(pixels).logits
     found = written(classifier, tmp_path / "vit")(pixel_values=pixels).logits
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+
+
+OWN = """
+from transformers import GPT2Config, GPT2LMHeadModel
+
+class OwnConfig(GPT2Config):
+    model_type = "own"
+
+    def __init__(self, **given):
+        sizes = dict(n_layer=1, n_head=2, n_embd=8, vocab_size=37, n_positions=31)
+        super().__init__(**sizes | dict(bos_token_id=1, eos_token_id=2) | given)
+
+class OwnModel(GPT2LMHeadModel):
+    config_class = OwnConfig
+"""
+
+
+def test_code_that_comes_with_a_result_has_to_be_trusted(tmp_path: Path) -> None:
+    folder = custom_checkpoint(tmp_path / "own", OWN, fill=lambda model: shaken(model.float()))
+    original = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    save(programs_of(original, torch.float32), folder)
+    with pytest.raises(UnsupportedModel, match="review it, then pass --trust-remote-code"):
+        enjoyln_cli.load_onnx(folder)
+    loaded = enjoyln_cli.load_onnx(folder, trust_remote_code=True)
+    ids = torch.tensor([[5, 6, 7, 8], [9, 3, 4, 1]])
+    with torch.no_grad():
+        exact = original(ids).logits
+    torch.testing.assert_close(loaded(ids).logits, exact, rtol=1e-4, atol=1e-4)
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(loaded.generate(ids, **settings), original.generate(ids, **settings))
