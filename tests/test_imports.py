@@ -38,6 +38,7 @@ FOLDERS = (
     "rewrite",
     "runtime",
     "comparison",
+    "scaling",
     "verification",
     "report",
     "publish",

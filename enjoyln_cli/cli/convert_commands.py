@@ -23,6 +23,7 @@ from enjoyln_cli.cli.early_checks import (
     require_folded,
     require_model,
     require_new_folder,
+    require_one_source,
     require_plan_options,
     with_origin,
 )
@@ -259,12 +260,25 @@ def _choose(
     metavar="N",
     help="Version of the operators, 18 to 23; below 23 with LayerNormalization.",
 )
+@option(
+    "--fp16-safe",
+    is_flag=True,
+    help="Scale what norms read so that float16 does not overflow; needs calibration data.",
+)
+@options_of(DataFiles, "data", without=("samples",))
 @option("--force", is_flag=True, help="Replace DIR if it exists.")
 @quiet_option
 @json_option
 @options_of(OpenOptions, "opening")
 def export(
-    out: Path, folder: Path, quiet: bool, as_json: bool, opening: OpenOptions, **options: Any
+    out: Path,
+    folder: Path,
+    fp16_safe: bool,
+    data: DataFiles,
+    quiet: bool,
+    as_json: bool,
+    opening: OpenOptions,
+    **options: Any,
 ) -> None:
     """Write the converted checkpoint OUT as ONNX for transformers.js and optimum, and verify it.
 
@@ -275,6 +289,10 @@ def export(
     if not options["verify"] and (options["against"] or options["max_ratio"]):
         option = "--against" if options["against"] else "--max-ratio"
         raise click.UsageError(f"{option} needs the check; drop --no-verify.")
+    require_one_source(data, is_needed=fp16_safe)
+    if data.sources and not fp16_safe:
+        raise click.UsageError(f"{data.sources[0]} needs --fp16-safe.")
+    own = read_data(data) if fp16_safe else None
     from enjoyln_cli.cli.progress import watch_job
     from enjoyln_cli.onnx_export.requirements import require_export
 
@@ -286,7 +304,9 @@ def export(
         from enjoyln_cli import export as write_onnx
         from enjoyln_cli.cli.console import write_export, write_json  # takes seconds
 
-        exported = write_onnx(out, folder, on_event=watch.event, **options, **vars(opening))
+        exported = write_onnx(
+            out, folder, fp16_data=own, on_event=watch.event, **options, **vars(opening)
+        )
     if as_json:
         write_json(exported.to_json())
     elif not quiet:

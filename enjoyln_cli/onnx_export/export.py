@@ -23,6 +23,7 @@ from enjoyln_cli.checkpoint.file_roles import CONFIG
 from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.checkpoint.reader import other_files, pipeline_files
 from enjoyln_cli.checkpoint.result_files import REPORTS
+from enjoyln_cli.comparison.data_files import UserData, require_data
 from enjoyln_cli.errors import EnjoyLNError, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import staged_output
@@ -48,6 +49,8 @@ from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.runtime.loading import optimize
 from enjoyln_cli.runtime.modules import Folded
+from enjoyln_cli.scaling.float16 import edits_for
+from enjoyln_cli.scaling.live_scaling import scale_stream
 from enjoyln_cli.text import dtype_name, first_line
 
 SUFFIXES = {torch.float32: "", torch.float16: "_fp16"}
@@ -90,6 +93,8 @@ class Exported:
     0 for a model that was folded with ``--merge``: what is left there cannot be fused."""
     checks: tuple[RuntimeCheck, ...]
     """One for each runtime that ran the programs; empty without ``verify``."""
+    overflowing: tuple[str, ...]
+    """With ``fp16_safe``: the norms that would overflow in float16, which are scaled."""
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
@@ -114,6 +119,7 @@ def export(
     token: str | None = None,
     cache_dir: str | Path | None = None,
     trust_remote_code: bool = False,
+    fp16_data: UserData | None = None,
     on_event: Event | None = None,
 ) -> Exported:
     """Write the converted checkpoint ``out`` (a directory or a Hub id) as ONNX to ``folder``.
@@ -137,6 +143,9 @@ def export(
     * ``against``: the original; by default the one that the marker of ``out`` names.
     * ``force``: replace ``folder`` if it exists.
     * ``revision``: the branch, tag or commit of ``out`` on the Hub.
+    * ``fp16_data``: calibration data. The norms whose squares or sums overflow in float16 on these
+      data read their input at a smaller scale, a power of two (see ``scaling.float16``), so that
+      engines that take norms apart compute them right.
     * ``on_event`` receives stages and warnings.
 
     Raises ``UnsupportedModel`` if a library is missing, for another dtype, and if the model cannot
@@ -161,9 +170,19 @@ def export(
     source, marker, kind = converted.folded.source, converted.marker, converted.dtype
     event("stage", f"exporting {converted.model_class} in {dtype_name(kind)}")
     model = converted.load(converted.folded, kind)
+    edits = None
+    if fp16_data is not None:
+        event("stage", "looking for norms that overflow in float16")
+        require_data(fp16_data)
+        wide = converted.load(converted.folded, torch.float32)
+        edits = edits_for(converted.folded, wide, fp16_data)
+        for stream, shift in edits.streams:
+            scale_stream(model, stream, shift)
     if opset is None or opset >= OPSET:
         optimize(model)
-    programs = programs_of(model, kind, outputs=marker.outputs, opset=opset)
+    programs = programs_of(
+        model, kind, outputs=marker.outputs, opset=opset, shifts=edits.norms if edits else None
+    )
     result = Exported(
         folder=str(folder),
         files=(),
@@ -176,6 +195,7 @@ def export(
         centrings=len(marker.centering),
         biased=0 if tried_to_fuse(source.path) else _count_biased(model),
         checks=(),
+        overflowing=edits.overflowing if edits else (),
         seconds=0.0,
     )
     with staged_output(folder, source=source.root, force=force) as staged:

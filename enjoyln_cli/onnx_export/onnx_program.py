@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ OPSET = 23
 """The first one with ``RMSNormalization``."""
 OPSET_OF_LAYER_NORMS = 20
 """The opset of a model without ``RMSNormalization``: the last one that every quantiser accepts."""
-RMS_NORM = "RMSNormalization"
+RMS_NORM, LAYER_NORM = "RMSNormalization", "LayerNormalization"
 PARAMETER = "model."
 """What the name of a parameter begins with, as an input of a traced program."""
 _SCOPES = "pkg.torch.onnx.name_scopes"
@@ -174,6 +174,37 @@ def require_rms_norms(graph: Any, model: nn.Module, norms: set[str]) -> None:
         raise UnsupportedModel(
             f"{missing[0]} of {type(model).__name__} would be exported as LayerNorm"
             + (f": {trouble}" if trouble else "")
+        )
+
+
+def scale_norms(graphs: Iterable[Any], shifts: Mapping[str, int]) -> None:
+    """Multiply the input of each norm in ``shifts`` by ``2^-k``, and its eps by ``4^-k``.
+
+    This changes no result: ``LN(x; eps) = LN(2^-k x; 4^-k eps)``.
+    ``graphs`` are ``onnx_ir.Graph``s; ``shifts`` has ``k`` by the norm's path. Raises
+    ``UnsupportedModel`` if a norm is no node of its own.
+    """
+    import onnx_ir
+
+    found = set()
+    for node in (node for graph in graphs for node in list(graph.all_nodes())):
+        norm = module_of(node).removeprefix(PARAMETER)
+        if node.op_type not in (LAYER_NORM, RMS_NORM) or norm not in shifts:
+            continue
+        x, shift = node.inputs[0], shifts[norm]
+        factor = onnx_ir.tensor(2.0**-shift, dtype=x.dtype)
+        number = onnx_ir.node("Constant", [], {"value": factor})
+        scaled = onnx_ir.node("Mul", [x, number.outputs[0]])
+        scaled.outputs[0].dtype, scaled.outputs[0].shape = x.dtype, x.shape
+        node.graph.insert_before(node, [number, scaled])
+        node.replace_input_with(0, scaled.outputs[0])
+        eps = node.attributes["epsilon"].as_float() * 4.0**-shift
+        node.attributes["epsilon"] = onnx_ir.AttrFloat32("epsilon", eps)
+        found.add(norm)
+    if missing := sorted(shifts.keys() - found):
+        raise UnsupportedModel(
+            f"{missing[0]} overflows in float16, its stream cannot be scaled in the weights, and "
+            "it is not one node of the program that could get a multiplication"
         )
 
 

@@ -32,6 +32,7 @@ from enjoyln_cli.onnx_export.onnx_program import (
     PARAMETER,
     is_parameter,
     require_rms_norms,
+    scale_norms,
     traced_program,
 )
 from enjoyln_cli.runtime.call_guards import input_means
@@ -67,14 +68,20 @@ class Programs:
 
 
 def programs_of(
-    model: Any, dtype: torch.dtype, *, outputs: Sequence[str] = (), opset: int | None = None
+    model: Any,
+    dtype: torch.dtype,
+    *,
+    outputs: Sequence[str] = (),
+    opset: int | None = None,
+    shifts: Mapping[str, int] | None = None,
 ) -> Programs:
     """Trace ``model``, which is in ``dtype`` and in eval mode, and fill the programs with it.
 
     A model that generates gets its cache. Any other model is one program with the ``outputs`` that
     it returns: names or patterns, by default all. ``opset`` is by default 23 for a model with
     folded norms, each of which becomes one ``RMSNormalization``, and otherwise 20, which every
-    quantiser accepts. Attention is computed by its products from now on.
+    quantiser accepts. ``shifts`` are norms whose input is multiplied by ``2^-k`` (see
+    ``scale_norms``). Attention is computed by its products from now on.
 
     Raises ``UnsupportedModel`` if the model cannot be exported, if it generates without a cache of
     keys and values, if a program would take only inputs of the traced sizes, or if a folded norm
@@ -89,6 +96,8 @@ def programs_of(
         bare = {name: traced_program(call, opset, weights) for name, call in calls.items()}
     for name, program in bare.items():
         require_rms_norms(program.graph, model, norms[name])
+    if shifts:
+        scale_norms([program.graph for program in bare.values()], shifts)
     return with_weights(Programs({}, bare), model)
 
 

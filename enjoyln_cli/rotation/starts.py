@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.fx import Node
@@ -16,21 +16,25 @@ from enjoyln_cli.rotation.feature_sums import RMS_NORMS, is_square, is_sum_of_sq
 
 def starting_values(flow: Flow, values: bool) -> Iterator[tuple[Value, bool]]:
     """The inputs of all norms, then the values of all attentions."""
-    attention: list[Value] = []
+    yield from ((value, False) for value, _ in inputs_of_norms(flow))
+    if values:
+        yield from ((value, True) for value, _ in _operands(flow, _attended))
+
+
+def inputs_of_norms(flow: Flow) -> Iterator[tuple[Value, Node]]:
+    """The values that a norm over the last dimension reads, each with the node that reads it."""
+    return _operands(flow, _normed_operand)
+
+
+def _operands(flow: Flow, operand_of: Callable[[Node], Any]) -> Iterator[tuple[Value, Node]]:
     for position, trace in enumerate(flow.traces):
         for node in trace.graph.nodes:
             if node.meta.get("unread") or node in flow.unneeded:
                 continue
-            read = _normed_operand(node)
+            read = operand_of(node)
             shape = shape_of(read) if read is not None else None
-            if read is not None and shape:
-                yield Value(position, read, feature_axis(shape)), False
-            carried = _attended(node)
-            shape = shape_of(carried) if carried is not None else None
-            if carried is not None and shape:
-                attention.append(Value(position, carried, feature_axis(shape)))
-    if values:
-        yield from ((value, True) for value in attention)
+            if shape:
+                yield Value(position, read, feature_axis(shape)), node
 
 
 def _normed_operand(node: Any) -> Any:
