@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,16 @@ _WAYS: dict[str, dict[str, Any]] = {
 }
 
 Step = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def generated_positions(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The positions of tokens that ``generate`` passes to ``forward``, of shape ``(rows, tokens)``.
+
+    They have shape ``(3, rows, tokens)`` if the tokens of a picture have a time, height and width.
+    """
+    others = {name: value for name, value in batch.items() if name != "input_ids"}
+    found = model._prepare_position_ids_for_generation(batch["input_ids"], others)
+    return found[1:] if found.ndim > 2 else found.expand(len(batch["input_ids"]), -1)
 
 
 def generated_calls(model: Any) -> Iterator[Call]:

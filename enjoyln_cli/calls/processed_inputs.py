@@ -180,7 +180,7 @@ def _preparation(model: Any, folder: Path, has_texts: bool, trusted: bool) -> Pr
     """How the checkpoint prepares a picture, or a picture with a text."""
     from transformers import AutoImageProcessor, AutoProcessor
 
-    if has_texts or ("input_ids" in accepted_by(model) and has_placeholders(model.config)):
+    if has_texts or ("input_ids" in accepted_by(model) and image_token(model.config) is not None):
         processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=trusted)
         if hasattr(processor, "image_processor") and hasattr(processor, "tokenizer"):
             return _with_text(processor)
@@ -192,10 +192,10 @@ def _preparation(model: Any, folder: Path, has_texts: bool, trusted: bool) -> Pr
     return lambda image, _: images(images=[image], return_tensors="pt")
 
 
-def has_placeholders(config: Any) -> bool:
-    """Whether pictures take the place of tokens in the text."""
-    names = ("image_token_id", "image_token_index")
-    return any(isinstance(getattr(config, name, None), int) for name in names)
+def image_token(config: Any) -> int | None:
+    """The token in whose place pictures are read; ``None`` if there is none."""
+    values = (getattr(config, f"image_token_{end}", None) for end in ("id", "index"))
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 def _with_text(processor: Any) -> Prepare:

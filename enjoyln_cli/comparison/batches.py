@@ -42,7 +42,7 @@ ROWS_AT_ONCE = 8
 
 def length(batch: Batch) -> int:
     """Its number of inputs (rows). A tensor may have a row for each patch of the pictures."""
-    return min(map(len, batch.values()))
+    return min(map(len, [batch["input_ids"]] if "input_ids" in batch else batch.values()))
 
 
 def first_rows(batch: Batch, rows: int) -> Batch:
@@ -136,20 +136,33 @@ def _accepted_form(model: Any, bare: nn.Module, rows: int) -> tuple[int, int]:
         found = list(forms(bare, n, _length(model)))
         for position, form in enumerate(found):
             if len(found) == 1 or accepts(bare, main_call(bare, form)):
-                return n, position
+                fuller = [one for one in tried if one[0] == n and one[2].keys() > form.keys()]
+                return _first_that_runs(model, fuller) or (n, position)
             tried.append((n, position, form))
     errors: list[Exception] = []
-    dtype = dtype_of(model)
+    if chosen := _first_that_runs(model, tried, errors):
+        return chosen
+    first = f": {first_line(errors[0])}" if errors else ""
+    raise UnsupportedModel(f"could not generate inputs that {type(model).__name__} accepts{first}")
+
+
+def _first_that_runs(
+    model: Any, tried: Sequence[tuple[int, int, Inputs]], errors: list[Exception] | None = None
+) -> tuple[int, int] | None:
+    """The number of rows and the index of the first form that ``model`` runs with.
+
+    A form that depends on values, as the sizes of pictures, cannot be run without weights.
+    """
     for n, position, form in tried:
         try:
             with torch.no_grad():
-                model(**_batch(model, form, torch.Generator().manual_seed(0), dtype))
-        except Exception as error:
-            errors.append(error)
+                model(**_batch(model, form, torch.Generator().manual_seed(0), dtype_of(model)))
+        except Exception as error:  # with inputs of a wrong form, a model may raise any exception
+            if errors is not None:
+                errors.append(error)
         else:
             return n, position
-    first = f": {first_line(errors[0])}" if errors else ""
-    raise UnsupportedModel(f"could not generate inputs that {type(model).__name__} accepts{first}")
+    return None
 
 
 def _batch(model: Any, form: Inputs, generator: torch.Generator, dtype: torch.dtype) -> Batch:
@@ -231,7 +244,10 @@ def complete_batch(model: Any, own: Batch, dtype: torch.dtype) -> Batch:
     rows = length(own)
     tokens = own["input_ids"].shape[1] if "input_ids" in own else _length(model)
     bare, generator = without_weights(model), torch.Generator().manual_seed(0)
-    for form in forms(bare, rows, tokens):
+    found = list(forms(bare, rows, tokens))
+    if own.keys() - _TEXT:  # a form that needs nothing else comes first
+        found.sort(key=lambda form: bool(form.keys() - own.keys() - _TEXT))
+    for form in found:
         fits = all(own[name].shape == spec.shape for name, spec in form.items() if name in own)
         if own.keys() & form.keys() and (fits or form.keys() - own.keys() <= _TEXT):
             made = _batch(model, form, generator, dtype)

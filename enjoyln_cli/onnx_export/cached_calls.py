@@ -56,14 +56,27 @@ def generation_calls(model: Any, batch: Batch, axes: Axes) -> dict[str, ProgramC
             "be exported with its cache"
         )
     ids = batch[IDS].repeat(1, NEW)[:, :NEW]
-    cache = _first_cache(model, {IDS: ids}, {IDS: ids})
+    positions = ids if needs_positions(model, ids) else None
+    return {MODEL: cached_call(model, {IDS: ids}, {IDS: {0: BATCH, 1: LENGTH}}, positions)}
+
+
+def cached_call(model: Any, read: Batch, axes: Axes, positions: torch.Tensor | None) -> ProgramCall:
+    """The call of a decoder that reads ``NEW`` tokens, or their embeddings, after ``PAST`` others.
+
+    ``read`` has these as its only input, with its dynamic ``axes``. ``positions`` are of the same
+    rank as the positions that the model needs; ``None`` if it needs none.
+    """
+    ((name, value),) = read.items()
+    new = torch.cat([value] * NEW, 1)[:, :NEW]
+    cache = _first_cache(model, {name: new}, {name: new})
     past = named_cache(_layers(model, cache), f"{CACHE}.{{}}.")
-    inputs = {IDS: ids, MASK: ids.new_ones(len(ids), PAST + NEW)}
-    named: Axes = {IDS: {0: BATCH, 1: LENGTH}, MASK: {0: BATCH, 1: f"total_{LENGTH}"}}
-    if needs_positions(model, ids):
-        inputs[POSITIONS] = torch.arange(PAST, PAST + NEW).repeat(len(ids), 1)
-        named[POSITIONS] = named[IDS]
-    return {MODEL: _with_cache(CachedDecoder(model), inputs, named, past, {})}
+    inputs = {name: new, MASK: torch.ones(len(new), PAST + NEW, dtype=torch.int64)}
+    named = {**axes, MASK: {0: BATCH, 1: f"total_{LENGTH}"}}
+    if positions is not None:
+        shape = (*positions.shape[:-1], NEW)
+        inputs[POSITIONS] = torch.arange(PAST, PAST + NEW).expand(shape).contiguous()
+        named[POSITIONS] = {len(shape) - 2: BATCH, len(shape) - 1: LENGTH}
+    return _with_cache(CachedDecoder(model), inputs, named, past, {})
 
 
 def _encoder_and_decoder(model: Any, batch: Batch, axes: Axes) -> dict[str, ProgramCall]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +22,15 @@ from enjoyln_cli.onnx_export.cached_calls import (
 )
 from enjoyln_cli.onnx_export.call import DECODER, IDS, MASK
 from enjoyln_cli.onnx_export.cross_cache import PRESENT
+from enjoyln_cli.onnx_export.image_parts import (
+    EMBED,
+    EMBEDS,
+    FEATURES,
+    IMAGE_TOKEN,
+    VISION,
+    image_inputs,
+    with_features,
+)
 from enjoyln_cli.onnx_export.runtimes import RUNTIMES, LoadedProgram, Run
 from enjoyln_cli.plan.cache_argument import CACHE
 
@@ -37,7 +47,10 @@ def load_programs(
 
     0 leaves the number of ``threads`` to the runtime.
     """
-    files = {name: folder / "onnx" / f"{name}{suffix}.onnx" for name in (MODEL, ENCODER, MERGED)}
+    files = {
+        name: folder / "onnx" / f"{name}{suffix}.onnx"
+        for name in (MODEL, ENCODER, MERGED, VISION, EMBED)
+    }
     load = RUNTIMES[runtime]
     return {name: load(file, threads) for name, file in files.items() if file.exists()}
 
@@ -58,6 +71,12 @@ class Generation:
     """The number of tokens in the cache."""
     encoded: Batch = field(default_factory=dict)
     """The outputs of the encoder, with the names that they have in transformers."""
+    embed: LoadedProgram | None = None
+    """Computes the embeddings of tokens, for a decoder that reads these."""
+    embedded: torch.Tensor | None = None
+    """The embeddings of the first tokens, with the features of pictures in them."""
+    positions: torch.Tensor | None = None
+    """The positions of the first tokens, if they are more than their numbers."""
 
     def again(self) -> Generation:
         """The same state, which reading tokens does not change."""
@@ -72,14 +91,48 @@ class Generation:
         rows, size = ids.shape
         if mask is None:
             mask = ids.new_ones(rows, self.done + size)
-        counted = (mask.cumsum(1) - 1).clamp(min=0)[:, -size:]
-        found = self.decoder({**self.known, IDS: ids, MASK: mask, POSITIONS: counted})
+        told = {IDS: ids, MASK: mask, POSITIONS: self._positions(mask, size)}
+        if self.embedded is not None and self.embed:
+            known = self.embedded[:, self.done : self.done + size]
+            told[EMBEDS] = known if known.shape[1] == size else self.embed({IDS: ids})[EMBEDS]
+        found = self.decoder({**self.known, **told})
         logits = found.pop(LOGITS)
         self.known |= {  # a cross attention's keys and values are returned once
             name.replace(PRESENT, CACHE, 1): value for name, value in found.items() if value.numel()
         }
         self.done += size
         return logits
+
+    def _positions(self, mask: torch.Tensor, size: int) -> torch.Tensor:
+        """The positions of the last ``size`` tokens of those that ``mask`` covers."""
+        counted = (mask.cumsum(1) - 1).clamp(min=0)[:, -size:]
+        if self.positions is None:
+            return counted
+        end = self.positions.shape[-1]
+        if mask.shape[1] <= end:
+            return self.positions[..., self.done : mask.shape[1]]
+        following = self.positions.amax((0, 2)) + 1 - mask[:, :end].sum(1)
+        return (counted + following[:, None]).expand(len(self.positions), -1, -1).contiguous()
+
+
+def picture_features(
+    programs: Mapping[str, LoadedProgram], given: Mapping[str, Any]
+) -> torch.Tensor | None:
+    """The features of the pictures in ``given``, a row for each image token; ``None`` for none."""
+    encoder = programs[VISION]
+    inputs = image_inputs(encoder.inputs, given)
+    return encoder(inputs)[FEATURES] if inputs else None
+
+
+def embedded(
+    programs: Mapping[str, LoadedProgram], ids: torch.Tensor, features: torch.Tensor | None
+) -> torch.Tensor:
+    """The embeddings of tokens, with the ``features`` of pictures in place of image tokens."""
+    found = programs[EMBED]({IDS: ids})[EMBEDS]
+    if features is None:
+        return found
+    token = int(programs[VISION].metadata[IMAGE_TOKEN])
+    return with_features(found, ids == token, features)
 
 
 def begin(programs: Mapping[str, LoadedProgram], batch: Batch) -> Generation:
@@ -93,9 +146,15 @@ def begin(programs: Mapping[str, LoadedProgram], batch: Batch) -> Generation:
         known = {ENCODED: states}
         if MASK in batch:
             known[ENCODED_MASK] = batch[MASK]
-    rows = len(next(iter(batch.values())))
+    parts: dict[str, Any] = {}
+    if EMBED in programs:
+        features = picture_features(programs, batch)
+        parts = {"embed": programs[EMBED], "embedded": embedded(programs, batch[IDS], features)}
+    if POSITIONS in batch and batch[POSITIONS].ndim > 2:
+        parts["positions"] = batch[POSITIONS]
+    rows = len(batch[IDS] if IDS in batch else next(iter(batch.values())))
     known |= {name: decoder.empty(name, rows) for name in decoder.inputs if is_cached(name)}
-    return Generation(decoder, known, encoded=encoded)
+    return Generation(decoder, known, encoded=encoded, **parts)
 
 
 def greedy(

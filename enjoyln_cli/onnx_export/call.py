@@ -10,8 +10,8 @@ fixed by the config.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,6 +67,8 @@ class ProgramCall:
     axes: Axes
     cross: tuple[str, ...] = ()
     """Those of the outputs that are keys and values of a cross attention (see ``cross_cache``)."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """What the file says of itself besides."""
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
         """Run the call once, in torch."""

@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
+from enjoyln_cli.calls.generation import generated_positions
 from enjoyln_cli.calls.input_forms import accepted_by
+from enjoyln_cli.calls.processed_inputs import image_token
 from enjoyln_cli.clock import Clock
 from enjoyln_cli.comparison.batches import (
     LONGEST_ROW,
@@ -292,23 +294,25 @@ def batches_to_generate(
     ``model`` is the original in float64. The last tokens of some pairs are those that it generates.
     """
     prefix = DECODER if model.config.is_encoder_decoder else ""
-    longest = min(LONGEST_ROW, positions(model.config.get_text_config()))
+    token = image_token(model.config)
+    pictured = int((call.batch[IDS][0] == token).sum()) if IDS in call.batch and token else 0
+    longest = min(LONGEST_ROW, positions(model.config.get_text_config())) - pictured
     padding = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
     pairs = seeded_batches(model, ROWS_AT_ONCE, seed, dtype, ROWS)
     batches = []
     for batch in (*pairs, batch_of(model, 1, longest, dtype)):
-        batch = {n: v.flip(1) if n in (IDS, MASK) else v for n, v in batch.items()}
+        batch = _padded_on_the_left(batch)
         if prefix:  # a length of its own, and no padding: some decoders count positions by it
             ids = batch[f"{DECODER}{IDS}"][:, :-SHORTER]
             batch[f"{DECODER}{IDS}"] = torch.where(ids == (padding or 0), ids[:, -1:], ids)
         elif {MASK, POSITIONS} <= {*batch, *accepted_by(model)}:
-            batch[POSITIONS] = (batch[MASK].cumsum(1) - 1).clamp(min=0)
+            batch[POSITIONS] = generated_positions(model, batch)
         batches.append(batch)
     generated = sum(STEPS)
     if batches[0][f"{prefix}{IDS}"].shape[1] > generated:
         few = slice(0, CONTINUED)
         batches[few] = [
-            _continued(model, batch, f"{prefix}{IDS}", padding) for batch in batches[few]
+            _continued(model, batch, f"{prefix}{IDS}", (padding, token)) for batch in batches[few]
         ]
     else:
         generated = 0
@@ -316,14 +320,26 @@ def batches_to_generate(
     return CheckedBatches(batches, outputs, generated)
 
 
-def _continued(model: Any, batch: Batch, name: str, padding: int | None) -> Batch:
-    """The batch with the most probable tokens in place of the last ones of its rows."""
+def _padded_on_the_left(batch: Batch) -> Batch:
+    """The batch with the padding of each row before its tokens."""
+    if MASK not in batch:
+        return batch
+    counts = (batch[MASK] == 0).sum(1).tolist()
+    return {
+        name: torch.stack([row.roll(count) for row, count in zip(value, counts, strict=True)])
+        if value.shape == batch[MASK].shape
+        else value
+        for name, value in batch.items()
+    }
+
+
+def _continued(model: Any, batch: Batch, name: str, others: Sequence[int | None]) -> Batch:
+    """The batch with the most probable tokens but ``others`` in place of the last of its rows."""
     ids = batch[name].clone()
-    beside = {MASK, POSITIONS} if name == IDS else set()
+    beside = {n for n, v in batch.items() if v.shape[-2:] == ids.shape and name == IDS}
     for at in range(ids.shape[1] - sum(STEPS), ids.shape[1]):
-        known = {n: v[:, :at] if n in beside else v for n, v in batch.items()}
+        known = {n: v[..., :at] if n in beside else v for n, v in batch.items()}
         logits = run(model, [{**known, name: ids[:, :at]}])[0][LOGITS][:, -1]
-        if padding is not None:
-            logits[:, padding] = -math.inf
+        logits[:, [token for token in others if token is not None]] = -math.inf
         ids[:, at] = logits.argmax(-1)
     return {**batch, name: ids}

@@ -37,7 +37,6 @@ from enjoyln_cli.onnx_export.check import (
     check_in,
     reference_of,
 )
-from enjoyln_cli.onnx_export.converted import Converted, open_converted
 from enjoyln_cli.onnx_export.onnx_program import OPSET, count_nodes
 from enjoyln_cli.onnx_export.programs import DATA, programs_of, save
 from enjoyln_cli.onnx_export.requirements import require_export
@@ -52,6 +51,7 @@ from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.scaling.float16 import edits_for
 from enjoyln_cli.scaling.live_scaling import scale_stream
 from enjoyln_cli.text import dtype_name, first_line
+from enjoyln_cli.verification.converted import Converted, open_converted
 
 SUFFIXES = {torch.float32: "", torch.float16: "_fp16"}
 """What the names of files end with, for each dtype."""

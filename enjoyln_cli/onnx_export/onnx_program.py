@@ -75,6 +75,7 @@ def traced_program(call: ProgramCall, opset: int, parameters: Container[str]) ->
         _compute_in_float32(model.graph)
     _remove_unused_inputs(model.graph)
     _require_dynamic(model.graph, call, kind)
+    model.metadata_props.update(call.metadata)
     return model
 
 

@@ -6,9 +6,11 @@ structure can fill them (``with_weights``): what a quantiser compares differs in
 A directory that clients read has ``onnx/STEM SUFFIX.onnx`` for each program:
 
 * ``model``: one call, or for a decoder any number of tokens after those in its cache;
-* ``encoder_model`` and ``decoder_model_merged`` for an encoder with its decoder.
+* ``encoder_model`` and ``decoder_model_merged`` for an encoder with its decoder;
+* ``vision_encoder``, ``embed_tokens`` and ``decoder_model_merged`` for pictures and text.
 
-See ``cached_calls`` for the names of inputs and outputs, ``cross_cache`` for the decoder's ``If``.
+See ``cached_calls`` and ``image_parts`` for the names of inputs and outputs, and ``cross_cache``
+for the decoder's ``If``.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export.cached_calls import LOGITS, MODEL, generation_calls
 from enjoyln_cli.onnx_export.call import Positional, ProgramCall, call_to_export
+from enjoyln_cli.onnx_export.image_parts import part_calls, reads_pictures
 from enjoyln_cli.onnx_export.onnx_program import (
     OPSET,
     OPSET_OF_LAYER_NORMS,
@@ -114,7 +117,9 @@ def program_calls(
             "generating needs its logits; fold without --outputs"
         )
     model.set_attn_implementation("eager")
-    return generation_calls(model, call.batch, call.axes)
+    is_in_parts = reads_pictures(call.batch) and not model.config.is_encoder_decoder
+    calls = part_calls if is_in_parts else generation_calls
+    return calls(model, call.batch, call.axes)
 
 
 def norms_that_run(model: nn.Module, call: Callable[[], object]) -> set[str]:

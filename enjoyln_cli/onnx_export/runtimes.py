@@ -30,6 +30,8 @@ class LoadedProgram:
     run: Run
     inputs: Mapping[str, tuple[tuple[int, ...], str]]
     """The shape of each input, 0 for a dynamic size, and the name of its dtype."""
+    metadata: Mapping[str, str]
+    """What the file says of itself besides."""
 
     def __call__(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The outputs for one batch."""
@@ -67,7 +69,7 @@ def in_onnxruntime(file: Path, threads: int = 0) -> LoadedProgram:
         found = session.run(names, {name: batch[name].numpy() for name in inputs})
         return {name: torch.from_numpy(value) for name, value in zip(names, found, strict=True)}
 
-    return LoadedProgram(run, inputs)
+    return LoadedProgram(run, inputs, session.get_modelmeta().custom_metadata_map)
 
 
 def in_openvino(file: Path, threads: int = 0) -> LoadedProgram:
@@ -77,7 +79,8 @@ def in_openvino(file: Path, threads: int = 0) -> LoadedProgram:
     core = openvino.Core()
     exact = {"INFERENCE_PRECISION_HINT": "f32"}  # by default, some CPUs compute in bfloat16
     exact |= {"INFERENCE_NUM_THREADS": str(threads)} if threads else {}
-    model = core.compile_model(core.read_model(file), "CPU", exact)
+    read = core.read_model(file)
+    model = core.compile_model(read, "CPU", exact)
     inputs = {
         name: (
             tuple(size.get_length() if size.is_static else 0 for size in one.partial_shape),
@@ -95,7 +98,8 @@ def in_openvino(file: Path, threads: int = 0) -> LoadedProgram:
             for name in one.names
         }
 
-    return LoadedProgram(run, inputs)
+    told = read.get_rt_info(["framework"]).astype(dict) if read.has_rt_info(["framework"]) else {}
+    return LoadedProgram(run, inputs, {name: one.astype(str) for name, one in told.items()})
 
 
 RUNTIMES: dict[str, Callable[[Path, int], LoadedProgram]] = {

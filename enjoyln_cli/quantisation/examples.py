@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from enjoyln_cli.calls.generation import generated_positions
 from enjoyln_cli.calls.input_forms import accepted_by
-from enjoyln_cli.calls.processed_inputs import has_placeholders
+from enjoyln_cli.calls.processed_inputs import image_token
 from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison import user_data
 from enjoyln_cli.comparison.batches import Batch, positions
@@ -85,7 +86,7 @@ def split(
     countdown, rows = Countdown(len(examples), on_progress), []
     for example in examples:
         row = _as_tokenized(model, example.batch, own.tokenizer)
-        rows.append(_with_decoder_inputs(model, row))
+        rows.append(_with_places(model, _with_decoder_inputs(model, row)))
         countdown.count()
     rows = user_data.runnable(model, rows, torch.float32, lambda row: run(model, [row]), event)
     scored = "input_ids" in rows[0] and "decoder_input_ids" not in rows[0]
@@ -131,7 +132,7 @@ def traced_batch(model: Any, example: Example) -> Batch:
     all tokens.
     """
     batch = example.batch
-    if has_placeholders(model.config) and not _is_text(batch):
+    if image_token(model.config) is not None and not _is_text(batch):
         return batch
     return {name: _traced(name, value, batch) for name, value in batch.items()}
 
@@ -204,6 +205,17 @@ def _as_tokenized(model: Any, row: Batch, tokenizer: Any) -> Batch:
     }
     names = accepted_by(model).intersection(returned)
     return {**{name: value for name, value in whole.items() if name in names}, **row}
+
+
+def _with_places(model: Any, row: Batch) -> Batch:
+    """The row with the positions of its tokens, if the tokens of a picture have several each.
+
+    Programs do not compute them.
+    """
+    if "input_ids" not in row or _is_text(row) or not model.can_generate():
+        return row
+    found = generated_positions(model, row)
+    return {**row, "position_ids": found} if found.ndim > 2 else row
 
 
 def _with_decoder_inputs(model: Any, row: Batch) -> Batch:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from enjoyln_cli.calls.generation import generated_positions
 from enjoyln_cli.checkpoint.config import load_config
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
@@ -33,9 +34,15 @@ from enjoyln_cli.onnx_export.cached_calls import (
     STATES,
     TYPES,
 )
-from enjoyln_cli.onnx_export.cached_run import is_cached, load_programs
+from enjoyln_cli.onnx_export.cached_run import (
+    embedded,
+    is_cached,
+    load_programs,
+    picture_features,
+)
 from enjoyln_cli.onnx_export.call import DECODER, IDS, MASK
 from enjoyln_cli.onnx_export.cross_cache import PRESENT
+from enjoyln_cli.onnx_export.image_parts import EMBED, EMBEDS, PIXELS
 from enjoyln_cli.onnx_export.programs import FOLDER
 from enjoyln_cli.onnx_export.runtimes import LoadedProgram
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument
@@ -80,6 +87,8 @@ def load_onnx(
     if ENCODER in programs:
         encoder = model.get_encoder()
         _run_in(encoder, functools.partial(_encode, programs[ENCODER], encoder.main_input_name))
+    if EMBED in programs:
+        _run_in(model.base_model, functools.partial(_features, programs), "get_image_features")
     return model
 
 
@@ -148,10 +157,10 @@ def _by_index(processors: Any) -> Any:
     return processors
 
 
-def _run_in(module: nn.Module, run: Any) -> None:
-    """Let ``module`` compute by ``run``, which transformers takes for its own ``forward``."""
-    functools.update_wrapper(run, type(module).forward)
-    module.forward = run
+def _run_in(module: nn.Module, run: Any, method: str = "forward") -> None:
+    """Let ``module`` compute by ``run``, which transformers takes for its own ``method``."""
+    functools.update_wrapper(run, getattr(type(module), method))
+    setattr(module, method, run)
 
 
 def _output(values: Mapping[str, Any]) -> Any:
@@ -175,6 +184,16 @@ def _encode(program: LoadedProgram, main: str, *args: Any, **inputs: Any) -> Any
     return BaseModelOutput(last_hidden_state=program(_ready(program, given))[STATES])
 
 
+def _features(programs: Programs, *args: Any, **inputs: Any) -> Any:
+    """The features of pictures; each is apart, so that rows can be repeated for several beams."""
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    given = {**dict(zip((PIXELS,), args, strict=False)), **inputs}
+    features: Any = picture_features(programs, given)
+    apart: Any = list(features.split(1))
+    return BaseModelOutputWithPooling(pooler_output=apart)
+
+
 def _forward(model: Any, programs: Programs, *args: Any, **inputs: Any) -> Any:
     """What the model returns for one call of ``forward``."""
     given = {**dict(zip((model.main_input_name,), args, strict=False)), **inputs}
@@ -184,6 +203,15 @@ def _forward(model: Any, programs: Programs, *args: Any, **inputs: Any) -> Any:
     decoder, feed, encoded = programs.get(MERGED), given, None
     if decoder is None:
         decoder = programs[MODEL]
+    elif EMBED in programs:
+        feed = {name: given.get(name) for name in (EMBEDS, MASK, POSITIONS)}
+        if feed[EMBEDS] is None:
+            encoded = (given.get("mm_encoder_outputs") or {}).get("image")
+            features = torch.cat(encoded.pooler_output) if encoded else None
+            if given.get(PIXELS) is not None:
+                features = picture_features(programs, given)
+            feed[EMBEDS], encoded = embedded(programs, given[IDS], features), None
+            feed[POSITIONS] = _positions(model, decoder, given)
     else:
         encoded = given.get("encoder_outputs")
         if encoded is None:
@@ -195,7 +223,8 @@ def _forward(model: Any, programs: Programs, *args: Any, **inputs: Any) -> Any:
     name = cache_argument(type(model).forward) or CACHE
     cache = given.get(name)
     cache = _new_cache(encoded is not None) if cache is None else cache
-    found = decoder(_ready(decoder, {**feed, **_read(cache, decoder, len(feed[IDS]))}))
+    rows = len(feed[EMBEDS] if EMBED in programs else feed[IDS])
+    found = decoder(_ready(decoder, {**feed, **_read(cache, decoder, rows)}))
     logits = found.pop(LOGITS)
     _write(cache, found)
     values = {LOGITS: logits, name: cache}
@@ -204,15 +233,26 @@ def _forward(model: Any, programs: Programs, *args: Any, **inputs: Any) -> Any:
     return _output(values)
 
 
+def _positions(model: Any, decoder: LoadedProgram, given: Mapping[str, Any]) -> Any:
+    """The positions of tokens, in as many rows as the program reads; ``None`` for their numbers."""
+    rank = len(decoder.inputs.get(POSITIONS, ((), ""))[0])
+    found = given.get(POSITIONS)
+    if found is None and rank > 2:
+        inputs = {name: value for name, value in given.items() if value is not None}
+        found = generated_positions(model, inputs)
+    return found[-3:] if found is not None and found.ndim > 2 else found
+
+
 def _ready(program: LoadedProgram, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The inputs of a program. What is not given is made as transformers makes it."""
     found = {name: given[name] for name in program.inputs if given.get(name) is not None}
     past = next((held.shape[2] for name, held in found.items() if is_cached(name)), 0)
+    read = next((name for name in (IDS, EMBEDS) if name in found), None)
     for name in (name for name in program.inputs if name not in found):
         if name == ENCODED_MASK:
             found[name] = torch.ones(given[ENCODED].shape[:2], dtype=torch.int64)
-        elif name in (MASK, POSITIONS, TYPES) and IDS in found:
-            rows, size = found[IDS].shape
+        elif name in (MASK, POSITIONS, TYPES) and read is not None:
+            rows, size = found[read].shape[:2]
             whole = torch.ones(rows, past + size, dtype=torch.int64)
             counted = whole.cumsum(1)[:, past:] - 1
             found[name] = {MASK: whole, POSITIONS: counted, TYPES: torch.zeros_like(counted)}[name]

@@ -15,6 +15,7 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.timing import time_rounds
 from enjoyln_cli.onnx_export.cached_run import begin, greedy, is_cached, load_programs
 from enjoyln_cli.onnx_export.call import DECODER, IDS, MASK
+from enjoyln_cli.onnx_export.image_parts import EMBED
 from enjoyln_cli.text import counted
 
 ROUNDS, GENERATIONS = 15, 3
@@ -49,7 +50,7 @@ def speeds_of_programs(places: Mapping[str, tuple[Path, str]], batch: Batch) -> 
     """The times of ONNX programs, each in a folder with a suffix, for one input of the model.
 
     Programs with a cache generate greedily. Those behind an encoder begin with the first token of
-    the decoder, others with the first half of the tokens.
+    the decoder, those that read pictures with all tokens, and others with the first half of them.
     """
     threads = torch.get_num_threads()
     programs = {name: load_programs(*place, threads=threads) for name, place in places.items()}
@@ -62,6 +63,8 @@ def speeds_of_programs(places: Mapping[str, tuple[Path, str]], batch: Batch) -> 
     ids = batch[f"{prefix}{IDS}"]
     half = 1 if prefix else max(1, ids.shape[1] // 2)
     tokens = max(1, min(MOST_GENERATED, ids.shape[1] - half))
+    if EMBED in one:
+        half, tokens = ids.shape[1], MOST_GENERATED
     prompt = {**batch, f"{prefix}{IDS}": ids[:, :half]}
     if not prefix:
         prompt.pop(MASK, None)

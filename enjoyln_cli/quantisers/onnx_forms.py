@@ -26,6 +26,7 @@ from enjoyln_cli.onnx_export import exporting
 from enjoyln_cli.onnx_export.cached_calls import MODEL
 from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.call import call_to_export
+from enjoyln_cli.onnx_export.image_parts import VISION, image_inputs
 from enjoyln_cli.onnx_export.onnx_program import fold_transposed_weights
 from enjoyln_cli.onnx_export.programs import Programs, programs_of, save, with_weights
 from enjoyln_cli.onnx_export.runtimes import LoadedProgram, Run
@@ -66,6 +67,7 @@ class OnnxForms:
         try:
             _require_same_inputs(model, self.sample)
             made = programs_of(model, torch.float32)
+            _require_sizes(made, self.sample)
         except UnsupportedModel as error:
             whole = _one_call(model, self.traced_sample)
             self.is_one_call = True
@@ -98,6 +100,20 @@ def _require_same_inputs(model: Any, sample: Batch) -> None:
     told = {*call_to_export(model, (), torch.float32).batch}
     if told != {*sample}:
         raise UnsupportedModel(f"the data have {', '.join(sample)}")
+
+
+def _require_sizes(programs: Programs, sample: Batch) -> None:
+    """Raise ``UnsupportedModel`` if pictures of the user have other sizes than a program takes."""
+    if VISION not in programs.bare:
+        return
+    taken = {value.name: value.shape for value in programs.bare[VISION].graph.inputs}
+    for name, value in image_inputs(taken, sample).items():
+        pairs = zip(taken[name], value.shape, strict=True)
+        if any(isinstance(fixed, int) and fixed != size for fixed, size in pairs):
+            raise UnsupportedModel(
+                f"{name} of the data has shape {list(value.shape)}, and its program takes "
+                f"{[size if isinstance(size, int) else str(size.value) for size in taken[name]]}"
+            )
 
 
 def _one_call(model: Any, batch: Batch) -> Programs:
@@ -146,6 +162,8 @@ def quantised(
         )
         for name, program in programs.models.items()
     }
+    for name, program in programs.models.items():
+        small[name].metadata_props.update(program.metadata_props)
     if not any(map(onnxruntime_quantiser.is_rounded, small.values())):
         raise UnsupportedModel("the model has no linear layer that this scheme quantises")
     return replace(programs, models=small)

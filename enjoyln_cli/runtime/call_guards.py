@@ -71,6 +71,22 @@ def entry_class(base: Any) -> type:
     return make_class(base.__name__, (base,), entry_class, base, _enjoyln_entry=None, **body)
 
 
+@contextmanager
+def as_in_a_call(model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
+    """Within the block, a method of ``model`` runs as in a call of the model with these inputs."""
+    guard, running = guard_of(model), thread.running
+    before = running.guard, running.proven
+    try:
+        if guard is not None:
+            running.guard = guard
+            running.proven = guard.state if guard.proves(model) else None
+            if guard.inputs is not None and guard.inputs.concern((), inputs):
+                guard.inputs.guard(model, (), inputs)
+        yield
+    finally:
+        running.guard, running.proven = before
+
+
 def be_called(module: nn.Module, args: Any, output: Any) -> None:
     """A forward hook that changes nothing, but makes a parent call the module's ``forward``.
 

@@ -34,12 +34,12 @@ from enjoyln_cli.errors import (
 )
 from enjoyln_cli.models.classes import class_named
 from enjoyln_cli.onnx_export import onnx_program
-from enjoyln_cli.onnx_export.converted import open_converted
 from enjoyln_cli.onnx_export.export import Exported
 from enjoyln_cli.onnx_export.programs import programs_of
 from enjoyln_cli.onnx_export.requirements import require_packages
 from enjoyln_cli.onnx_export.runtimes import RUNTIMES
 from enjoyln_cli.plan.fold_options import Options
+from enjoyln_cli.verification.converted import open_converted
 
 Outs = dict[str, Path]
 Converted = Callable[[str], Path]

@@ -93,7 +93,7 @@ def wrong_calls(rounds: int, workers: int, calls: list[Any], expected: list[Any]
             for i in range(first, first + rounds):
                 which = i % len(calls)
                 wrong += far(calls[which](), expected[which]) > 1e-9
-        assert thread.running.entry is None and thread.running.proven is None
+        assert thread.running.guard is None and thread.running.proven is None
         return wrong
 
     with ThreadPoolExecutor(workers) as pool:

@@ -19,7 +19,8 @@ if (request.task) {
   const model = await transformers[request.class].from_pretrained(name, options);
   const inputs = {};
   for (const [key, { type, data, dims }] of Object.entries(request.inputs)) {
-    const values = type === 'int64' ? BigInt64Array.from(data, BigInt) : Float32Array.from(data);
+    const values = type === 'int64' ? BigInt64Array.from(data, BigInt)
+      : type === 'bool' ? Uint8Array.from(data, Number) : Float32Array.from(data);
     inputs[key] = new transformers.Tensor(type, values, dims);
   }
   const found = request.options

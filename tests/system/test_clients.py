@@ -28,10 +28,12 @@ from transformers import (
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
+from vision_language import first_row, small
 from widening_cases import BART
 
 from enjoyln_cli import export, fold
 from enjoyln_cli.onnx_export import programs
+from enjoyln_cli.onnx_export.image_parts import as_read
 from enjoyln_cli.onnx_export.programs import programs_of, save
 from enjoyln_cli.plan.fold_options import Options
 
@@ -91,7 +93,7 @@ def tensors(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Inputs as JSON."""
     return {
         name: {
-            "type": "float32" if value.is_floating_point() else "int64",
+            "type": {torch.float32: "float32", torch.bool: "bool"}.get(value.dtype, "int64"),
             "data": value.flatten().tolist(),
             "dims": list(value.shape),
         }
@@ -184,3 +186,18 @@ def test_an_encoder_with_its_decoder(kind: str, transformers_js: Client, tmp_pat
     request = {"class": name, "inputs": tensors(given), "options": options}
     found = values(transformers_js(tmp_path / kind, request))
     np.testing.assert_array_equal(found, expected.numpy())
+
+
+@pytest.mark.parametrize("kind", ["SmolVLM"])
+def test_a_model_of_pictures_and_text(kind: str, transformers_js: Client, tmp_path: Path) -> None:
+    model = small(kind)
+    save(programs_of(model, torch.float32), tmp_path / kind)
+    model.config.save_pretrained(tmp_path / kind)
+    model.generation_config.save_pretrained(tmp_path / kind)
+    inputs, options = first_row(kind), {"max_new_tokens": NEW, "do_sample": False}
+    given = {n: as_read(n, v) for n, v in inputs.items() if n.startswith(("pixel", "image"))}
+    given |= {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    request = {"class": "AutoModelForImageTextToText", "inputs": tensors(given), "options": options}
+    found = values(transformers_js(tmp_path / kind, request))
+    np.testing.assert_array_equal(found, model.generate(**inputs, **options).numpy())
+    assert len(set(found[0, -NEW:])) > 2
