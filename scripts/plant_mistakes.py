@@ -1,4 +1,4 @@
-"""Plant one mistake at a time in the proof, and name the test that notices it.
+"""Plant one mistake at a time in the proof or the runtime, and name the test that notices it.
 
     python scripts/plant_mistakes.py
     python scripts/plant_mistakes.py --modules proof.rules proof.flow --sample 20
@@ -7,7 +7,8 @@ A mistake makes the proof accept what it should refuse:
 
 * an ``if`` that returns a refusal (``Opaque``, ``None``, ``False``, a text) never does;
 * such an ``if`` lists several conditions, and loses one of them;
-* a function or a variable that is true only if all of several conditions are, and one is lost.
+* a function or a variable that is true only if all of several conditions are, and one is lost;
+* a function that returns a bound (``..._bound``) allows ten times as much.
 
 Each mistake is planted in a process of its own, which runs the tests of the proof until one fails.
 A mistake that no test notices is a missing test, or code that nobody needs. The last line counts
@@ -33,8 +34,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "enjoyln_cli"
-MODULES = ("proof.rules", "proof.index_rules", "proof.weight_rules", "proof.pullback", "proof.flow")
-TESTS = ("tests/proof/test_rules.py", "tests/proof/test_any_operands.py", "tests/proof")
+MODULES = (
+    "proof.rules", "proof.index_rules", "proof.weight_rules", "proof.pullback", "proof.flow",
+    "runtime.weight_check",
+)  # fmt: skip
+TESTS = (
+    "tests/proof/test_rules.py", "tests/proof/test_any_operands.py",
+    "tests/runtime/test_allowed_means.py", "tests/proof", "tests/runtime/test_edited_models.py",
+)  # fmt: skip
 SECONDS = 600.0
 """How long the tests of one mistake may take. One that makes them hang is noticed, too."""
 
@@ -71,6 +78,8 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, Any]]:
         if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.Or):
             for at, lost in enumerate(node.test.values):
                 yield f"no longer refuses if {ast.unparse(lost)}", _without(at)
+    elif isinstance(node, ast.FunctionDef) and node.name.endswith("_bound"):
+        yield f"{node.name} is ten times as large", _ten_times
     elif isinstance(node, (ast.Return, ast.Assign)):
         value = node.value
         if isinstance(value, ast.Call) and ast.unparse(value.func) == "bool":
@@ -89,6 +98,13 @@ def _refuses(node: ast.If) -> bool:
     if isinstance(value, ast.Call):
         return ast.unparse(value.func) == "Opaque"
     return isinstance(value, ast.Constant) and value.value in (None, False)
+
+
+def _ten_times(node: ast.FunctionDef) -> None:
+    for inside in ast.walk(node):
+        if isinstance(inside, ast.Return):
+            value: Any = inside.value
+            inside.value = ast.BinOp(value, ast.Mult(), ast.Constant(10))
 
 
 def _never(node: ast.If) -> None:

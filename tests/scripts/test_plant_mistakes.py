@@ -23,17 +23,25 @@ def absorbs(node, axis):
     if not same:
         return False
     return True
+
+
+def mean_bound(eps):
+    return eps / 2
 """
 
 
 def accepted(source: str) -> list[object]:
-    """What the two functions of a source say of features, another dimension and a part."""
+    """What the functions of a source say of features, another dimension and a part, or a mean."""
     from types import SimpleNamespace as Thing
 
     found: dict[str, object] = {"Opaque": lambda reason: reason}
     exec(source, found)
     return [
-        (found["rule"](node, axis) != "features", found["absorbs"](node, axis))  # type: ignore
+        (
+            found["rule"](node, axis) != "features",  # type: ignore
+            found["absorbs"](node, axis),  # type: ignore
+            found["mean_bound"](0.1) >= 0.2,  # type: ignore
+        )
         for node in (Thing(dim=1, written=False), Thing(dim=1, written=True))
         for axis in (Thing(dim=1, size=3), Thing(dim=0, size=3), Thing(dim=1, size=2))
     ]
@@ -49,6 +57,7 @@ def test_each_mistake_accepts_more_and_is_named() -> None:
         "no longer requires node.dim == axis.dim",
         "no longer requires axis.size == 3",
         "never refuses if not same",
+        "mean_bound is ten times as large",
     }
     for what, answers in planted.items():
         assert answers != right, what
