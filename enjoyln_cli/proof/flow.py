@@ -358,13 +358,12 @@ def _mark_unread(graph: Graph) -> None:
 
 
 def _hides_values(node: Node) -> bool:
-    """Whether an op writes to nothing and returns only tensors of value-independent shapes."""
+    """Whether an op writes to nothing and returns one tensor, of a value-independent shape."""
     if not isinstance(node.target, torch._ops.OpOverload) or shape_of(node) is None:
         return False
     schema = node.target._schema
-    tensors = all(str(result.type) == "Tensor" for result in schema.returns)
     decided = torch.Tag.dynamic_output_shape in node.target.tags
-    return tensors and not schema.is_mutable and not decided
+    return not schema.is_mutable and not decided
 
 
 def candidates(node: Node, operand: Node, axis: Axis) -> list[Axis]:
