@@ -239,7 +239,7 @@ def untied(model: Any, plan: Any) -> Any:
     from enjoyln_cli.rewrite.in_memory import centre_parameters
 
     copied = copy.deepcopy(model)
-    centre_parameters(copied, replace(plan, writers=(), widened=(), fused=(), settings=()))
+    centre_parameters(copied, replace(plan, centred_weights=(), widened=(), fused=(), settings=()))
     return copied
 
 
@@ -278,9 +278,9 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
         plan = analysis.plan
         row |= {
             "norms": len(plan.norms),
-            "static": sum(verdict.status == "static" for verdict in plan.norms),
+            "in_weights": sum(verdict.status == "in_weights" for verdict in plan.norms),
             "folded": len(plan.folded),
-            "ops": len(plan.ops),
+            "ops": len(plan.subtractions),
             "kept": [[v.norm, v.reason, v.culprit] for v in plan.kept],
             "rms_norms": sum(count for _, count in plan.other_norms),
             "by_example": any(t.by_values for t in analysis.problem.flow.traces),

@@ -149,7 +149,7 @@ def _totals(
     cancelling = [row["class"] for row in done if "own_rounding" in row]
     exact = [r["error"] for r in done if r["dtype"] == "float64" and "own_rounding" not in r]
     single = [row["error"] for row in done if row["dtype"] == "float32"]
-    counts = {k: sum(row[k] for row in done) for k in ("norms", "static", "folded")}
+    counts = {k: sum(row[k] for row in done) for k in ("norms", "in_weights", "folded")}
     left = len(set(transformers.CONFIG_MAPPING) - {row["type"] for row in rows})
     return [
         f"* {types(rows)} model types; {types(with_norms)} have a LayerNorm or are not built here.",

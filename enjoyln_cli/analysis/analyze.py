@@ -77,7 +77,9 @@ class Analysis:
         lines = [
             f"{plan.model_class}: {len(plan.folded)} of {len(plan.norms)} LayerNorms become RMSNorm"
         ]
-        lines += [f"subtracts the mean from the {op.place} of {op.module}" for op in plan.ops]
+        lines += [
+            f"subtracts the mean from the {op.place} of {op.module}" for op in plan.subtractions
+        ]
         reasons = Counter(verdict.reason for verdict in plan.kept)
         lines += [f"{count} stay LayerNorm: {reason}" for reason, count in reasons.items()]
         return "\n  ".join(lines)

@@ -20,8 +20,8 @@ from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.checkpoint.config import set_entry
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import build
-from enjoyln_cli.plan.mean_units import UNITS
-from enjoyln_cli.plan.plan import GrownParameter, Widening
+from enjoyln_cli.plan.edited_tensors import GrownParameter
+from enjoyln_cli.plan.mean_units import UNITS, Widening
 from enjoyln_cli.proof.widening import Mlp, Resize, Resizing
 from enjoyln_cli.trace.trace import Naming
 

@@ -184,7 +184,7 @@ def untie(plan: Plan, apart: Apart) -> Plan:
     concerned = {name for copied in apart.untied for name in (copied.parameter, copied.source)}
     left = tuple(name for name in plan.unproven if name not in concerned)
     plan = replace(plan, unproven=left)
-    edited = {writer.parameter for writer in plan.writers}
+    edited = {writer.parameter for writer in plan.centred_weights}
     edited |= {part.parameter for mlp in plan.widened for part in mlp.parts}
     edited |= {named.parameter for fusion in plan.fused for named in fusion.names}
     edited |= {reader.weight.parameter for fusion in plan.fused for reader in fusion.readers}

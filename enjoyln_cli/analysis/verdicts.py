@@ -21,18 +21,20 @@ from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
 from enjoyln_cli.calls.calls import input_embeddings
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.plan.axis import Axis, feature_axis
+from enjoyln_cli.plan.edited_tensors import (
+    BakedNorm,
+    CentredWeight,
+    EditedTensor,
+    NamedParameter,
+    RotatedTensor,
+)
 from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.plan.plan import (
     ASKED_TO_KEEP,
     NOT_ASKED,
-    BakedNorm,
-    CentredWeight,
-    Centring,
-    EditedTensor,
-    NamedParameter,
+    MeanSubtraction,
     NormFusion,
     Plan,
-    RotatedTensor,
     RotationGroup,
     UnfusedNorm,
     Verdict,
@@ -78,8 +80,8 @@ def plan_of(family: TracedClasses, statement: Statement, cut: Cut, options: Opti
         model_class=reference.name,
         classes=family.classes,
         norms=tuple(verdict_on(problem, cut, path, statement.refused) for path in paths),
-        writers=writers,
-        ops=ops_of(problem, cut),
+        centred_weights=writers,
+        subtractions=ops_of(problem, cut),
         entry_inputs=tuple(dict.fromkeys(entries)),
         unproven=tuple(
             dict.fromkeys(
@@ -191,17 +193,23 @@ def verdict_on(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -
     """
     if norm in refused:
         culprit = "" if refused[norm] == ASKED_TO_KEEP else norm
-        return Verdict(norm, "kept", reason=refused[norm], culprit=culprit)
+        return Verdict(norm, "stays_layernorm", reason=refused[norm], culprit=culprit)
     if norm not in cut.folded:
         obstacle = explain.obstacle(problem, cut, norm)
         return Verdict(
-            norm, "kept", reason=obstacle.reason, culprit=obstacle.culprit, path=obstacle.path
+            norm,
+            "stays_layernorm",
+            reason=obstacle.reason,
+            culprit=obstacle.culprit,
+            path=obstacle.path,
         )
     support = cut.folded[norm]
     needs = tuple(dict.fromkeys(writer.name for writer in support.writers))
     ops = tuple(dict.fromkeys(op.module for op in support.ops))
     mlps = tuple(mlp.second for mlp in support.mlps)
-    return Verdict(norm, "centred" if ops else "static", ops=ops, needs=needs, mlps=mlps)
+    return Verdict(
+        norm, "with_subtraction" if ops else "in_weights", subtractions=ops, needs=needs, mlps=mlps
+    )
 
 
 def writers_of(problem: Problem, cut: Cut, reference: Candidate) -> tuple[CentredWeight, ...]:
@@ -213,7 +221,7 @@ def writers_of(problem: Problem, cut: Cut, reference: Candidate) -> tuple[Centre
         if writer.baked:  # its bias is zeros, and must not get another mean
             bias, features = writer.baked.bias, writer.shape[writer.axis.dim :][:1]
             writers.append(
-                CentredWeight(bias.parameter, bias.tensor, feature_axis(features), features)
+                CentredWeight(bias.parameter, feature_axis(features), features, bias.tensor)
             )
     return _in_order(reference, writers)
 
@@ -245,7 +253,7 @@ def _stored_tensors(
         baked = _baked(problem, reference, parameter.name)
         tensors = reference.stored.get(name, ())
         made += [
-            CentredWeight(name, tensor, axis, shape, scale=scale, baked=baked) for tensor in tensors
+            CentredWeight(name, axis, shape, tensor, scale=scale, baked=baked) for tensor in tensors
         ]
         if name in reference.converted:
             made += _converted_writers(reference.converted[name], name, axis)
@@ -272,16 +280,16 @@ def _converted_writers(layout: Conversion, name: str, axis: Axis) -> list[Centre
     stored = layout.stored(name, axis)
     pairs = () if isinstance(stored, Opaque) else stored
     return [
-        CentredWeight(name, tensor, on_disk, layout.sources[tensor], axis)
+        CentredWeight(name, on_disk, layout.sources[tensor], tensor, axis)
         for tensor, on_disk in pairs
     ]
 
 
-def ops_of(problem: Problem, cut: Cut) -> tuple[Centring, ...]:
+def ops_of(problem: Problem, cut: Cut) -> tuple[MeanSubtraction, ...]:
     """Every centring operation once, except of inputs, which are centred on entry."""
     carriers = dict.fromkeys(op for support in cut.folded.values() for op in support.ops)
     return tuple(
-        Centring(c.module, c.place, c.axis, explain.own_mean(problem, c))
+        MeanSubtraction(c.module, c.place, c.axis, explain.own_mean(problem, c))
         for c in carriers
         if c.place != "entry"
     )

@@ -30,7 +30,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     " without a cache": {"use_cache": False},
 }
 
-Step = tuple[tuple[Any, ...], dict[str, Any]]
+GeneratedCall = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def generated_positions(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -63,7 +63,7 @@ def generated_calls(model: Any) -> Iterator[Call]:
                 yield replace(call, label=f"generate{way}, {prompt}")
 
 
-def _call(steps: list[Step]) -> Call:
+def _call(steps: list[GeneratedCall]) -> Call:
     """The steps that use the cache, without the cache itself; only the first if none does."""
     (args, first), *others = steps
     cache = _taken(first)
@@ -77,11 +77,13 @@ def _taken(given: dict[str, Any]) -> Any:
     return next((cache for cache in found if cache is not None), None)
 
 
-def _recorded(model: nn.Module, tokens: int, padded: bool, options: dict[str, Any]) -> list[Step]:
+def _recorded(
+    model: nn.Module, tokens: int, padded: bool, options: dict[str, Any]
+) -> list[GeneratedCall]:
     """The arguments of each call of ``forward`` while ``generate`` runs, and runs another turn."""
     bare: Any = without_weights(model)
     forward = bare.forward
-    steps: list[Step] = []
+    steps: list[GeneratedCall] = []
 
     @functools.wraps(forward)
     def recording(*args: Any, **kwargs: Any) -> Any:

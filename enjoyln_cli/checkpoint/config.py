@@ -236,12 +236,25 @@ def require_unfolded(
     if MARKER in raw:
         entry = raw[MARKER]
         origin = entry.get("source") if isinstance(entry, dict) else None
-        only_rotated = isinstance(entry, dict) and entry.get("rotated") and not entry.get("rmsnorm")
+        only_rotated = _plan_in(entry).get("rotation_groups") and not names_folded_norms(entry)
         job, verb = ("rotation", "convert") if only_rotated else ("fold", "fold")
         raise AlreadyFolded(
             f"{model} is the result of an earlier {job}; {verb} its source "
             f"({origin or 'unknown'}) instead"
         )
+
+
+def names_folded_norms(entry: Any) -> bool:
+    """Whether an ``enjoyln`` entry, which may hold anything, names norms that become RMSNorm."""
+    norms = _plan_in(entry).get("norms")
+    listed = norms if isinstance(norms, list) else []
+    statuses = [norm.get("status") for norm in listed if isinstance(norm, dict)]
+    return any(status != "stays_layernorm" for status in statuses)
+
+
+def _plan_in(entry: Any) -> dict[str, Any]:
+    plan = entry.get("plan") if isinstance(entry, dict) else None
+    return plan if isinstance(plan, dict) else {}
 
 
 def set_entry(config: Any, name: str, value: Any) -> None:

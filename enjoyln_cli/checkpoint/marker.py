@@ -1,16 +1,16 @@
 """The marker: the ``enjoyln`` entry in the ``config.json`` of a converted checkpoint.
 
 It tells a program that only has the config which norms can compute RMSNorm, for which classes and
-inputs, and which parameters have to be centred for that. Its keys are the fields of ``Marker``.
+inputs, and which parameters have to be centred for that: the plan, without what only files need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -20,179 +20,66 @@ from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.errors import BadCheckpoint, UnprovenCall, UnsupportedModel
 from enjoyln_cli.fs.digests import digest_of_data
 from enjoyln_cli.plan import schema
-from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.covered_calls import CoveredCalls
-from enjoyln_cli.plan.mean_units import Units
-from enjoyln_cli.plan.plan import Centring, Plan
+from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.text import first_line
 from enjoyln_cli.version import __version__
 
 VERSION = 1
 _NOT_PROVEN = ("source", "revision", "proof", "tool")
-
-Distinct = schema.checked(schema.distinct)
-Names = Annotated[tuple[str, ...], Distinct]
-
-
-@dataclass(frozen=True)
-class CentredTensor:
-    """A parameter that has zero mean, or whose product with ``scale`` has."""
-
-    parameter: str
-    axis: Axis
-    """Axis of the parameter in the layout of the class."""
-    scale: str | None = None
-    """A parameter that multiplies along ``axis.dim``; it is ones since it was fused."""
-
-
-def _possible(axis: Axis) -> Axis:
-    if axis.stop > MAX_ELEMENTS or 0 < axis.step <= axis.size * axis.inner:
-        raise ValueError(f"no tensor has {axis}")
-    return axis
-
-
-def _of_parameter(axis: Axis) -> Axis:
-    if axis.dim < 0:
-        raise ValueError(f"dim is {axis.dim}, but counts from the start")
-    return _possible(axis)
-
-
-def _complete(op: Centring) -> Centring:
-    if not op.module:
-        raise ValueError("module is empty")
-    _possible(op.axis)
-    return op
-
-
-@dataclass(frozen=True)
-class CentredGroup:
-    """Parameters that have zero mean over the same axis."""
-
-    axis: Annotated[Axis, schema.checked(_of_parameter)]
-    parameters: Names
-
-
-@dataclass(frozen=True)
-class FusedNorms:
-    """Norms with a parameter that was fused into the layers after them."""
-
-    weight: Names
-    """Norms whose weight (or 1 + weight) is ones now."""
-    bias: Names
-    """Norms whose bias is zeros now."""
+_NOT_LIVE = {"needs", "mlps", "path", "reason", "culprit", "readers", "given", "tensor", "stored"}
+"""Fields that a live model does not need: names in files, and what explains a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Marker:
-    """The ``enjoyln`` entry of a converted ``config.json``; paths are paths in ``model_class``."""
+    """The ``enjoyln`` entry of a converted ``config.json``."""
 
     version: Literal[1] = 1
     source: str
     """The original: a Hub id, or an absolute path."""
     revision: str | None
-    model_class: str
-    classes: Names
-    """The classes for which the plan is proven."""
-    outputs: Names
-    """Fields of the output that stay the same; empty: all of them."""
-    rmsnorm: Names
-    """Folded norms: their inputs have zero mean."""
-    layernorm: Names
-    """Norms that stay LayerNorm."""
-    centering: Annotated[tuple[Annotated[Centring, schema.checked(_complete)], ...], Distinct]
-    """Explicit centring operations."""
-    centered: Annotated[tuple[CentredGroup, ...], Distinct]
-    """Parameters with zero mean."""
-    scales: Mapping[str, str]
-    """The vector that was fused into a parameter: their product has zero mean."""
-    units: Annotated[tuple[Units, ...], Distinct]
-    """Hidden units of MLPs that subtract a mean."""
-    baked: Names
-    """Norm weights that are one number each, since the norm was baked into an embedding table."""
-    fused: FusedNorms
-    untied: Mapping[str, str]
-    """Parameters that were tied to another, and are stored and loaded as two."""
-    entry_inputs: Names
-    """Inputs of ``forward`` that have to be centred."""
-    unproven: Names
-    """Inputs with which the folded norms have to compute LayerNorm."""
-    covered: CoveredCalls | None
-    """The proven calls; ``None``: all calls without an input of ``unproven``."""
-    rotated: bool = False
-    """Whether orthogonal matrices have been rotated values; the stored plan says which."""
+    plan: Plan
+    """The part of the plan that a live model needs (see ``live_part``)."""
     nonfinite: bool = False
     """Whether the user allowed NaN and infinity in weights."""
     proof: str = ""
     """SHA-256 of the entry without source, revision, proof and tool."""
     tool: str
 
-    @property
-    def centred(self) -> tuple[CentredTensor, ...]:
-        """The centred parameters, one by one."""
-        return tuple(
-            CentredTensor(name, group.axis, self.scales.get(name))
-            for group in self.centered
-            for name in group.parameters
-        )
-
-
-IN_MEMORY = Source("", Path(), None)
-"""The source of a model that has no checkpoint."""
-
 
 def marker(plan: Plan, source: Source, nonfinite: bool = False) -> dict[str, Any]:
     """The ``enjoyln`` entry for ``config.json``: the fields of ``Marker``."""
-    fields = marker_of_plan(plan, source, nonfinite)
-    entry = {"version": fields.version, **schema.plain(fields)}
+    local = Path(source.model).expanduser()
+    entry = {
+        "version": VERSION,
+        "source": str(local.resolve()) if source.model and local.is_dir() else source.model,
+        "revision": source.revision,
+        "plan": schema.plain(live_part(plan), _NOT_LIVE),
+        **({"nonfinite": True} if nonfinite else {}),
+        "tool": f"enjoyln {__version__}",
+    }
     return {**entry, "proof": proof_of(entry)}
 
 
-def marker_of_plan(plan: Plan, source: Source = IN_MEMORY, nonfinite: bool = False) -> Marker:
-    """The marker of a model that was folded by ``plan``; its ``proof`` is left empty."""
-    local = Path(source.model).expanduser()
-    return Marker(
-        source=str(local.resolve()) if source.model and local.is_dir() else source.model,
-        revision=source.revision,
-        model_class=plan.model_class,
-        classes=plan.classes,
-        outputs=plan.outputs,
-        rmsnorm=tuple(verdict.norm for verdict in plan.folded),
-        layernorm=tuple(verdict.norm for verdict in plan.kept),
-        centering=tuple(replace(op, reason="") for op in plan.ops),
-        centered=_by_axis(plan),
-        scales={w.parameter: w.scale.parameter for w in plan.edited_tensors if w.scale},
-        units=tuple(
-            Units(
-                mlp.first.parameter,
-                mlp.bias.parameter if mlp.bias else None,
-                mlp.second.parameter,
-                mlp.second.dim,
-                mlp.size,
-            )
-            for mlp in plan.widened
-            if mlp.subtracts
-        ),
-        baked=tuple(norm.weight.parameter for norm in plan.baked.values()),
-        fused=FusedNorms(
-            tuple(fusion.norm for fusion in plan.fused if fusion.weight),
-            tuple(fusion.norm for fusion in plan.fused if fusion.bias),
-        ),
-        untied={copy.parameter: copy.source for copy in plan.untied},
-        entry_inputs=plan.entry_inputs,
-        unproven=plan.unproven,
-        covered=plan.covered,
-        rotated=bool(plan.rotated),
-        nonfinite=nonfinite,
-        tool=f"enjoyln {__version__}",
+def live_part(plan: Plan) -> Plan:
+    """The plan with the layouts of a model in memory, and without what only files need."""
+    weights = (
+        replace(w, tensor="", shape=(), axis=w.module_axis or w.axis, module_axis=None)
+        for w in plan.centred_weights
     )
-
-
-def _by_axis(plan: Plan) -> tuple[CentredGroup, ...]:
-    """The centred parameters, grouped by axis: most parameters of a model share one."""
-    groups: dict[Axis, dict[str, None]] = {}
-    for writer in plan.writers:
-        groups.setdefault(writer.module_axis or writer.axis, {})[writer.parameter] = None
-    return tuple(CentredGroup(axis, tuple(names)) for axis, names in groups.items())
+    return replace(
+        plan,
+        centred_weights=tuple(dict.fromkeys(weights)),
+        unfused=(),
+        rotation_groups=tuple(
+            replace(group, tensors=tuple(t for t in group.tensors if t.baked))
+            for group in plan.rotated
+        ),
+        untied=tuple(replace(copy, shape=()) for copy in plan.untied),
+        settings=(),
+        other_norms=(),
+        by_example=(),
+    )
 
 
 def proof_of(entry: Mapping[str, Any]) -> str:
@@ -216,6 +103,7 @@ def read_marker(config: Mapping[str, Any], model: str = "the model") -> Marker:
         )
     try:
         parsed = schema.read(Marker, entry)
+        _require_possible(parsed.plan)
     except ValueError as error:
         raise BadCheckpoint(
             f"the enjoyln entry of config.json is malformed: {error}; convert the source again"
@@ -223,9 +111,27 @@ def read_marker(config: Mapping[str, Any], model: str = "the model") -> Marker:
     if parsed.proof != proof_of(entry):
         raise BadCheckpoint(
             "the enjoyln entry of config.json was edited after the fold, so its proof is invalid; "
-            "convert the source again (--recipe lets you choose which norms are converted)"
+            "convert the source again (--keep-norms chooses which norms stay)"
         )
     return parsed
+
+
+def _require_possible(plan: Plan) -> None:
+    """Raise ``ValueError`` for an entry that no fold writes, or that is there twice."""
+    for field in fields(plan):
+        if isinstance(entries := getattr(plan, field.name), tuple):
+            try:
+                schema.distinct(entries)
+            except ValueError as error:
+                raise ValueError(f"plan.{field.name}: {error}") from None
+    if any(not op.module for op in plan.subtractions):
+        raise ValueError("plan.subtractions: module is empty")
+    if any(weight.axis.dim < 0 for weight in plan.centred_weights):
+        raise ValueError("plan.centred_weights: dim counts from the start")
+    axes = [op.axis for op in plan.subtractions] + [one.axis for one in plan.centred_weights]
+    for axis in axes:
+        if axis.stop > MAX_ELEMENTS or 0 < axis.step <= axis.size * axis.inner:
+            raise ValueError(f"plan: no tensor has {axis}")
 
 
 @contextmanager

@@ -85,8 +85,8 @@ def write_json(data: Any) -> None:
 COLUMNS = {
     "layernorms": "LayerNorms",
     "become_rmsnorm": "become RMSNorm",
-    "with_added_subtraction": "of these with an added mean subtraction",
-    "stay_layernorm": "stay",
+    "with_subtraction": "of these with an added mean subtraction",
+    "stays_layernorm": "stay",
 }
 """The fields of ``Counts`` that a report's table shows, and the heads of their columns."""
 
@@ -145,7 +145,7 @@ def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
     for line in result.get("matrices", {}).get("summary", ()):
         say(line)
     if dry:
-        for name in compact(writer.tensor for writer in plan.writers):
+        for name in compact(writer.tensor for writer in plan.centred_weights):
             say(f"  centre {name}")
         wrote = f"{result['tensors']} tensors, {size(result['bytes_written'])}"
         say(f"would write {wrote}; nothing was written (dry run)")

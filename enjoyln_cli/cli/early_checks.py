@@ -28,11 +28,11 @@ from enjoyln_cli.fs.staging import check_place, learning_state
 from enjoyln_cli.matrix_choice.choice_options import ChoiceOptions
 from enjoyln_cli.plan.fold_options import Options, WriteOptions
 
-Check = Callable[[Mapping[str, Any], str], None]
+EarlyCheck = Callable[[Mapping[str, Any], str], None]
 """Refuses a model by its config and its name."""
 
 
-def require_model(name: str | Path | None, check: Check | None = None) -> None:
+def require_model(name: str | Path | None, check: EarlyCheck | None = None) -> None:
     """Refuse a directory without a config and a name that is no Hub id; ``check`` the config.
 
     A Hub id is left to ``look_up``.
@@ -49,7 +49,7 @@ def require_convertible(raw: Mapping[str, Any], model: str) -> None:
     config.require_unfolded(raw, model)
 
 
-def look_up(model: str | Path, opening: OpenOptions, check: Check | None = None) -> None:
+def look_up(model: str | Path, opening: OpenOptions, check: EarlyCheck | None = None) -> None:
     """Fetch the config of a Hub id and ``check`` it; a directory has been checked already.
 
     Call this after the first line is printed, which says that the Hub is asked.

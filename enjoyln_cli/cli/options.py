@@ -29,8 +29,8 @@ PATHS = {
 }
 """What a path has to be, as Click says it."""
 
-Command = Callable[..., Any]
-Decorator = Callable[[Command], Command]
+CommandFunction = Callable[..., Any]
+Decorator = Callable[[CommandFunction], CommandFunction]
 
 option = functools.partial(click.option, cls=GroupedOption)
 
@@ -74,13 +74,13 @@ def options_of(
         if name not in without and (not only or name in only)
     }
 
-    def decorate(command: Command) -> Command:
+    def decorate(command: CommandFunction) -> CommandFunction:
         def gathered(**passed: Any) -> Any:
             own = {name: passed.pop(name) for name in chosen}
             own = {name: value for name, value in own.items() if value is not None}
             return command(**{argument: kind(**own, **fixed)}, **passed)
 
-        made: Command = functools.wraps(command)(gathered)
+        made: CommandFunction = functools.wraps(command)(gathered)
         for name, (default, text) in reversed(chosen.items()):
             made = _option(name, hints[name], default, text)(made)
         return made

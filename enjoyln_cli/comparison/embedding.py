@@ -26,10 +26,10 @@ LIBRARY = "sentence_transformers"
 EMBEDDING = "sentence_embedding"
 TOKENS = "last_hidden_state"
 
-Named = dict[str, torch.Tensor]
+NamedOutputs = dict[str, torch.Tensor]
 
 
-def embedder(source: Source, event: Event) -> Callable[[Named, Batch], Named] | None:
+def embedder(source: Source, event: Event) -> Callable[[NamedOutputs, Batch], NamedOutputs] | None:
     """A function that adds the sentence embedding to a transformer's outputs for a batch.
 
     ``None`` if the checkpoint is not a sentence-transformers pipeline, or if its modules cannot be
@@ -45,7 +45,7 @@ def embedder(source: Source, event: Event) -> Callable[[Named, Batch], Named] | 
         event("stage", f"comparing token embeddings, not sentence embeddings: {why}")
         return None
 
-    def add(outputs: Named, batch: Batch) -> Named:
+    def add(outputs: NamedOutputs, batch: Batch) -> NamedOutputs:
         tokens = outputs.get(TOKENS)
         if tokens is None or "input_ids" not in batch:
             return outputs

@@ -24,11 +24,11 @@ from enjoyln_cli.models.offload import on_disk
 from enjoyln_cli.models.outputs import by_field, is_in_cache, match_names
 from enjoyln_cli.runtime.call_guards import call_guards
 
-Outputs = list[dict[str, torch.Tensor]]
+OutputsOfRuns = list[dict[str, torch.Tensor]]
 """One dict per batch, from output name to its tensor, on the CPU or memory-mapped from disk."""
 
 
-def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) -> Outputs:
+def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) -> OutputsOfRuns:
     """The outputs of ``model`` for every batch, in the dtypes that it returns.
 
     A float64 model runs under ``Float64``. If a ``folder`` is given, outputs are stored in files
@@ -41,7 +41,7 @@ def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) 
 
     for _, guard in call_guards(model):
         guard.state.literal = True
-    outputs: Outputs = []
+    outputs: OutputsOfRuns = []
     with torch.no_grad(), silent():
         for batch in batches:
             call = {**inputs_for(model, batch), **cache_flag(model)}
@@ -78,7 +78,7 @@ def tensors(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, value
 
 
-def choose_outputs(outputs: Outputs, names: Sequence[str]) -> Outputs:
+def choose_outputs(outputs: OutputsOfRuns, names: Sequence[str]) -> OutputsOfRuns:
     """The outputs that match ``names`` (names or patterns); all of them if ``names`` is empty.
 
     Raises ``UnsupportedModel`` if no output of a batch matches.

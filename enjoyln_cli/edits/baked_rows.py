@@ -27,7 +27,7 @@ from typing import Self
 import torch
 
 from enjoyln_cli.edits.linear_steps import NAN, in_rows
-from enjoyln_cli.edits.step import Read, Shape, Step
+from enjoyln_cli.edits.step import ReadTensor, Shape, Step
 
 MARGIN = 1.5
 """How far the level is above the largest rms of a row, at least; at most twice as far."""
@@ -93,12 +93,12 @@ class BakingStep(Step):
     def needs(self) -> tuple[str, ...]:
         return (self.table, self.weight, self.bias)
 
-    def loaded(self, read: Read) -> Self:
+    def loaded(self, read: ReadTensor) -> Self:
         gain, bias = (read(name).double().clone() for name in (self.weight, self.bias))
         level = level_of(in_rows(read(self.table)), gain, bias, self.eps)
         return replace(self, values=(gain, bias), level=level)
 
-    def unusable(self, read: Read) -> str:
+    def unusable(self, read: ReadTensor) -> str:
         names = [self.weight, self.bias, *([] if math.isfinite(self.level) else [self.table])]
         bad = (name for name in names if not read(name).isfinite().all())
         return next((f"{name} {NAN}" for name in bad), "")
@@ -123,7 +123,7 @@ class NormRows(BakingStep):
     def mixed_dims(self) -> tuple[int, ...]:
         return (1,)
 
-    def loaded(self, read: Read) -> Self:
+    def loaded(self, read: ReadTensor) -> Self:
         """Without the level, which it does not use."""
         gain, bias = (read(name).double().clone() for name in (self.weight, self.bias))
         return replace(self, values=(gain, bias))

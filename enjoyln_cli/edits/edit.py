@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from enjoyln_cli.edits.new_values import Append
-from enjoyln_cli.edits.step import Read, Shape, Step
+from enjoyln_cli.edits.step import ReadTensor, Shape, Step
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class Edit:
         for step in self.steps:
             shape = step.fitted(name, shape, shapes)
 
-    def loaded(self, read: Read) -> Edit:
+    def loaded(self, read: ReadTensor) -> Edit:
         """The edit with the values that it uses; ``read`` returns other tensors by name."""
         return replace(self, steps=tuple(step.loaded(read) for step in self.steps))
 
-    def sized(self, read: Read) -> Edit:
+    def sized(self, read: ReadTensor) -> Edit:
         """The loaded edit with what ``bound`` needs besides."""
         return replace(self, steps=tuple(step.sized(read) for step in self.steps))
 

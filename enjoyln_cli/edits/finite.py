@@ -12,11 +12,11 @@ import torch
 
 from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.edits.linear_steps import NAN, largest_of
-from enjoyln_cli.edits.step import Read
+from enjoyln_cli.edits.step import ReadTensor
 from enjoyln_cli.errors import BadCheckpoint
 
 
-def unusable_input(edit: Edit, read: Read) -> str:
+def unusable_input(edit: Edit, read: ReadTensor) -> str:
     """The first tensor from which the loaded ``edit`` takes a number that is not finite, and why.
 
     ``read`` returns other tensors by name. Empty if all is finite.
@@ -24,7 +24,7 @@ def unusable_input(edit: Edit, read: Read) -> str:
     return next(filter(None, (step.unusable(read) for step in edit.steps)), "")
 
 
-def require_finite(name: str, x: torch.Tensor, edit: Edit, read: Read) -> None:
+def require_finite(name: str, x: torch.Tensor, edit: Edit, read: ReadTensor) -> None:
     """Raise ``BadCheckpoint`` unless ``x`` after the loaded ``edit`` is finite in its dtype.
 
     ``name`` is the tensor's name in messages, and ``read`` returns other tensors by name.

@@ -19,7 +19,7 @@ from typing import Self
 
 import torch
 
-from enjoyln_cli.edits.step import Read, Shape, Step
+from enjoyln_cli.edits.step import ReadTensor, Shape, Step
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.axis import (
     Axis,
@@ -60,7 +60,7 @@ class Scale(Step):
     def needs(self) -> tuple[str, ...]:
         return (self.vector,)
 
-    def loaded(self, read: Read) -> Self:
+    def loaded(self, read: ReadTensor) -> Self:
         values = read(self.vector).double().flatten() + self.offset
         if self.divides and not values.all():
             raise BadCheckpoint(
@@ -70,7 +70,7 @@ class Scale(Step):
         values = 1 / values if self.divides else values
         return replace(self, factors=repeated(values, self.outer, self.inner))
 
-    def unusable(self, read: Read) -> str:
+    def unusable(self, read: ReadTensor) -> str:
         if self._factors.isfinite().all():
             return ""
         is_finite = bool(read(self.vector).isfinite().all())
@@ -156,13 +156,13 @@ class AddProduct(Step):
     def terms(self) -> int:
         return self.many
 
-    def loaded(self, read: Read) -> Self:
+    def loaded(self, read: ReadTensor) -> Self:
         return replace(self, added=self._sum(read), many=read(self.matrix).shape[self.dim])
 
-    def sized(self, read: Read) -> Self:
+    def sized(self, read: ReadTensor) -> Self:
         return replace(self, sizes=self._sum(lambda name: read(name).abs()))
 
-    def unusable(self, read: Read) -> str:
+    def unusable(self, read: ReadTensor) -> str:
         if self._added.isfinite().all():
             return ""
         bad = (name for name in (self.by, self.matrix) if not read(name).isfinite().all())
@@ -199,7 +199,7 @@ class AddProduct(Step):
         assert self.added is not None, "the step is not loaded"
         return self.added
 
-    def _sum(self, read: Read) -> torch.Tensor:
+    def _sum(self, read: ReadTensor) -> torch.Tensor:
         """The product, with zeros outside of ``outputs``."""
         matrix, dim = read(self.matrix), self.dim
         by = repeated(read(self.by).double().flatten(), self.outer, self.inner)

@@ -10,16 +10,10 @@ from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.edits.linear_steps import AddProduct, CentreAxis, LayerScale, RotateAxis, Scale
 from enjoyln_cli.edits.new_values import Append, Fill
 from enjoyln_cli.plan.axis import blocks
-from enjoyln_cli.plan.mean_units import UNITS, read_by_units, written_by_units
+from enjoyln_cli.plan.edited_tensors import EditedTensor, GrownParameter, NamedParameter
+from enjoyln_cli.plan.mean_units import UNITS, Widening, read_by_units, written_by_units
 from enjoyln_cli.plan.orthogonal_matrices import Rotation
-from enjoyln_cli.plan.plan import (
-    EditedTensor,
-    GrownParameter,
-    NamedParameter,
-    NormFusion,
-    Plan,
-    Widening,
-)
+from enjoyln_cli.plan.plan import NormFusion, Plan
 
 
 def edits_of(plan: Plan, *, in_memory: bool = False) -> Mapping[str, Edit]:
@@ -53,7 +47,7 @@ def edits_of(plan: Plan, *, in_memory: bool = False) -> Mapping[str, Edit]:
             edits.update({weight: Edit((FillLevel(*norm),)), bias: Edit((Fill(0.0),))})
         edits[name] = edit
 
-    for writer in plan.writers:
+    for writer in plan.centred_weights:
         add(writer, None)
     for group in plan.rotated:
         rotation = group.rotation(plan.seed)

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 
 import torch
 
-Read = Callable[[str], torch.Tensor]
+ReadTensor = Callable[[str], torch.Tensor]
 """Returns a tensor by its name, as it is before all edits."""
 Shape = tuple[int, ...]
 
@@ -45,15 +45,15 @@ class Step:
         """How many numbers it adds to each element, without those along the mixed dimensions."""
         return 0
 
-    def loaded(self, read: Read) -> Self:
+    def loaded(self, read: ReadTensor) -> Self:
         """The step with the values that it uses, in float64."""
         return self
 
-    def sized(self, read: Read) -> Self:
+    def sized(self, read: ReadTensor) -> Self:
         """The loaded step with what ``bound`` needs besides."""
         return self
 
-    def unusable(self, read: Read) -> str:
+    def unusable(self, read: ReadTensor) -> str:
         """The tensor from which a loaded step takes what is not finite, and why; or nothing."""
         return ""
 

@@ -29,7 +29,7 @@ class Extent:
         return same and self.start < other.stop and other.start < self.stop
 
 
-Place = tuple[str, Extent]
+PlaceInMemory = tuple[str, Extent]
 
 
 def extent_of(tensor: torch.Tensor) -> Extent | None:
@@ -55,14 +55,14 @@ def identity_of(tensor: torch.Tensor) -> object:
     return extent_of(tensor) or id(tensor)
 
 
-def placed(named: Iterable[tuple[str, torch.Tensor]]) -> list[Place]:
+def placed(named: Iterable[tuple[str, torch.Tensor]]) -> list[PlaceInMemory]:
     """The names with the extents of their tensors, without tensors that have none."""
     return [(name, found) for name, tensor in named if (found := extent_of(tensor))]
 
 
-def overlapping(places: Iterable[Place]) -> Iterator[tuple[Place, Place]]:
+def overlapping(places: Iterable[PlaceInMemory]) -> Iterator[tuple[PlaceInMemory, PlaceInMemory]]:
     """All pairs of places that overlap, found in one pass over the sorted places."""
-    before: list[Place] = []
+    before: list[PlaceInMemory] = []
     for place in sorted(places, key=lambda place: (str(place[1].memory), place[1].start)):
         before = [p for p in before if p[1].overlaps(place[1])]
         yield from ((other, place) for other in before)

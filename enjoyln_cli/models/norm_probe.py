@@ -5,14 +5,13 @@ A module is a LayerNorm if a copy in float64 with random parameters computes
     y = gain * (x - mean(x)) / sqrt(var(x) + eps) + bias
 
 over the last dimension or over the channels (dimension 1 of N, C, ...). The gain is a parameter,
-1 + a parameter, or 1. The test has three parts:
+1 + a parameter, or 1. Three steps:
 
 1. The module is run on inputs of many magnitudes.
 2. Its ops are examined (see ``arithmetic``). It must not branch on its input, and must consist of
    ops with one formula for all values.
-3. So a few inputs decide whether that formula is LayerNorm. The module is run on those for which
-   others differ from it: rows of zeros and of one value, magnitudes around the root of eps; with
-   parameters that are zero and negative.
+3. So a few inputs decide whether that formula is LayerNorm: rows of zeros and of one value, and
+   magnitudes around the root of eps, with parameters that are zero and negative.
 
 A module may compute something else for inputs with another number of dimensions, so the result
 holds for the tested numbers of dimensions only.
@@ -118,10 +117,6 @@ class _Probe:
         """Normally distributed values; shared, so do not write to them."""
         return _normal(self.size(dim, rank))
 
-    def ranks(self, dim: int) -> Iterator[int]:
-        """The numbers of dimensions in ``RANKS`` that an input of this module can have."""
-        yield from (rank for rank in RANKS if rank > (2 if dim == 1 else len(self.shape)))
-
     def run(self, x: torch.Tensor) -> torch.Tensor | None:
         wide = Float64() if x.dtype == torch.float64 else nullcontext()
         try:
@@ -140,7 +135,7 @@ class _Probe:
     def agrees(self, form: LayerNormForm, rank: int, magnitude: float) -> bool:
         x = magnitude * (self.input(form.dim, rank) + 0.7)
         y, expected = self.run(x), layer_norm(x, form, self.weight, self.bias)
-        return y is not None and near(y, expected)
+        return y is not None and _off(y, expected) <= TOLERANCE
 
 
 @functools.lru_cache(maxsize=8)
@@ -149,8 +144,9 @@ def _normal(size: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(size, generator=generator, dtype=torch.float64)
 
 
-def near(y: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool((y - expected).abs().max() <= TOLERANCE * expected.abs().max())
+def _off(y: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest error relative to the largest element; NaN if there is one."""
+    return float((y - expected).abs().max() / expected.abs().max())
 
 
 def layer_norm(
@@ -171,12 +167,6 @@ def per_feature(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.squeeze() if parameter.ndim > 1 and parameter.numel() > 1 else parameter
 
 
-def layer_norm_form(module: nn.Module) -> LayerNormForm | None:
-    """How ``module`` computes LayerNorm; ``None`` if it does not, or not for all inputs."""
-    found = examine(module, {})
-    return found if isinstance(found, LayerNormForm) else None
-
-
 Known = dict[Any, LayerNormForm | str | None]
 """Results for each kind of module; valid as long as no code changes."""
 
@@ -188,8 +178,7 @@ def examine(module: nn.Module, known: Known) -> LayerNormForm | str | None:
     for all; or ``None`` if it is not a LayerNorm. Results for modules of the same kind are taken
     from ``known``, and new ones are added to it.
     """
-    roles = _roles(module)
-    if not roles:
+    if not (roles := _roles(module)):
         return None
     kind = _kind(module)
     if kind is not None and kind in known:
@@ -222,9 +211,8 @@ def _kind(module: nn.Module) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return type(value) in (int, float, bool, str, type(None))
+    plain = type(value) in (int, float, bool, str, type(None))
+    return plain or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def _examined(module: nn.Module, roles: list[_Roles]) -> LayerNormForm | str | None:
@@ -232,8 +220,10 @@ def _examined(module: nn.Module, roles: list[_Roles]) -> LayerNormForm | str | N
         probe = _probe(module, one)
         found = _form(probe, one)
         if found is not None:
-            mixed = _takes_other_dtypes(module, one, found)
-            return _objection(module, one, found) or replace(found, takes_other_dtypes=mixed)
+            if objection := _objection(module, one, found):
+                return objection
+            other = (_objection_in(d, torch.float32, module, one, found, "fails") for d in NARROW)
+            return replace(found, takes_other_dtypes=not any(other))
     return None
 
 
@@ -241,7 +231,8 @@ def _form(probe: _Probe, roles: _Roles) -> LayerNormForm | None:
     gains: tuple[Gain, ...] = ("1",) if probe.weight is None else ("weight", "1 + weight")
     weight, bias = roles.weight or "weight", roles.bias or "bias"
     for dim in (-1, 1) if len(probe.shape) == 1 else (-1,):
-        taken = [rank for rank in probe.ranks(dim) if probe.takes(dim, rank)]
+        least = 3 if dim == 1 else len(probe.shape) + 1
+        taken = [rank for rank in RANKS if rank >= least and probe.takes(dim, rank)]
         for gain in gains:
             form = LayerNormForm(dim, gain, probe.bias is not None, 0.0, None, weight, bias)
             likely = [r for r in taken if probe.agrees(form, r, MAGNITUDES[-1])]
@@ -264,11 +255,9 @@ def _objection(module: nn.Module, roles: _Roles, form: LayerNormForm) -> str | N
         for part, values in ((probe.weight, weight), (probe.bias, bias)):
             if part is not None:
                 part.copy_(values.reshape(part.shape))
-        for rank in form.ranks or ():
-            if not _is_exact(probe, form, _every_row(probe, form, rank)):
-                return (
-                    f"it does not compute LayerNorm of rows that are tiny, huge or constant{what}"
-                )
+        inputs = (_every_row(probe, form, rank) for rank in form.ranks or ())
+        if not all(_is_exact(probe, form, x) for x in inputs):
+            return f"it does not compute LayerNorm of rows that are tiny, huge or constant{what}"
     return next(filter(None, (_objection_in(d, d, module, roles, form) for d in NARROW)), None)
 
 
@@ -294,19 +283,11 @@ def _objection_in(
         return unsupported
     if found := other_op(probe.module, x):
         return found
-    if not (y - expected).abs().max() <= NARROW[dtype] * expected.abs().max():
+    if not _off(y, expected) <= NARROW[dtype]:
         return f"it does not compute LayerNorm in {dtype_name(dtype)}"
     if probe.module(x).dtype != dtype:
         return "it returns another dtype than that of its input"
     return None
-
-
-def _takes_other_dtypes(module: nn.Module, roles: _Roles, form: LayerNormForm) -> bool:
-    """Whether a module with float32 parameters normalises float16 and bfloat16 as such."""
-    return not any(
-        _objection_in(dtype, torch.float32, module, roles, form, unsupported="it raises an error")
-        for dtype in NARROW
-    )
 
 
 def _parameters(probe: _Probe) -> Iterator[tuple[str, Any, Any]]:
@@ -332,10 +313,10 @@ def _every_row(probe: _Probe, form: LayerNormForm, rank: int) -> torch.Tensor:
 
 def _is_exact(probe: _Probe, form: LayerNormForm, x: torch.Tensor) -> bool:
     """Whether the module computes LayerNorm of ``x``, in float64."""
-    y, expected = probe.run(x), layer_norm(x, form, probe.weight, probe.bias)
-    if y is None:
+    if (y := probe.run(x)) is None:
         return False
-    y, expected = y.movedim(form.dim, -1), expected.movedim(form.dim, -1)
+    expected = layer_norm(x, form, probe.weight, probe.bias).movedim(form.dim, -1)
+    y = y.movedim(form.dim, -1)
     close = (y - expected).abs() <= EXACTLY * expected.abs().amax(-1, keepdim=True)
     return bool((close | (y.isnan() & expected.isnan())).all())
 
@@ -409,8 +390,8 @@ def _possible_eps(probe: _Probe, form: LayerNormForm, rank: int) -> Iterator[flo
     """Candidates for eps: float attributes of the module, then a fit to its output."""
     yield from (v for v in vars(probe.module).values() if isinstance(v, float) and 0 <= v < 1)
     x = probe.input(form.dim, rank)
-    y, whole = probe.run(x * SMALL), layer_norm(x, form, probe.weight, None)
-    if y is None:
+    whole = layer_norm(x, form, probe.weight, None)
+    if (y := probe.run(x * SMALL)) is None:
         return
     scaled = y.movedim(form.dim, -1) - (0 if probe.bias is None else per_feature(probe.bias))
     shrunk = float((scaled * whole.movedim(form.dim, -1)).sum() / whole.square().sum())

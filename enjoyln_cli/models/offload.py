@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-Value = Callable[[], torch.Tensor]
+LoadTensor = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class WeightsOnDemand(Mapping[str, torch.Tensor]):
     """The weights in the files."""
     room: int
     """Bytes of further weights that may be kept in memory."""
-    made: dict[str, Value] = field(default_factory=dict)
+    made: dict[str, LoadTensor] = field(default_factory=dict)
     """Functions that compute the weights which were set with ``make``."""
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     """Weights that are kept in memory."""
@@ -61,11 +61,11 @@ class WeightsOnDemand(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self.stored.keys() | self.made.keys())
 
-    def source(self, name: str) -> Value:
+    def source(self, name: str) -> LoadTensor:
         """A function that returns the present value of ``name``, even if it is set again later."""
         return self.made.get(name) or partial(self.stored.__getitem__, name)
 
-    def make(self, name: str, value: Value) -> None:
+    def make(self, name: str, value: LoadTensor) -> None:
         """Set ``name`` to what ``value()`` returns, which has the parameter's dtype and shape."""
         if name in self.kept:
             self.room += self.kept.pop(name).nbytes

@@ -31,7 +31,7 @@ from enjoyln_cli.onnx_export.image_parts import (
     image_inputs,
     with_features,
 )
-from enjoyln_cli.onnx_export.runtimes import RUNTIMES, LoadedProgram, Run
+from enjoyln_cli.onnx_export.runtimes import RUNTIMES, LoadedProgram, RunProgram
 from enjoyln_cli.plan.cache_argument import CACHE
 
 STEPS = (2, 1, 1, 1, 1, 1, 1)
@@ -182,7 +182,7 @@ def greedy(
     return torch.cat(found, 1)
 
 
-def whole_rows(programs: Mapping[str, LoadedProgram]) -> Run:
+def whole_rows(programs: Mapping[str, LoadedProgram]) -> RunProgram:
     """The programs as a function of whole rows, which are read in several calls (see ``STEPS``).
 
     Programs without a cache are called once.

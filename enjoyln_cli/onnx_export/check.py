@@ -58,10 +58,10 @@ from enjoyln_cli.onnx_export.call import (
     batch_of,
     batches_of_other_sizes,
 )
-from enjoyln_cli.onnx_export.runtimes import Run
+from enjoyln_cli.onnx_export.runtimes import RunProgram
 from enjoyln_cli.text import dtype_name, first_line
 
-Outputs = dict[str, torch.Tensor]
+ProgramOutputs = dict[str, torch.Tensor]
 PROGRAM_RATIO = 16.0
 """A program's rounding error of the original may be this many times that of torch.
 
@@ -123,7 +123,7 @@ class Reference:
     """Inputs, the exact outputs, and the distances of the original's own outputs from them."""
 
     inputs: CheckedBatches
-    exact: list[Outputs]
+    exact: list[ProgramOutputs]
     own: dict[str, Distance]
 
 
@@ -154,12 +154,12 @@ def reference_of(
     return Reference(inputs, exact, distances(own, exact))
 
 
-def outputs_of(model: Any, names: Sequence[str], batch: Batch) -> Outputs:
+def outputs_of(model: Any, names: Sequence[str], batch: Batch) -> ProgramOutputs:
     """The outputs ``names`` that a model returns for one batch."""
     return _compared(run(model, [batch])[0], batch, names)
 
 
-def _compared(found: Outputs, batch: Batch, names: Sequence[str]) -> Outputs:
+def _compared(found: ProgramOutputs, batch: Batch, names: Sequence[str]) -> ProgramOutputs:
     """The outputs ``names``, with zeros where a row is padded on the left.
 
     A padded query there has nothing to attend to, and programs differ in what they return for it.
@@ -184,8 +184,8 @@ def _padding(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def check_in(
     runtime: str,
-    programs: Run,
-    original: Callable[[], Run],
+    programs: RunProgram,
+    original: Callable[[], RunProgram],
     reference: Reference,
     dtype: torch.dtype,
     max_ratio: float,
@@ -198,7 +198,7 @@ def check_in(
     """
     inputs = reference.inputs
 
-    def computed(run: Run) -> list[Outputs]:
+    def computed(run: RunProgram) -> list[ProgramOutputs]:
         return [_compared(run(batch), batch, inputs.outputs) for batch in inputs.batches]
 
     outputs = computed(programs)
@@ -227,7 +227,7 @@ def check_in(
     )
 
 
-def _generated(outputs: Sequence[Outputs], reference: Reference) -> tuple[int, int]:
+def _generated(outputs: Sequence[ProgramOutputs], reference: Reference) -> tuple[int, int]:
     """How many tokens the original generated, and how many are the most probable in ``outputs``."""
     last = reference.inputs.generated
     if not last:

@@ -40,7 +40,7 @@ from enjoyln_cli.onnx_export.check import (
 from enjoyln_cli.onnx_export.onnx_program import OPSET, count_nodes
 from enjoyln_cli.onnx_export.programs import DATA, programs_of, save
 from enjoyln_cli.onnx_export.requirements import require_export
-from enjoyln_cli.onnx_export.runtimes import Run, installed
+from enjoyln_cli.onnx_export.runtimes import RunProgram, installed
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.option_field import made_from
 from enjoyln_cli.recipe.read import tried_to_fuse
@@ -181,7 +181,7 @@ def export(
     if opset is None or opset >= OPSET:
         optimize(model)
     programs = programs_of(
-        model, kind, outputs=marker.outputs, opset=opset, shifts=edits.norms if edits else None
+        model, kind, outputs=marker.plan.outputs, opset=opset, shifts=edits.norms if edits else None
     )
     result = Exported(
         folder=str(folder),
@@ -192,7 +192,7 @@ def export(
         dtype=dtype_name(kind),
         opset=programs.opset,
         programs={name: _summary(program.graph) for name, program in programs.models.items()},
-        centrings=len(marker.centering),
+        centrings=len(marker.plan.subtractions),
         biased=0 if tried_to_fuse(source.path) else _count_biased(model),
         checks=(),
         overflowing=edits.overflowing if edits else (),
@@ -271,11 +271,11 @@ def _run_checks(
         advice = f" ({out} is stored in {dtype_name(stored)}; fold with --dtype float32)"
 
     def inputs_for(model: Any) -> CheckedBatches:
-        call = call_to_export(model, marker.outputs, torch.float64)
+        call = call_to_export(model, marker.plan.outputs, torch.float64)
         if model.can_generate():
             return batches_to_generate(model, call, kind, seed)
         source = converted.folded.source.path
-        return batches_of_one_call(model, call, kind, marker.unproven, source, seed)
+        return batches_of_one_call(model, call, kind, marker.plan.unproven, source, seed)
 
     reference = reference_of(load_original, inputs_for, kind)
     checks = []
@@ -283,11 +283,11 @@ def _run_checks(
 
         @cache
         def original_folder() -> Path:
-            exact = programs_of(load_original(kind), kind, outputs=marker.outputs, opset=opset)
+            exact = programs_of(load_original(kind), kind, outputs=marker.plan.outputs, opset=opset)
             save(exact, Path(scratch), SUFFIXES[kind])
             return Path(scratch)
 
-        def in_runtime(runtime: str, written: Path) -> Run:
+        def in_runtime(runtime: str, written: Path) -> RunProgram:
             return whole_rows(load_programs(written, SUFFIXES[kind], runtime))
 
         for runtime in installed():

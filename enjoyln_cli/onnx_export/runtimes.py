@@ -12,7 +12,7 @@ import torch
 
 from enjoyln_cli.comparison.batches import Batch
 
-Run = Callable[[Batch], dict[str, torch.Tensor]]
+RunProgram = Callable[[Batch], dict[str, torch.Tensor]]
 """Computes the outputs, by name, of one batch of inputs. Other inputs are left out."""
 DTYPES = {
     "tensor(float)": torch.float32,
@@ -27,7 +27,7 @@ DTYPES = {
 class LoadedProgram:
     """A program that is called with a batch."""
 
-    run: Run
+    run: RunProgram
     inputs: Mapping[str, tuple[tuple[int, ...], str]]
     """The shape of each input, 0 for a dynamic size, and the name of its dtype."""
     metadata: Mapping[str, str]

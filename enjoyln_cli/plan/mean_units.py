@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 
-from enjoyln_cli.plan.option_field import InRange
+from enjoyln_cli.plan.axis import Count
+from enjoyln_cli.plan.edited_tensors import GrownParameter
 
 UNITS = 4
 BITS = 7
@@ -47,16 +47,37 @@ def _scale(features: int) -> float:
 
 
 @dataclass(frozen=True)
-class Units:
-    """Where in a model the units are: the parameters of the MLP by name, and the first index."""
+class Widening:
+    """An MLP that gets more hidden units: those of ``plan.mean_units``, then units of zeros."""
 
-    first: str
-    bias: str | None
-    second: str
-    dim: Annotated[int, InRange(0, 1)]
-    """The dimension of hidden units in ``second``; in ``first`` it is ``1 - dim``."""
-    start: Annotated[int, InRange(0)]
-    """The index of the first unit along the hidden dimension."""
+    first: GrownParameter
+    """The weight of the layer that computes the hidden units."""
+    bias: GrownParameter | None
+    """The bias of that layer, if it has one."""
+    second: GrownParameter
+    """The weight of the layer that reads the hidden units."""
+    size: Count
+    """How many hidden units there were before, and so the index of the first new one."""
+    to: Count
+    """How many hidden units there are afterwards."""
+    features: Count
+    """The number of input and output features of the MLP."""
+    attribute: str
+    """The config entry for the number of hidden units, written as in ``Setting.name``."""
+    subtracts: bool
+    """Whether the new units subtract the mean of the input; otherwise all of them are zeros."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` if the sizes or dimensions do not fit together."""
+        if self.to < self.size + UNITS:
+            raise ValueError(f"to is {self.to}, but must be at least {self.size + UNITS}")
+        if self.first.dim == self.second.dim or (self.bias and self.bias.dim):
+            raise ValueError("dim of first is 1 minus that of second, and dim of bias is 0")
+
+    @property
+    def parts(self) -> tuple[GrownParameter, ...]:
+        """All parameters that grow."""
+        return tuple(part for part in (self.first, self.bias, self.second) if part)
 
 
 @dataclass(frozen=True)
@@ -68,19 +89,19 @@ class Layers:
     second: torch.Tensor
 
 
-def rows(layers: Layers, units: Units, after: int = 0) -> Layers:
-    """Views of ``UNITS`` hidden units, ``after`` places behind the first of ``units``."""
-    at = units.start + after
+def rows(layers: Layers, mlp: Widening, after: int = 0) -> Layers:
+    """Views of ``UNITS`` hidden units, ``after`` places behind the first of ``mlp``."""
+    at = mlp.size + after
     return Layers(
-        layers.first.narrow(1 - units.dim, at, UNITS),
+        layers.first.narrow(1 - mlp.second.dim, at, UNITS),
         None if layers.bias is None else layers.bias.narrow(0, at, UNITS),
-        layers.second.narrow(units.dim, at, UNITS),
+        layers.second.narrow(mlp.second.dim, at, UNITS),
     )
 
 
-def intact(layers: Layers, units: Units, dtypes: tuple[torch.dtype, ...]) -> bool:
+def intact(layers: Layers, mlp: Widening, dtypes: tuple[torch.dtype, ...]) -> bool:
     """Whether the units still have their exact values, rounded to one of ``dtypes``."""
-    held, exact = rows(layers, units), _exact(layers, units)
+    held, exact = rows(layers, mlp), _exact(layers, mlp)
     if not torch.equal(held.first.double(), exact.first):
         return False
     if held.bias is not None and held.bias.any():
@@ -91,42 +112,42 @@ def intact(layers: Layers, units: Units, dtypes: tuple[torch.dtype, ...]) -> boo
         rounding = info.eps * (exact.second.abs() + info.smallest_normal)
         stored = torch.equal(held.second.to(dtype).to(held.second), held.second)
         if stored and bool((off <= rounding).all()):
-            return not off.narrow(units.dim, 0, UNITS // 2).any()
+            return not off.narrow(mlp.second.dim, 0, UNITS // 2).any()
     return False
 
 
-def room(layers: Layers, units: Units) -> int | None:
+def room(layers: Layers, mlp: Widening) -> int | None:
     """How far behind the units the next unused ones begin, or ``None`` if there are none.
 
     A hidden unit is unused if its weights in the second layer are zeros.
     """
-    behind = layers.second.shape[units.dim] - units.start - UNITS
+    behind = layers.second.shape[mlp.second.dim] - mlp.size - UNITS
     places = range(UNITS, behind + 1, UNITS)
-    return next((at for at in places if not rows(layers, units, at).second.any()), None)
+    return next((at for at in places if not rows(layers, mlp, at).second.any()), None)
 
 
-def copy_units(layers: Layers, units: Units, after: int) -> None:
+def copy_units(layers: Layers, mlp: Widening, after: int) -> None:
     """Copy the present values of the units to those ``after`` places behind them."""
-    held, free = rows(layers, units), rows(layers, units, after)
+    held, free = rows(layers, mlp), rows(layers, mlp, after)
     free.first.copy_(held.first)
     free.second.copy_(held.second)
     if free.bias is not None and held.bias is not None:
         free.bias.copy_(held.bias)
 
 
-def set_units(layers: Layers, units: Units) -> None:
+def set_units(layers: Layers, mlp: Widening) -> None:
     """Set the units to their exact values, in place."""
-    held, exact = rows(layers, units), _exact(layers, units)
+    held, exact = rows(layers, mlp), _exact(layers, mlp)
     held.first.copy_(exact.first)
     held.second.copy_(exact.second)
     if held.bias is not None:
         held.bias.zero_()
 
 
-def _exact(layers: Layers, units: Units) -> Layers:
-    features = layers.second.shape[1 - units.dim]
-    shape = (1, UNITS) if units.dim else (UNITS, 1)
+def _exact(layers: Layers, mlp: Widening) -> Layers:
+    features = layers.second.shape[1 - mlp.second.dim]
+    shape = (1, UNITS) if mlp.second.dim else (UNITS, 1)
     read = torch.tensor(read_by_units(features), dtype=torch.float64).view(shape[::-1])
     written = torch.tensor(written_by_units(features), dtype=torch.float64).view(shape)
-    held = rows(layers, units)
+    held = rows(layers, mlp)
     return Layers(read.expand(held.first.shape), None, written.expand(held.second.shape))

@@ -12,12 +12,19 @@ from typing import Annotated, Literal
 
 from enjoyln_cli.plan.axis import Axis, Count
 from enjoyln_cli.plan.covered_calls import CoveredCalls
-from enjoyln_cli.plan.mean_units import UNITS
+from enjoyln_cli.plan.edited_tensors import (
+    BakedNorm,
+    CentredWeight,
+    EditedTensor,
+    NamedParameter,
+    RotatedTensor,
+)
+from enjoyln_cli.plan.mean_units import Widening
 from enjoyln_cli.plan.option_field import InRange
 from enjoyln_cli.plan.orthogonal_matrices import GivenMatrix, Rotation
 from enjoyln_cli.plan.schema import NOT_STORED
 
-Status = Literal["static", "centred", "kept"]
+Status = Literal["in_weights", "with_subtraction", "stays_layernorm"]
 Place = Literal["output", "input"]
 
 
@@ -28,63 +35,7 @@ ASKED_TO_KEEP = "--keep-norms names it"
 
 
 @dataclass(frozen=True)
-class NamedParameter:
-    """A parameter that is stored once, in the layout that the class uses."""
-
-    parameter: str
-    """Name in the model class of the plan."""
-    tensor: str = ""
-    """Name of the stored tensor; by default ``parameter``."""
-
-    def __post_init__(self) -> None:
-        """Set the default of ``tensor``."""
-        object.__setattr__(self, "tensor", self.tensor or self.parameter)
-
-
-@dataclass(frozen=True)
-class BakedNorm:
-    """The norm behind an embedding table that takes its place: see ``edits.baked_rows``."""
-
-    weight: NamedParameter
-    """The norm's weight, which becomes one number."""
-    bias: NamedParameter
-    """The norm's bias, which becomes zeros."""
-    eps: float
-
-    def __post_init__(self) -> None:
-        """Raise ``ValueError`` without a positive ``eps``, which scales the rows."""
-        if not self.eps > 0:
-            raise ValueError(f"eps is {self.eps}, but must be above 0")
-
-
-@dataclass(frozen=True)
-class EditedTensor:
-    """A stored tensor that holds a parameter, or a part of it, and the axis of an edit."""
-
-    parameter: str
-    """Name in the model class of the plan, e.g. ``transformer.h.0.attn.c_proj.weight``."""
-    tensor: str
-    """Name of the stored tensor; a parameter stored under several names has an entry for each."""
-    axis: Axis
-    """Axis of the stored tensor: ``Axis(1, 0, 1, d, 1)`` for a Conv1D weight."""
-    shape: tuple[int, ...]
-    """Shape of the stored tensor."""
-    module_axis: Axis | None = None
-    """Axis of the parameter, if the class uses another layout than the file."""
-    scale: NamedParameter | None = None
-    """A vector (LayerScale) that is fused in along ``axis.dim`` first, into all writers of a layer
-    or none, and then set to ones."""
-    baked: BakedNorm | None = None
-    """Baked into this table. ``axis`` is that of the rows, which are those of the norm's result."""
-
-
-@dataclass(frozen=True)
-class CentredWeight(EditedTensor):
-    """A parameter whose values are centred: ``W <- P W`` over ``axis``, or ``P diag(scale) W``."""
-
-
-@dataclass(frozen=True)
-class Centring:
+class MeanSubtraction:
     """An explicit centring operation, attached to a module and applied in each of its calls."""
 
     module: str
@@ -102,9 +53,9 @@ class Verdict:
     norm: str
     """Path of the module in the model class of the plan, e.g. ``transformer.h.0.ln_1``."""
     status: Status
-    """``static``: folded by editing weights only; ``centred``: folded with centring operations
-    (``ops``); ``kept``: stays LayerNorm."""
-    ops: tuple[str, ...] = ()
+    """A norm becomes RMSNorm by edits of weights alone (``in_weights``), or also needs mean
+    subtractions that are added to the model (``with_subtraction``, at ``subtractions``)."""
+    subtractions: tuple[str, ...] = ()
     """Modules with explicit centrings that this norm's zero-mean input depends on."""
     needs: tuple[str, ...] = ()
     """Parameters (``CentredWeight.parameter``) that this norm's zero-mean input depends on."""
@@ -116,48 +67,6 @@ class Verdict:
     """For a kept norm: the module path or tensor that prevents folding."""
     path: tuple[str, ...] = ()
     """For a kept norm: module paths and ops from the norm's input up to the culprit."""
-
-
-@dataclass(frozen=True)
-class GrownParameter(NamedParameter):
-    """A parameter of a widened MLP; entries for the new hidden units are appended to it."""
-
-    dim: Annotated[int, InRange(0, 1)] = 0
-    """The dimension of hidden units."""
-
-
-@dataclass(frozen=True)
-class Widening:
-    """An MLP that gets more hidden units: those of ``plan.mean_units``, then units of zeros."""
-
-    first: GrownParameter
-    """The weight of the layer that computes the hidden units."""
-    bias: GrownParameter | None
-    """The bias of that layer, if it has one."""
-    second: GrownParameter
-    """The weight of the layer that reads the hidden units."""
-    size: Count
-    """How many hidden units there were before, and so the index of the first new one."""
-    to: Count
-    """How many hidden units there are afterwards."""
-    features: Count
-    """The number of input and output features of the MLP."""
-    attribute: str
-    """The config entry for the number of hidden units, written as in ``Setting.name``."""
-    subtracts: bool
-    """Whether the new units subtract the mean of the input; otherwise all of them are zeros."""
-
-    def __post_init__(self) -> None:
-        """Raise ``ValueError`` if the sizes or dimensions do not fit together."""
-        if self.to < self.size + UNITS:
-            raise ValueError(f"to is {self.to}, but must be at least {self.size + UNITS}")
-        if self.first.dim == self.second.dim or (self.bias and self.bias.dim):
-            raise ValueError("dim of first is 1 minus that of second, and dim of bias is 0")
-
-    @property
-    def parts(self) -> tuple[GrownParameter, ...]:
-        """All parameters that grow."""
-        return tuple(part for part in (self.first, self.bias, self.second) if part)
 
 
 @dataclass(frozen=True)
@@ -207,10 +116,8 @@ class NormFusion:
             raise ValueError("divided is a bias that stays while the weight moves; remove bias")
         if self.offset not in (0, 1) or (self.offset and not self.weight):
             raise ValueError("offset is 0, or 1 beside a weight")
-        if not self.readers or any(bool(reader.bias) != bool(self.bias) for reader in self.readers):
-            raise ValueError(
-                "it needs readers, each with a bias if and only if the norm's bias is fused"
-            )
+        if any(bool(reader.bias) != bool(self.bias) for reader in self.readers):
+            raise ValueError("a reader has a bias if and only if the norm's bias is fused")
 
     @property
     def names(self) -> tuple[NamedParameter, ...]:
@@ -221,21 +128,6 @@ class NormFusion:
             names += [reader.weight] if self.weight else []
             names += [reader.bias] if reader.bias else []
         return tuple(names)
-
-
-@dataclass(frozen=True)
-class RotatedTensor(EditedTensor):
-    """A stored tensor that is multiplied by the matrix of a group: ``W <- Q W`` over ``axis``.
-
-    The tensors that write the group are rotated over their outputs, and those that read it over
-    their inputs. For an orthogonal ``Q`` both are the same product. Every group of the axis is
-    rotated by the same matrix.
-    """
-
-    writes: bool = True
-    """Whether the features are computed from it."""
-    reads: bool = False
-    """Whether it is multiplied by the features. One that is tied may do both."""
 
 
 RotationKind = Literal["residual", "heads", "values"]
@@ -340,8 +232,8 @@ class Plan:
     classes: tuple[str, ...]
     """Classes for which the plan is proven, ``model_class`` among them."""
     norms: tuple[Verdict, ...]
-    writers: tuple[CentredWeight, ...]
-    ops: tuple[Centring, ...]
+    centred_weights: tuple[CentredWeight, ...]
+    subtractions: tuple[MeanSubtraction, ...]
     entry_inputs: tuple[str, ...] = ()
     """Inputs of ``forward`` (``inputs_embeds``) that a folded model has to centre on entry."""
     unproven: tuple[str, ...] = ()
@@ -374,7 +266,7 @@ class Plan:
     @property
     def folded(self) -> tuple[Verdict, ...]:
         """The norms that become RMSNorm."""
-        return tuple(v for v in self.norms if v.status != "kept")
+        return tuple(v for v in self.norms if v.status != "stays_layernorm")
 
     @property
     def rotated(self) -> tuple[RotationGroup, ...]:
@@ -384,7 +276,10 @@ class Plan:
     @property
     def edited_tensors(self) -> tuple[EditedTensor, ...]:
         """The tensors that are centred, then those that are rotated; some are in both."""
-        return (*self.writers, *(tensor for group in self.rotated for tensor in group.tensors))
+        return (
+            *self.centred_weights,
+            *(tensor for group in self.rotated for tensor in group.tensors),
+        )
 
     @property
     def baked(self) -> Mapping[str, BakedNorm]:
@@ -394,4 +289,4 @@ class Plan:
     @property
     def kept(self) -> tuple[Verdict, ...]:
         """The norms that stay LayerNorm."""
-        return tuple(v for v in self.norms if v.status == "kept")
+        return tuple(v for v in self.norms if v.status == "stays_layernorm")

@@ -21,7 +21,7 @@ from pydantic_core.core_schema import none_schema
 
 from enjoyln_cli.text import did_you_mean
 
-Value = TypeVar("Value")
+Instance = TypeVar("Instance")
 
 SAME_AS = {"tensor": "parameter", "stored": "source"}
 """Fields that are left out in a file if they are equal to another field, and that field."""
@@ -37,7 +37,7 @@ _KINDS = {
 """pydantic's errors about types, and the type that it wants."""
 
 
-def read(kind: type[Value], data: Any) -> Value:
+def read(kind: type[Instance], data: Any) -> Instance:
     """An instance of the dataclass ``kind`` from plain data.
 
     Raises ``ValueError`` in one line: the place in ``data``, the value found there, and what is
@@ -51,7 +51,7 @@ def read(kind: type[Value], data: Any) -> Value:
         raise ValueError(f"it has a value that JSON does not have: {error}") from None
     try:
         adapter = _adapter(kind)  # type: ignore[arg-type]
-        value: Value = adapter.validate_json(text, strict=True, extra="forbid")
+        value: Instance = adapter.validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:
         where, problem = _problem(kind, _most_helpful(error))
         place = _place(where)

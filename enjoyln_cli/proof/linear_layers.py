@@ -31,7 +31,7 @@ from enjoyln_cli.proof.pullback import Opaque, pull
 from enjoyln_cli.proof.views import VIEWS, source_of
 from enjoyln_cli.trace.trace import Trace
 
-Kind = Literal["matrix", "product", "convolution", "embedding"]
+LayerKind = Literal["matrix", "product", "convolution", "embedding"]
 """A ``matrix`` is in an op that can add a bias, a ``product`` in one that cannot. An ``embedding``
 looks up rows of a table, which is a product with one-hot rows."""
 
@@ -45,7 +45,7 @@ WHOLE_FEATURE_OPS = VIEWS | {
 class _Form(NamedTuple):
     """The argument positions of an op's operands, and the dimension of the inputs in its weight."""
 
-    kind: Kind
+    kind: LayerKind
     x: int
     weight: int
     bias: int | None
@@ -85,7 +85,7 @@ class LinearLayer:
     """One op of a graph that is a linear layer."""
 
     node: Node
-    kind: Kind
+    kind: LayerKind
     x: Node
     weight: ReadParameter
     bias: ReadParameter | None
@@ -163,7 +163,7 @@ def linear_layer(node: Node, named: Mapping[Node, str]) -> LinearLayer | None:
     )
 
 
-def _weight_has_layer_shape(kind: Kind, node: Node, weight_rank: int) -> bool:
+def _weight_has_layer_shape(kind: LayerKind, node: Node, weight_rank: int) -> bool:
     """Whether the weight is a matrix, or a convolution in which all outputs see all inputs."""
     if kind != "convolution":
         return weight_rank == 2

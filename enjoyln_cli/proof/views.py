@@ -51,7 +51,7 @@ class Factor(NamedTuple):
     mean: bool = False
 
 
-Place = tuple[int, list[Factor]]
+Selected = tuple[int, list[Factor]]
 """Which elements of one dimension are taken: the first, and the offsets of the others."""
 
 
@@ -100,7 +100,7 @@ def push_through_view(node: Node, source: Node, axis: Axis) -> tuple[Axis, ...] 
     return next(((a,) for a in axes if axis_on_source(chain, source, a) == axis), None)
 
 
-def _taken_elements(node: Node, source: Node) -> tuple[list[Node], list[Place]] | None:
+def _taken_elements(node: Node, source: Node) -> tuple[list[Node], list[Selected]] | None:
     """The chain of ops from ``node`` back to ``source``, and which elements of it are taken.
 
     The result is cached in ``node.meta``, as it is needed for each axis of ``source``.
@@ -111,7 +111,7 @@ def _taken_elements(node: Node, source: Node) -> tuple[list[Node], list[Place]] 
     return known[source]
 
 
-def _find_taken_elements(node: Node, source: Node) -> tuple[list[Node], list[Place]] | None:
+def _find_taken_elements(node: Node, source: Node) -> tuple[list[Node], list[Selected]] | None:
     chain = [node]
     while chain[-1] is not source:
         if (above := source_of(chain[-1])) is None:
@@ -138,7 +138,7 @@ def through_view(axis: Axis, shape: tuple[int, ...], into: tuple[int, ...]) -> A
     return None if found is None else _axis_of(found, into)
 
 
-def _axis_of(found: list[Place], shape: tuple[int, ...]) -> Axis | None:
+def _axis_of(found: list[Selected], shape: tuple[int, ...]) -> Axis | None:
     """The axis that takes its mean over these elements of a value of this ``shape``."""
     dims = [dim for dim, (_, factors) in enumerate(found) if any(f.mean for f in factors)]
     if len(dims) != 1:
@@ -163,7 +163,7 @@ def _axis(dim: int, start: int, factors: list[Factor]) -> Axis | None:
     return Axis(dim, start, outer, size, inner, 0 if side_by_side else step)
 
 
-def _places(chain: list[Node], source: Node, axis: Axis | None = None) -> list[Place] | None:
+def _places(chain: list[Node], source: Node, axis: Axis | None = None) -> list[Selected] | None:
     """For each dimension of ``source``: which of its elements ``chain[0]`` holds."""
     shape, taken = shape_of(source), _on_meta(chain, source)
     if shape is None or taken is None or 0 in shape or 0 in taken.shape:
@@ -215,7 +215,7 @@ def _on_meta(chain: list[Node], source: Node) -> torch.Tensor | None:
     return x if same else None
 
 
-def _spread(factors: list[Factor], offset: int, shape: tuple[int, ...]) -> list[Place] | None:
+def _spread(factors: list[Factor], offset: int, shape: tuple[int, ...]) -> list[Selected] | None:
     """Turn offsets into the row-major elements of ``shape`` into places along each dimension."""
     strides = _row_major(shape)
     found: list[list[Factor]] = [[] for _ in shape]
@@ -264,7 +264,7 @@ def _merged(factors: list[Factor]) -> list[Factor]:
     return merged
 
 
-def _is_apart(place: Place, axis: Axis) -> bool:
+def _is_apart(place: Selected, axis: Axis) -> bool:
     """Whether none of the elements taken of a dimension belongs to the axis."""
     first, factors = place
     last = first + sum((count - 1) * stride for count, stride, _ in factors)

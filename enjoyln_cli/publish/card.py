@@ -23,7 +23,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from enjoyln_cli.checkpoint.config import MARKER
+from enjoyln_cli.checkpoint.config import MARKER, names_folded_norms
 from enjoyln_cli.checkpoint.file_roles import CONFIG
 from enjoyln_cli.checkpoint.result_files import RECIPE_FILE, VERIFY_FILE
 from enjoyln_cli.checkpoint.sentence_transformers import MODULES
@@ -65,7 +65,7 @@ BESIDE = ("torch", "transformers", "safetensors", "huggingface_hub")
 MAX_LIST_ENTRIES = 1000
 """Longest list that is copied from the original's metadata."""
 
-Values = dict[str, Any]
+JsonValues = dict[str, Any]
 
 
 def template(name: str) -> str:
@@ -75,7 +75,7 @@ def template(name: str) -> str:
 
 def metadata(
     existing: Mapping[str, Any], source: Source, folder: Path, own_tags: Sequence[str]
-) -> Values:
+) -> JsonValues:
     """The card's metadata; ``existing`` is the metadata of the original's card.
 
     ``own_tags`` are those that enjoyln adds to the original's.
@@ -146,7 +146,7 @@ def _word(value: Any) -> str:
 
 def values(
     plan: Plan, source: Source, out: Path, options: Sequence[Any], card: str, state: str
-) -> Values:
+) -> JsonValues:
     """The values for the template ``card``.
 
     ``options`` are the dataclasses with the options of the fold, ``card`` is the text of the
@@ -185,7 +185,9 @@ def _plan_lines(report: ModelReport, dtype: str) -> list[str]:
     return [*lines, f"  all floating weights were converted to {dtype}"] if dtype else lines
 
 
-def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: str = "") -> Values:
+def state(
+    root: Path, folder: str, place: str, names: Sequence[str], complaint: str = ""
+) -> JsonValues:
     """The values for the template ``state``.
 
     ``folder`` in ``root`` contains the result's config and verification. ``place`` is the name by
@@ -209,7 +211,7 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
     }
 
 
-def _checks(verification: Values) -> list[Texts]:
+def _checks(verification: JsonValues) -> list[Texts]:
     """The rows of a verification; empty for none, and for an edited one that cannot be shown."""
     try:
         return verification_rows(verification)
@@ -219,8 +221,7 @@ def _checks(verification: Values) -> list[Texts]:
 
 def _folds(folder: Path) -> bool:
     """Whether the config of a converted checkpoint names norms that can compute RMSNorm."""
-    marker = read_object(folder / CONFIG).get(MARKER)
-    return isinstance(marker, dict) and bool(marker.get("rmsnorm"))
+    return names_folded_norms(read_object(folder / CONFIG).get(MARKER))
 
 
 def replace_section(text: str, section: str) -> str:

@@ -124,7 +124,7 @@ def prepare(
     else:
         source = open_source(str(out))
         marker = read_marker(raw_config(source), source.model)
-        made_from, classes = {CONFIG: marker.source}, marker.classes
+        made_from, classes = {CONFIG: marker.source}, marker.plan.classes
     complaint = publishing_objection(source)
     check = f"run `enjoyln verify {out}`{' with your data' if is_quantised else ''}"
     if complaint and not force:

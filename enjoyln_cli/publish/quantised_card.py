@@ -16,7 +16,7 @@ from enjoyln_cli.checkpoint.file_roles import CONFIG
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, VERIFY_FILE
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.fs.whole_file import read_object
-from enjoyln_cli.publish.card import BEGIN, BESIDE, END, TAG, Values, display_name, origin_of
+from enjoyln_cli.publish.card import BEGIN, BESIDE, END, TAG, JsonValues, display_name, origin_of
 from enjoyln_cli.text import counted, number, size
 from enjoyln_cli.version import versions
 
@@ -38,7 +38,7 @@ def tags(out: Path) -> list[str]:
     return [TAG, form, *[JAVASCRIPT] * (out / ONNX_FOLDER).is_dir()]
 
 
-def values(out: Path, source: Source, final: Path, card: str, state: str) -> Values:
+def values(out: Path, source: Source, final: Path, card: str, state: str) -> JsonValues:
     """The values for the template ``quantised_card``.
 
     ``final`` is the path that ``out`` will be renamed to, ``card`` the text of the original's card,
@@ -64,7 +64,7 @@ def values(out: Path, source: Source, final: Path, card: str, state: str) -> Val
     }
 
 
-def state(out: Path, place: str, complaint: str = "") -> Values:
+def state(out: Path, place: str, complaint: str = "") -> JsonValues:
     """The values for the template ``quantised_state``: the numbers, and how to load the result.
 
     ``place`` is the name by which users load it. ``complaint`` is the reason why the push had to be

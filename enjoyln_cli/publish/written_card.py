@@ -38,7 +38,7 @@ def write_quantised_card(out: Path, source: Source, final: Path) -> None:
     _write(out, card.metadata(data, source, out, tags), "quantised_card", values)
 
 
-def _write(out: Path, metadata: Mapping[str, Any], template: str, values: card.Values) -> None:
+def _write(out: Path, metadata: Mapping[str, Any], template: str, values: card.JsonValues) -> None:
     from huggingface_hub import ModelCard, ModelCardData
 
     written = ModelCard.from_template(
@@ -57,7 +57,7 @@ def quantised_section(out: Path, place: str, complaint: str = "") -> str:
     return _section("quantised_state", quantised_card.state(out, place, complaint))
 
 
-def _section(template: str, values: card.Values) -> str:
+def _section(template: str, values: card.JsonValues) -> str:
     from huggingface_hub import ModelCard, ModelCardData
 
     return ModelCard.from_template(

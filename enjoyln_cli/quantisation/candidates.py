@@ -22,7 +22,7 @@ from enjoyln_cli.plan.plan import Plan, RotationGroup
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 
 ORIGINAL = "original"
-Rounding = Literal["nearest", "gptq", "asymmetric gptq"]
+RoundingMethod = Literal["nearest", "gptq", "asymmetric gptq"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RotatedForm:
     """``original``, ``values only``, or ``rotated, seed 3``."""
     plan: Plan | None
     """The edits; ``None`` for the original."""
-    rounding: Rounding = "nearest"
+    rounding: RoundingMethod = "nearest"
     """How weights of 4 bits are rounded: each to the nearest integer, or by ``quantisers.gptq``."""
 
     @property

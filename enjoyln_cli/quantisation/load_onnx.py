@@ -47,7 +47,7 @@ from enjoyln_cli.onnx_export.programs import FOLDER
 from enjoyln_cli.onnx_export.runtimes import LoadedProgram
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument
 
-Programs = Mapping[str, LoadedProgram]
+LoadedPrograms = Mapping[str, LoadedProgram]
 
 
 def load_onnx(
@@ -184,7 +184,7 @@ def _encode(program: LoadedProgram, main: str, *args: Any, **inputs: Any) -> Any
     return BaseModelOutput(last_hidden_state=program(_ready(program, given))[STATES])
 
 
-def _features(programs: Programs, *args: Any, **inputs: Any) -> Any:
+def _features(programs: LoadedPrograms, *args: Any, **inputs: Any) -> Any:
     """The features of pictures; each is apart, so that rows can be repeated for several beams."""
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -194,7 +194,7 @@ def _features(programs: Programs, *args: Any, **inputs: Any) -> Any:
     return BaseModelOutputWithPooling(pooler_output=apart)
 
 
-def _forward(model: Any, programs: Programs, *args: Any, **inputs: Any) -> Any:
+def _forward(model: Any, programs: LoadedPrograms, *args: Any, **inputs: Any) -> Any:
     """What the model returns for one call of ``forward``."""
     given = {**dict(zip((model.main_input_name,), args, strict=False)), **inputs}
     if MODEL in programs and not any(map(is_cached, programs[MODEL].inputs)):

@@ -45,7 +45,7 @@ from enjoyln_cli.rewrite.opened_model import OpenedModel
 Outputs = dict[str, torch.Tensor]
 Compute = Callable[[Batch], Outputs]
 """Runs a model on one batch; returns its outputs by name."""
-Embed = Callable[[Outputs, Batch], Outputs]
+EmbedOutputs = Callable[[Outputs, Batch], Outputs]
 ERROR = "error"
 """The relative error among the measures of an output."""
 TRIED_ON = 2
@@ -110,7 +110,7 @@ class ExactOutputs:
     examples: list[Example]
     outputs: list[Outputs]
     """One for each example."""
-    embed: Embed | None = None
+    embed: EmbedOutputs | None = None
     """Adds the sentence embedding of a sentence-transformers pipeline to the outputs."""
 
     @property
@@ -225,7 +225,7 @@ def exact_outputs(
     examples: list[Example],
     names: tuple[str, ...],
     folder: Path,
-    embed: Embed | None = None,
+    embed: EmbedOutputs | None = None,
     on_progress: Progress = no_progress,
 ) -> ExactOutputs:
     """Run the original on each example; the outputs ``names`` are stored in files in ``folder``.
@@ -248,7 +248,7 @@ def exact_outputs(
     return ExactOutputs(meanings(model, outputs[0], examples[0].batch), examples, outputs, embed)
 
 
-def with_embedding(outputs: Outputs, batch: Batch, embed: Embed | None) -> Outputs:
+def with_embedding(outputs: Outputs, batch: Batch, embed: EmbedOutputs | None) -> Outputs:
     """The outputs of a model for a batch, and what ``embed`` adds to them."""
     return embed(outputs, batch) if embed else outputs
 

@@ -29,7 +29,7 @@ from enjoyln_cli.onnx_export.call import call_to_export
 from enjoyln_cli.onnx_export.image_parts import VISION, image_inputs
 from enjoyln_cli.onnx_export.onnx_program import fold_transposed_weights
 from enjoyln_cli.onnx_export.programs import Programs, programs_of, save, with_weights
-from enjoyln_cli.onnx_export.runtimes import LoadedProgram, Run
+from enjoyln_cli.onnx_export.runtimes import LoadedProgram, RunProgram
 from enjoyln_cli.plan.plan import Plan, Setting
 from enjoyln_cli.quantisers import onnxruntime_quantiser
 from enjoyln_cli.quantisers.gptq import RoundedWeight
@@ -189,6 +189,6 @@ def _calls(programs: Programs, batches: Sequence[Batch]) -> dict[str, list[Batch
     return found
 
 
-def load(folder: Path, suffix: str) -> Run:
+def load(folder: Path, suffix: str) -> RunProgram:
     """What was written to ``folder``, as a function of whole rows that onnxruntime computes."""
     return whole_rows(load_programs(folder, suffix, threads=torch.get_num_threads()))

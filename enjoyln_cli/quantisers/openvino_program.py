@@ -19,7 +19,7 @@ from enjoyln_cli.comparison.run import tensors
 from enjoyln_cli.models.classes import apply_experts, leave_out_cache
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export import exporting
-from enjoyln_cli.onnx_export.runtimes import Run
+from enjoyln_cli.onnx_export.runtimes import RunProgram
 from enjoyln_cli.plan.trusted_code import MODELS, is_defined_in
 from enjoyln_cli.quantisers import nncf_quantiser
 from enjoyln_cli.quantisers.schemes import QuantisationScheme
@@ -58,7 +58,7 @@ def quantised(
     return ExportedModel(parts, made.export_format)
 
 
-def load(folder: Path, model_class: type) -> Run:
+def load(folder: Path, model_class: type) -> RunProgram:
     """What was written to ``folder``, as a function that OpenVINO computes.
 
     Code that comes with the result is trusted if the class of the original is such code.

@@ -25,7 +25,7 @@ from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import linear_layers
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.load import silent
-from enjoyln_cli.onnx_export.runtimes import Run
+from enjoyln_cli.onnx_export.runtimes import RunProgram
 from enjoyln_cli.quantisers.schemes import TORCHAO, QuantisationScheme
 from enjoyln_cli.runtime.adapters import quantisation_of
 
@@ -193,7 +193,7 @@ def _is_rounded(module: nn.Module) -> bool:
     return by_llm_compressor or bool(quantisation_of(getattr(module, "weight", None)))
 
 
-def load(folder: Path, model_class: Any) -> Run:
+def load(folder: Path, model_class: Any) -> RunProgram:
     """What was written to ``folder``, as a function that transformers computes."""
     with _quiet():
         model = model_class.from_pretrained(folder, local_files_only=True).eval()

@@ -1,28 +1,30 @@
 """Does a recipe have the edits of the plan that the proof gives?
 
 A recipe adds no edit and removes none: the plan is written as a recipe too, and both are compared
-name by name. Two lines are the same if they have the same text, without what only explains them.
+line by line. Two lines are the same if they have the same text, without what only explains them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import combinations
 from typing import Any
 
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.plan.schema import ABSENT
-from enjoyln_cli.recipe.from_plan import layers_in, lines_of
-from enjoyln_cli.recipe.model import SECTIONS, EditLines, Recipe, prefix_errors, require_for
-from enjoyln_cli.recipe.templates import KEEP, expand
+from enjoyln_cli.recipe.from_plan import recipe_of
+from enjoyln_cli.recipe.model import SECTIONS, Recipe, prefix_errors, require_for
+from enjoyln_cli.recipe.templates import KEEP, LETTERS
 from enjoyln_cli.recipe.yaml_text import dump_inline
 
 _NOTHING = "nothing"
 """The text of a name without a line."""
 _LISTS = ("classes", "outputs", "entry_inputs", "unproven", "calls")
 _REASONS = ("reason", "culprit")
+_STAY = {KEEP, "stays_layernorm"}
+"""Words that a reason follows, which is not compared."""
 
 
 def require_same(recipe: Recipe, plan: Plan, *, config: Any = None) -> None:
@@ -40,13 +42,9 @@ def require_same(recipe: Recipe, plan: Plan, *, config: Any = None) -> None:
             )
 
 
-def differences(recipe: EditLines, plan: Plan) -> list[str]:
-    """Each name for which a recipe has another line than a proven plan, with both lines.
-
-    Raises ``RecipeError`` for a line that matches no name, and for two lines that name the same.
-    """
-    proof = lines_of(plan)
-    unequal = schema.differences(_texts(_line_for_each(recipe, proof)), _texts(proof))
+def differences(recipe: Recipe, plan: Plan) -> list[str]:
+    """Each line in which a recipe differs from the recipe of a proven plan, with both lines."""
+    unequal = schema.differences(_texts(recipe), _texts(recipe_of(plan)))
     return [
         "{}: the recipe has {}, the proof {}".format(
             ": ".join(path), *(_NOTHING if text is ABSENT else text for text in texts)
@@ -55,34 +53,41 @@ def differences(recipe: EditLines, plan: Plan) -> list[str]:
     ]
 
 
-def _line_for_each(recipe: EditLines, proof: EditLines) -> EditLines:
-    """A recipe with one line for each name of a proven plan's lines."""
-    layers = layers_in(proof)
-    sections: dict[str, Any] = {}
-    for section in SECTIONS:
-        with prefix_errors(section):
-            sections[section] = expand(getattr(recipe, section), layers)
-    return replace(recipe, **sections)
-
-
-def _texts(lines: EditLines) -> dict[str, Any]:
+def _texts(lines: Recipe) -> dict[str, Any]:
     """The text of each line by section and name, and that of each list."""
     texts: dict[str, Any] = {
-        section: {name: _text(line) for name, line in getattr(lines, section).items()}
-        for section in (*SECTIONS, "config")
+        section: _without_repeats({n: _text(line) for n, line in getattr(lines, section).items()})
+        for section in (*SECTIONS, "settings")
     }
-    for section in SECTIONS:
-        if section != "norms":  # where each name has a line; elsewhere "keep" is as good as none
-            texts[section] = {name: text for name, text in texts[section].items() if text != KEEP}
     return texts | {field: _listed(getattr(lines, field)) for field in _LISTS}
 
 
 def _text(line: Any) -> str:
     if isinstance(line, Mapping):
-        if KEEP in line:
-            return KEEP
+        if word := line.keys() & _STAY:
+            return str(*word)
         line = {key: item for key, item in line.items() if key not in _REASONS}
     return dump_inline(line)
+
+
+def _without_repeats(texts: Mapping[str, str]) -> dict[str, str]:
+    """The lines without those of single layers that say, but for a reason, what all layers do."""
+    return {
+        name: text
+        for name, text in texts.items()
+        if all(texts.get(general) != text for general in _general(name))
+    }
+
+
+def _general(name: str) -> Iterator[str]:
+    """The names with placeholders that stand for ``name`` among others."""
+    words = name.split(".")
+    numbers = [at for at, word in enumerate(words) if word.isdigit()][: len(LETTERS)]
+    for many in range(1, len(numbers) + 1):
+        for chosen in combinations(numbers, many):
+            letters = dict(zip(chosen, LETTERS, strict=False))
+            filled = (f"{{{letters[at]}}}" if at in letters else w for at, w in enumerate(words))
+            yield ".".join(filled)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 
 from enjoyln_cli.calls import call_text
 from enjoyln_cli.plan import schema
+from enjoyln_cli.plan.edited_tensors import EditedTensor
 from enjoyln_cli.plan.fold_options import PLAIN, Options
 from enjoyln_cli.plan.plan import (
-    Centring,
-    EditedTensor,
+    MeanSubtraction,
     NormFusion,
     Plan,
     RotationGroup,
@@ -23,7 +23,7 @@ from enjoyln_cli.plan.plan import (
     Verdict,
     size_settings,
 )
-from enjoyln_cli.recipe.model import SECTIONS, VERSION, EditLines, Recipe, as_mapping
+from enjoyln_cli.recipe.model import VERSION, Recipe, as_mapping
 from enjoyln_cli.recipe.templates import KEEP, join_layers, layers_of
 from enjoyln_cli.version import versions
 
@@ -62,47 +62,36 @@ def recipe_of(
     ``config`` is a mapping or a transformers config. The plan holds only for its values of the
     attributes ``depends``.
     """
-    values = as_mapping(config)
-    lines = lines_of(plan)
-    layers = layers_in(lines)
-    joined: dict[str, Any] = {
-        name: join_layers(getattr(lines, name), layers, gaps=name != "norms") for name in SECTIONS
+    sections = {
+        "norms": _section(plan.norms, "norm"),
+        "centred_weights": _section(plan.centred_weights, "parameter"),
+        "subtractions": _section(plan.subtractions, "module"),
+        "fused": _section((*plan.fused, *plan.unfused), "norm"),
+        "widened": _section(plan.widened, "second"),
+        "rotation_groups": _section(plan.rotated, "name"),
+        "untied": _section(plan.untied, "parameter"),
     }
-    when = {name: values[name] for name in sorted(depends) if name in values}
+    layers = layers_of(name for lines in sections.values() for name in lines)
+    values, sizes = as_mapping(config), size_settings(plan.widened)  # which are in these lines
+    joined: dict[str, Any] = {
+        name: join_layers(lines, layers, gaps=name != "norms") for name, lines in sections.items()
+    }
     return Recipe(
-        **{**vars(lines), "when": when, **joined},
+        **joined,
         version=VERSION,
         model_type=plan.model_type,
+        model_class=plan.model_class,
+        classes=plan.classes,
+        outputs=plan.outputs,
+        when={name: values[name] for name in sorted(depends) if name in values},
+        settings={entry.name: entry.value for entry in plan.settings if entry not in sizes},
+        entry_inputs=plan.entry_inputs,
+        unproven=plan.unproven,
+        calls=tuple(map(call_text.to_text, plan.covered.forms)) if plan.covered else (),
         source=source,
         options=options,
         versions=versions("torch", "transformers"),
     )
-
-
-def lines_of(plan: Plan) -> EditLines:
-    """The edits of a plan, with a line for each norm, parameter and module."""
-    sizes = size_settings(plan.widened)  # they are in the lines of the MLPs
-    return EditLines(
-        model_class=plan.model_class,
-        classes=plan.classes,
-        outputs=plan.outputs,
-        norms=_section(plan.norms, "norm"),
-        centre=_section(plan.writers, "parameter"),
-        centring_ops=_section(plan.ops, "module"),
-        merge=_section((*plan.fused, *plan.unfused), "norm"),
-        widen=_section(plan.widened, "second"),
-        rotate=_section(plan.rotated, "name"),
-        untie=_section(plan.untied, "parameter"),
-        config={entry.name: entry.value for entry in plan.settings if entry not in sizes},
-        entry_inputs=plan.entry_inputs,
-        unproven=plan.unproven,
-        calls=tuple(map(call_text.to_text, plan.covered.forms)) if plan.covered else (),
-    )
-
-
-def layers_in(lines: EditLines) -> dict[str, int]:
-    """The number of layers under each prefix of the names of the lines."""
-    return layers_of(name for section in SECTIONS for name in getattr(lines, section))
 
 
 def _section(edits: Iterable[Any], key: str) -> dict[str, Any]:
@@ -120,11 +109,11 @@ def _section(edits: Iterable[Any], key: str) -> dict[str, Any]:
 
 
 def _line(edit: Any, key: str) -> Any:
-    if isinstance(edit, Verdict) and edit.status != "kept":
-        return {"fold_with": list(edit.ops)} if edit.ops else "fold"
-    if isinstance(edit, (Verdict, UnfusedNorm)):
+    if isinstance(edit, Verdict | UnfusedNorm):
+        word, needed = (edit.status, edit.subtractions) if isinstance(edit, Verdict) else (KEEP, ())
         culprit = {"culprit": edit.culprit} if edit.culprit else {}
-        return {KEEP: edit.reason, **culprit} if edit.reason or culprit else KEEP
+        said = list(needed) or edit.reason
+        return {word: said, **culprit} if said or culprit else word
     line: dict[str, Any] = {}
     for field, item in schema.plain(edit, _LEFT_OUT).items():
         if field == key:
@@ -138,9 +127,9 @@ def _line(edit: Any, key: str) -> Any:
     return line
 
 
-def _axis(edit: EditedTensor | Centring) -> dict[str, Any]:
+def _axis(edit: EditedTensor | MeanSubtraction) -> dict[str, Any]:
     """The dimension, whether it has a mean for each of several groups, and if only a part has."""
-    if isinstance(edit, Centring):
+    if isinstance(edit, MeanSubtraction):
         axis, length = edit.axis, edit.axis.length
     else:
         axis = edit.module_axis or edit.axis

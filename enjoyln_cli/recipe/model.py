@@ -7,7 +7,6 @@ there, with which a recipe is compared (``recipe.compare``).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.covered_calls import PLAIN_TYPES
 from enjoyln_cli.plan.fold_options import PLAIN, Options
 from enjoyln_cli.plan.schema import NOT_STORED, checked, quote
-from enjoyln_cli.recipe.templates import require_name
 
 VERSION = 1
 """Version of the recipe format."""
@@ -28,12 +26,6 @@ _TEXT_CHARS = 1000
 def _version(value: int) -> int:
     if value != VERSION:
         raise ValueError(f"{value} is not {VERSION}, the only version that can be read")
-    return value
-
-
-def _word(value: str) -> str:
-    if not re.fullmatch(r"[\w-]{1,200}", value, re.ASCII):
-        raise ValueError(f"{quote(value)} is not a name of letters, digits, _ and -")
     return value
 
 
@@ -53,56 +45,41 @@ def _one_line(value: Any) -> Any:
     return value
 
 
-Word = Annotated[str, checked(_word)]
-Words = tuple[Word, ...]
 Text = Annotated[str, checked(_one_line)]
 PlainValues = Mapping[Text, Annotated[Any, checked(_plain_value)]]
-Section = Mapping[Annotated[str, checked(require_name)], Annotated[Any, checked(_one_line)]]
+Section = Mapping[Text, Annotated[Any, checked(_one_line)]]
 """The edits of one kind, by the name of the norm, the parameter or the module."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EditLines:
-    """The edits for one model class under some config attributes. See ``plan.Plan``."""
+class Recipe:
+    """The edits of a fold, or of most checkpoints of a family, with what they were proven for."""
 
-    model_class: Word
-    classes: Words = ()
+    version: Annotated[int, checked(_version)]
+    model_type: Text
+    model_class: Text
+    classes: tuple[Text, ...] = ()
     """By default ``model_class`` alone."""
     outputs: tuple[Text, ...] = ()
     when: PlainValues = field(default_factory=dict)
     norms: Section
-    """``fold``, ``fold_with`` a list of modules, or ``keep``."""
-    centre: Section = field(default_factory=dict)
+    """The status of each: see ``plan.Status``."""
+    centred_weights: Section = field(default_factory=dict)
     """The dimension that each parameter is centred over, with the ``scale`` that is fused into it;
     a list, if there are several."""
-    centring_ops: Section = field(default_factory=dict)
-    merge: Section = field(default_factory=dict)
-    widen: Section = field(default_factory=dict)
+    subtractions: Section = field(default_factory=dict)
+    fused: Section = field(default_factory=dict)
+    widened: Section = field(default_factory=dict)
     """By the second weight of the MLP."""
-    rotate: Section = field(default_factory=dict)
-    untie: Section = field(default_factory=dict)
-    config: PlainValues = field(default_factory=dict)
+    rotation_groups: Section = field(default_factory=dict)
+    untied: Section = field(default_factory=dict)
+    settings: PlainValues = field(default_factory=dict)
     """New values of ``config.json`` entries, by name."""
-    entry_inputs: Words = ()
+    entry_inputs: tuple[Text, ...] = ()
     unproven: tuple[Text, ...] = ()
     calls: tuple[str, ...] = ()
     """The only calls that are proven; empty if proven calls are not limited to a list."""
 
-    def __post_init__(self) -> None:
-        """Set the default of ``classes``."""
-        object.__setattr__(self, "classes", self.classes or (self.model_class,))
-
-
-SECTIONS = ("untie", "norms", "centre", "centring_ops", "merge", "widen", "rotate")
-"""The fields of ``EditLines`` with an edit for each name. Differences of the first cause others."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe(EditLines):
-    """The edits of a fold, or of most checkpoints of a family, with what they were proven for."""
-
-    version: Annotated[int, checked(_version)]
-    model_type: Word
     source: Text = ""
     """The checkpoint that was converted, as ``NAME@COMMIT``, if it is on the Hub."""
     options: Options = PLAIN
@@ -110,6 +87,16 @@ class Recipe(EditLines):
     """The versions of the packages that made it."""
     where: Annotated[str, NOT_STORED] = field(default="the recipe", compare=False)
     """The name of the recipe in messages; it is not in the file."""
+
+    def __post_init__(self) -> None:
+        """Set the default of ``classes``."""
+        object.__setattr__(self, "classes", self.classes or (self.model_class,))
+
+
+SECTIONS = (
+    "untied", "norms", "centred_weights", "subtractions", "fused", "widened", "rotation_groups",
+)  # fmt: skip
+"""The fields with an edit for each name. Differences of the first cause others."""
 
 
 @contextmanager

@@ -54,6 +54,8 @@ def read_plan(result: Checkpoint, covered: CoveredCalls | None) -> Plan:
 
 def _require_fit(plan: Plan, stored: Mapping[str, Shape]) -> None:
     """Raise ``ValueError`` unless the tensors of a result have the shapes that the plan gives."""
+    if not all(fusion.readers for fusion in plan.fused):
+        raise ValueError("a norm is fused, but into no readers")
     edits = edits_of(plan)
     fitting_edits(
         plan, {name: _before(shape, edits.get(name, Edit())) for name, shape in stored.items()}

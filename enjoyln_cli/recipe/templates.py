@@ -2,11 +2,8 @@
 
 A layer number in a dotted name becomes a placeholder: ``h.3.ln_1`` is written ``h.{i}.ln_1`` and
 stands for every layer (a second number becomes ``{j}``, and so on). A text that a line mentions may
-name the layer before or after it: ``h.{i-1}.ln_2``.
-
-The lines of a recipe map names to plain data. ``join_layers`` writes one line for all layers that
-agree, and ``expand`` writes one line for each name again. If several lines match a name, the one
-with the fewest placeholders wins.
+name the layer before or after it: ``h.{i-1}.ln_2``. ``join_layers`` writes one line for all layers
+that agree, and one for each that differs.
 """
 
 from __future__ import annotations
@@ -15,19 +12,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
-
-from enjoyln_cli.errors import RecipeError
 
 KEEP = "keep"
 """The line of a name that stays as it is."""
-MAX_NAMES = 300_000
-"""Limit of the names that the lines of a section expand to."""
 LETTERS = "ijkl"
 """Letters of placeholders, outermost layer first. A fifth number in a name stays a number."""
 
-_PLACEHOLDER = re.compile(r"\{([ijkl])([+-]1)?\}")
+_PLACEHOLDER = re.compile(r"\{[ijkl]\}")
 
 Lines = Mapping[str, Any]
 """A section of a recipe: the plain data of the edit of each name."""
@@ -67,43 +59,16 @@ def relative(name: str, to: str, layers: Mapping[str, int]) -> str:
     return ".".join(words)
 
 
-def fill(text: str, numbers: Mapping[str, int]) -> str:
-    """Fill in the placeholders of ``text``; a placeholder without a number stays."""
-
-    def number(match: re.Match[str]) -> str:
-        letter, step = match.groups()
-        return str(numbers[letter] + int(step or 0)) if letter in numbers else match.group()
-
-    return _PLACEHOLDER.sub(number, text)
-
-
-def names_of(template: str, layers: Mapping[str, int]) -> Iterator[tuple[str, dict[str, int]]]:
-    """Every name that a template stands for, with the numbers of its placeholders."""
+def names_of(template: str, layers: Mapping[str, int]) -> Iterator[str]:
+    """Every name that a template stands for."""
     match = _PLACEHOLDER.search(template)
     if match is None:
-        yield template, {}
+        yield template
         return
     prefix = template[: match.start()].rstrip(".")
     for number in range(layers.get(prefix, 0)):
         filled = template[: match.start()] + str(number) + template[match.end() :]
-        for name, numbers in names_of(filled, layers):
-            yield name, {match[1]: number} | numbers
-
-
-def require_name(name: str) -> str:
-    """``name``, if it is a dotted name with placeholders. Raises ``ValueError``."""
-    if not 0 < len(name) <= 400:
-        raise ValueError(f"a name has 1 to 400 characters, but this has {len(name)}")
-    letters = []
-    for word in name.split("."):
-        match = _PLACEHOLDER.fullmatch(word)
-        if match and not match[2]:
-            letters.append(match[1])
-        elif not re.fullmatch(r"[\w-]+", word, re.ASCII):
-            raise ValueError(f"{name!r:.80} is not a dotted name with {{i}} for layer numbers")
-    if len(letters) > len(set(letters)):
-        raise ValueError(f"{name!r:.80} has the same placeholder twice")
-    return name
+        yield from names_of(filled, layers)
 
 
 def _levels(words: Sequence[str], layers: Mapping[str, int]) -> list[int]:
@@ -139,7 +104,7 @@ def join_layers(lines: Lines, layers: Mapping[str, int], *, gaps: bool) -> dict[
         groups.setdefault(to_template(name, layers), {})[name] = data
     joined: dict[str, Any] = {}
     for template, members in groups.items():
-        missing = [name for name, _ in names_of(template, layers) if name not in members]
+        missing = [name for name in names_of(template, layers) if name not in members]
         if missing and not (gaps and len(missing) <= len(members)):
             joined |= members
             continue
@@ -160,29 +125,3 @@ def _general_forms(name: str, data: Any, layers: Mapping[str, int]) -> tuple[str
         return re.sub(r"[\w-]+(\.[\w-]+)+", lambda match: relative(match[0], name, layers), text)
 
     return tuple(dict.fromkeys((json.dumps(map_texts(data, near)), json.dumps(data))))
-
-
-def expand(lines: Lines, layers: Mapping[str, int]) -> dict[str, Any]:
-    """The lines with every one repeated for each layer that it stands for.
-
-    Raises ``RecipeError`` if a line matches no name, or if two lines name the same.
-    """
-    deciding: dict[str, tuple[dict[str, int], Any]] = {}
-    total = 0
-    for template, data in lines.items():
-        before = total
-        for name, numbers in names_of(template, layers):
-            total += 1 + len(str(data)) // 50
-            if total > MAX_NAMES:
-                raise RecipeError(f"stands for more than {MAX_NAMES} names; remove some lines")
-            fewest = len(deciding[name][0]) if name in deciding else len(LETTERS) + 1
-            if len(numbers) == fewest:
-                raise RecipeError(f"two lines name {name}; remove one of them")
-            if len(numbers) < fewest:
-                deciding[name] = numbers, data
-        if total == before:
-            raise RecipeError(f"{template} matches nothing; the model has no such layers")
-    return {
-        name: map_texts(data, partial(fill, numbers=numbers)) if numbers else data
-        for name, (numbers, data) in deciding.items()
-    }

@@ -14,7 +14,7 @@ from enjoyln_cli.recipe.yaml_text import dump_inline
 _HEAD = """\
 # The LayerNorms of {model_type} that become RMSNorm, and the edits that keep the function the same.
 # {{i}} stands for every layer; a line with the number of a layer overrides it.
-# fold: in the weights alone; fold_with: with the named mean subtractions; keep: stays LayerNorm.
+# A norm becomes RMSNorm in_weights alone, or with_subtraction of a mean at the named modules.
 # fold --recipe refuses other edits than these; fold --keep-norms NAMES leaves norms as they are.
 """
 

@@ -76,7 +76,7 @@ def _add_norms(sketch: Sketch, analysis: Analysis) -> None:
         if path is None:
             continue
         verdict = verdicts[path]
-        word = "stays LayerNorm" if verdict.status == "kept" else "becomes RMSNorm"
+        word = "stays LayerNorm" if verdict.status == "stays_layernorm" else "becomes RMSNorm"
         why = verdict.reason + (f": {verdict.culprit}" if verdict.culprit else "")
         sketch.of_node[node] = sketch.add(ModelPart("norm", path, verdict.status, (word,), why))
 

@@ -28,25 +28,27 @@ class Counts:
 
     layernorms: int
     become_rmsnorm: int
-    in_weights_alone: int
-    with_added_subtraction: int
-    added_subtractions: int
-    stay_layernorm: int
+    in_weights: int
+    with_subtraction: int
+    subtractions: int
+    stays_layernorm: int
     tensors_centred: int
     parameters_centred: int
 
 
 def counts_of(plan: Plan) -> Counts:
     """The counts of a plan's entries. A parameter that is stored twice is centred once."""
-    shapes = {(w.parameter, w.tensor if w.module_axis else ""): w.shape for w in plan.writers}
+    shapes = {
+        (w.parameter, w.tensor if w.module_axis else ""): w.shape for w in plan.centred_weights
+    }
     statuses = [verdict.status for verdict in plan.norms]
     return Counts(
         layernorms=len(plan.norms),
         become_rmsnorm=len(plan.folded),
-        in_weights_alone=statuses.count("static"),
-        with_added_subtraction=statuses.count("centred"),
-        added_subtractions=len(plan.ops),
-        stay_layernorm=len(plan.kept),
+        in_weights=statuses.count("in_weights"),
+        with_subtraction=statuses.count("with_subtraction"),
+        subtractions=len(plan.subtractions),
+        stays_layernorm=len(plan.kept),
         tensors_centred=len(shapes),
         parameters_centred=sum(prod(shape) for shape in shapes.values()),
     )

@@ -9,15 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from enjoyln_cli.calls.call_text import summary
 from enjoyln_cli.plan.covered_calls import CallForm
-from enjoyln_cli.plan.plan import (
-    NOT_ASKED,
-    NormFusion,
-    Plan,
-    RotationGroup,
-    UnfusedNorm,
-    Verdict,
-    Widening,
-)
+from enjoyln_cli.plan.mean_units import Widening
+from enjoyln_cli.plan.plan import NOT_ASKED, NormFusion, Plan, RotationGroup, UnfusedNorm, Verdict
 from enjoyln_cli.report.layer_names import compact
 from enjoyln_cli.report.model_report import ModelReport, counts_of
 from enjoyln_cli.text import counted, size
@@ -34,12 +27,12 @@ MOST_CALLS = 3
 
 Kept = Verdict | UnfusedNorm | RotationGroup
 """Something that stays as it is."""
-Item = TypeVar("Item")
+Grouped = TypeVar("Grouped")
 
 
-def grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+def grouped(items: Iterable[Grouped], key: Callable[[Grouped], Any]) -> dict[Any, list[Grouped]]:
     """The items by their key, in the order in which the keys first occur."""
-    groups: dict[Any, list[Item]] = {}
+    groups: dict[Any, list[Grouped]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
@@ -58,7 +51,7 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
     lines = [f"{report.model} ({plan.model_class})"]
     if plan.outputs:
         lines.append(f"  only these outputs stay the same: {', '.join(plan.outputs)}")
-    for op in plan.ops:
+    for op in plan.subtractions:
         where = f"{'output' if op.place == 'output' else 'input'} of {op.module}"
         lines.append(f"  mean subtraction added at the {where}: {op.reason}")
     lines += _rotated_lines(plan)
@@ -211,7 +204,7 @@ def counts(plan: Plan) -> str:
         rotated = {edited.tensor for group in plan.rotated for edited in group.tensors}
         fused = counted(len(plan.fused), "norm")
         return f"{counted(len(rotated), 'tensor')}; {fused} fused into the layers that read them"
-    many, added = counts_of(plan), len(plan.ops)
+    many, added = counts_of(plan), len(plan.subtractions)
     norms = f"{many.become_rmsnorm} of {many.layernorms} LayerNorms"
     using = f"using {counted(added, 'added mean subtraction')}" if added else "in the weights alone"
     tensors = counted(many.tensors_centred, "tensor")

@@ -19,12 +19,21 @@ from enjoyln_cli.errors import OutputError
 from enjoyln_cli.fs.staging import check_file, write_file
 
 Tone = Literal[
-    "static", "centred", "kept", "op", "writer", "left", "observer", "zero", "mean", "plain"
+    "in_weights",
+    "with_subtraction",
+    "stays_layernorm",
+    "op",
+    "writer",
+    "left",
+    "observer",
+    "zero",
+    "mean",
+    "plain",
 ]
 COLOURS: dict[Tone, tuple[str, str, str]] = {
-    "static": ("#52d1b7", "#0b3d20", "becomes RMSNorm, in the weights alone"),
-    "centred": ("#addbff", "#0b4a72", "becomes RMSNorm, with an added mean subtraction"),
-    "kept": ("#e8756a", "#4a0e00", "stays LayerNorm"),
+    "in_weights": ("#52d1b7", "#0b3d20", "becomes RMSNorm, in the weights alone"),
+    "with_subtraction": ("#addbff", "#0b4a72", "becomes RMSNorm, with an added mean subtraction"),
+    "stays_layernorm": ("#e8756a", "#4a0e00", "stays LayerNorm"),
     "op": ("#4693ff", "#02182e", "added mean subtraction"),
     "writer": ("#f5ec8a", "#4f4a00", "zero-mean"),
     "zero": ("#f5ec8a", "#4f4a00", "zero-mean"),

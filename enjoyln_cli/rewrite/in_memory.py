@@ -19,7 +19,7 @@ from enjoyln_cli.edits.needed_tensors import fitting_edits
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.models.extents import identity_of
 from enjoyln_cli.models.load import values_of
-from enjoyln_cli.models.offload import Value, WeightsOnDemand, reader_of
+from enjoyln_cli.models.offload import LoadTensor, WeightsOnDemand, reader_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.editable import require_editable
 from enjoyln_cli.rewrite.inserted_rotation import insert_rotation
@@ -38,7 +38,7 @@ def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = F
     weight cannot be written, or bytes would change that another weight covers too (see
     ``rewrite.editable``). Nothing is changed then.
     """
-    if plan.covered is not None and (plan.writers or plan.rotated):
+    if plan.covered is not None and (plan.centred_weights or plan.rotated):
         plan.covered.require_any(type(model).__name__)
     edits_by_name = require_fit(model, plan)
     reader = reader_of(model)
@@ -119,7 +119,7 @@ def require_fit(model: nn.Module, plan: Plan) -> Mapping[str, Edit]:
         ) from None
 
 
-def _lazily_edited(source: Value, edit: Edit) -> Value:
+def _lazily_edited(source: LoadTensor, edit: Edit) -> LoadTensor:
     """A reader of an offloaded weight that applies the loaded ``edit`` after reading."""
     return lambda: edit.apply(source().double())
 

@@ -29,7 +29,8 @@ from torch.fx import Node
 from enjoyln_cli.graph.nodes import is_covered, packet, shape_of, slice_bounds
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.plan.axis import Axis, feature_axis, on_dimension
-from enjoyln_cli.plan.plan import NamedParameter, NextLinear, NormFusion, UnfusedNorm
+from enjoyln_cli.plan.edited_tensors import NamedParameter
+from enjoyln_cli.plan.plan import NextLinear, NormFusion, UnfusedNorm
 from enjoyln_cli.proof.flow import Flow, Value
 from enjoyln_cli.proof.linear_layers import WHOLE_FEATURE_OPS, linear_layer, parameter_nodes
 from enjoyln_cli.rotation.found_group import LayerObstacle

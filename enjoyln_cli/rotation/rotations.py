@@ -14,14 +14,9 @@ from torch.fx import Node
 from enjoyln_cli.graph.nodes import readers_of
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.edited_tensors import RotatedTensor
 from enjoyln_cli.plan.fold_options import Options
-from enjoyln_cli.plan.plan import (
-    NormFusion,
-    RotatedTensor,
-    RotationGroup,
-    RotationKind,
-    UnfusedNorm,
-)
+from enjoyln_cli.plan.plan import NormFusion, RotationGroup, RotationKind, UnfusedNorm
 from enjoyln_cli.proof.min_cut import Parameter, Problem
 from enjoyln_cli.rotation.found_group import (
     FoundGroup,

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from torch import nn
 
 from enjoyln_cli import kernels
-from enjoyln_cli.checkpoint.marker import Marker, marker_of_plan
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import locate
 from enjoyln_cli.models.norm_modules import (
@@ -30,7 +29,7 @@ from enjoyln_cli.models.norm_modules import (
 )
 from enjoyln_cli.models.norm_probe import Known, LayerNormForm, examine
 from enjoyln_cli.plan.covered_calls import OTHER_CALLS, CoveredCalls
-from enjoyln_cli.plan.plan import Centring, Plan
+from enjoyln_cli.plan.plan import MeanSubtraction, Plan
 from enjoyln_cli.plan.trusted_code import foreign_hooks
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.call_guards import add_guards, be_called, encoder_of
@@ -45,7 +44,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def install(
     model: nn.Module,
     norms: Iterable[str],
-    ops: Iterable[Centring],
+    ops: Iterable[MeanSubtraction],
     entry_inputs: Iterable[str] = (),
     unproven: Iterable[str] = (),
     fused: bool = False,
@@ -91,10 +90,10 @@ def install(
 def _changes(
     model: nn.Module,
     norms: tuple[str, ...],
-    ops: tuple[Centring, ...],
+    ops: tuple[MeanSubtraction, ...],
     unproven: tuple[str, ...],
     covered: CoveredCalls | None,
-) -> tuple[list[tuple[nn.Module, type]], dict[str, tuple[Centring, ...]]]:
+) -> tuple[list[tuple[nn.Module, type]], dict[str, tuple[MeanSubtraction, ...]]]:
     """What ``install`` changes: the new class of each norm, and the centrings by module.
 
     Raises ``UnsupportedModel`` as ``install`` does.
@@ -122,7 +121,7 @@ def _changes(
         if not isinstance(module, Folded):
             swaps.append((module, _folded_class(module, path, examined)))
     _check_aliases(model, places.values())
-    carried: dict[str, tuple[Centring, ...]] = {}
+    carried: dict[str, tuple[MeanSubtraction, ...]] = {}
     for op in ops:
         place = locate(model, op.module, named)
         if place is not None:
@@ -132,9 +131,10 @@ def _changes(
     return swaps, carried
 
 
-def require_installable(model: nn.Module, marker: Marker) -> None:
-    """Raise ``UnsupportedModel`` if ``install_marked`` would, before anything is edited."""
-    _changes(model, marker.rmsnorm, marker.centering, marker.unproven, marker.covered)
+def require_installable(model: nn.Module, plan: Plan) -> None:
+    """Raise ``UnsupportedModel`` if ``install_plan`` would, before anything is edited."""
+    norms = tuple(verdict.norm for verdict in plan.folded)
+    _changes(model, norms, plan.subtractions, plan.unproven, plan.covered)
 
 
 def fold_in_memory(model: nn.Module, plan: Plan) -> nn.Module:
@@ -144,40 +144,39 @@ def fold_in_memory(model: nn.Module, plan: Plan) -> nn.Module:
     before the norms compute RMSNorm again. Returns ``model``. Raises as ``centre_parameters`` and
     ``install`` do; nothing is changed then.
     """
-    marker = marker_of_plan(plan)
-    require_installable(model, marker)
+    require_installable(model, plan)
     centre_parameters(model, plan)
-    return run_folded(model, marker)
+    return run_folded(model, plan)
 
 
-def run_folded(model: Model, marker: Marker, reference: nn.Module | None = None) -> Model:
-    """Let ``model`` compute RMSNorm as ``marker`` says, in place, while its weights are centred.
+def run_folded(model: Model, plan: Plan, reference: nn.Module | None = None) -> Model:
+    """Let ``model`` compute RMSNorm as ``plan`` says, in place, while its weights are centred.
 
     They are checked at the first call, and after each change. What ``model`` has that ``reference``
     has not, a model of the same class and config, counts as an edit; without a ``reference``,
     ``model`` was proven as it is. Returns ``model``. Raises as ``install`` does.
     """
-    unproven = (*marker.unproven, *_inner_inputs(model, marker))
-    install_marked(model, replace(marker, unproven=unproven))
-    watch_weights(model, WatchList.of(marker), reference)
+    unproven = (*plan.unproven, *_inner_inputs(model, plan))
+    install_plan(model, replace(plan, unproven=unproven))
+    watch_weights(model, WatchList.of(plan), reference)
     kernels.prepare(kinds_of_norms(model))
     return model
 
 
-def install_marked(model: nn.Module, marker: Marker) -> None:
-    """``install`` for everything that ``marker`` says about a model."""
+def install_plan(model: nn.Module, plan: Plan) -> None:
+    """``install`` for everything that ``plan`` says about a model."""
     install(
         model,
-        marker.rmsnorm,
-        marker.centering,
-        marker.entry_inputs,
-        marker.unproven,
-        bool(marker.fused.weight or marker.fused.bias or marker.baked),
-        marker.covered,
+        (verdict.norm for verdict in plan.folded),
+        plan.subtractions,
+        plan.entry_inputs,
+        plan.unproven,
+        bool(plan.fused or plan.baked),
+        plan.covered,
     )
 
 
-def _inner_inputs(model: nn.Module, marker: Marker) -> set[str]:
+def _inner_inputs(model: nn.Module, plan: Plan) -> set[str]:
     """Inputs that the base model or encoder takes and ``model`` does not, if its class is unproven.
 
     They can still reach the inner module, through ``**kwargs`` or if it is called directly.
@@ -187,7 +186,7 @@ def _inner_inputs(model: nn.Module, marker: Marker) -> set[str]:
     names = {
         name
         for module in inner
-        if module is not model and type(module).__name__ not in marker.classes
+        if module is not model and type(module).__name__ not in plan.classes
         for name in inspect.signature(module.forward).parameters
     }
     return names - {*inspect.signature(model.forward).parameters}
@@ -219,7 +218,7 @@ def _check_aliases(model: nn.Module, places: Iterable[str | None]) -> None:
             )
 
 
-def _check_forward(module: nn.Module, path: str, centrings: Iterable[Centring]) -> None:
+def _check_forward(module: nn.Module, path: str, centrings: Iterable[MeanSubtraction]) -> None:
     """Raises ``UnsupportedModel`` if code may run between a module and the centring it carries."""
     after = any(op.place == "output" for op in centrings)
     if has_replaced_forward(module) or (after and foreign_hooks(forward_hooks(module))):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from enjoyln_cli.models.extents import identity_of
 from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.models.load import class_in
 from enjoyln_cli.plan.mean_units import copy_units, intact, room, set_units
+from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.editable import require_editable
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.runtime.install import require_installable, run_folded
@@ -87,9 +89,9 @@ def saved_class(folder: str, **kwargs: Any) -> Any:
     hub = {key: value for key, value in kwargs.items() if key in HUB}
     config = kwargs.get("config") or AutoConfig.from_pretrained(folder, **hub)
     marker = read_marker(config.to_dict(), folder)
-    name = next(iter(config.architectures or ()), marker.model_class)
-    if len(marker.classes) == 1:
-        (name,) = marker.classes
+    name = next(iter(config.architectures or ()), marker.plan.model_class)
+    if len(marker.plan.classes) == 1:
+        (name,) = marker.plan.classes
     _require_proven(marker, name)
     trusted = bool(hub.pop("trust_remote_code", False))
     return class_in(folder, name, config, trusted, **hub)
@@ -113,18 +115,18 @@ def optimize(model: Holder) -> Holder:
     proven for the class, ``NotCentred`` if a weight has changed or cannot be checked; then nothing
     is changed.
     """
-    proven = [(inner, marker_of(inner)) for inner in models_in(model)]
-    for inner, marker in proven:
-        check_centred(inner, watched_weights(inner, marker))
-        require_installable(inner, marker)
-    for inner, marker in proven:
-        run_folded(inner, marker, unedited(inner))
+    proven = [(inner, plan_of(inner)) for inner in models_in(model)]
+    for inner, plan in proven:
+        check_centred(inner, watched_weights(inner, plan))
+        require_installable(inner, plan)
+    for inner, plan in proven:
+        run_folded(inner, plan, unedited(inner))
     return model
 
 
-def watched_weights(model: nn.Module, marker: Marker) -> WatchList:
+def watched_weights(model: nn.Module, plan: Plan) -> WatchList:
     """The weights of ``model`` that were centred; raises ``NotCentred`` if it lacks one."""
-    watch = WatchList(marker.centred, units=marker.units, constant=marker.baked)
+    watch = replace(WatchList.of(plan), ops=())
     return with_adapters(model, locate_watched(model, watch))
 
 
@@ -150,40 +152,40 @@ def refold(model: Holder) -> Holder:
 
 
 def _refold(model: nn.Module) -> None:
-    marker, reference = marker_of(model), unedited(model)
-    watch = watched_weights(model, marker)
+    plan, reference = plan_of(model), unedited(model)
+    watch = watched_weights(model, plan)
     require_unquantised(model, watch.tensors)
     KeepStructure(model, reference).require_structure(model)
     edits: dict[str, object] = dict.fromkeys(watch.tensors, "its own")
     for weight in watch.weights:
         edits[weight.parameter] = edits.get(weight.parameter), weight.axis, weight.scale
     require_editable(model, edits)
-    require_installable(model, marker)
+    require_installable(model, plan)
     _require_finite(model, watch)
-    mlps = [(layers_of(model, units), units) for units in watch.units]
+    mlps = [(layers_of(model, mlp), mlp) for mlp in watch.mlps]
     trained = []
-    for layers, units in mlps:
-        if intact(layers, units, FLOATS):
+    for layers, mlp in mlps:
+        if intact(layers, mlp, FLOATS):
             continue
-        if (after := room(layers, units)) is None:
+        if (after := room(layers, mlp)) is None:
             raise NotCentred(
-                f"{units.second}: training has changed its hidden units from {units.start} on, "
-                "which subtract a mean, and no unused units are left to hold the trained values; "
-                "save the model, delete the `enjoyln` entry of its config.json, and fold it again "
-                "with --widen-mlp"
+                f"{mlp.second.parameter}: training has changed its hidden units from {mlp.size} "
+                "on, which subtract a mean, and no unused units are left to hold the trained "
+                "values; save the model, delete the `enjoyln` entry of its config.json, and fold "
+                "it again with --widen-mlp"
             )
-        trained.append((layers, units, after))
-    for layers, units, after in trained:
-        copy_units(layers, units, after)
+        trained.append((layers, mlp, after))
+    for layers, mlp, after in trained:
+        copy_units(layers, mlp, after)
     centre_watched(model, watch)
-    for layers, units in mlps:
-        set_units(layers, units)
+    for layers, mlp in mlps:
+        set_units(layers, mlp)
     check_centred(model, watch)
-    run_folded(model, marker, reference)
+    run_folded(model, plan, reference)
 
 
-def marker_of(model: nn.Module) -> Marker:
-    """The marker in a model's config, checked against the model. Raises as ``optimize`` does."""
+def plan_of(model: nn.Module) -> Plan:
+    """The plan in a model's config, checked against the model. Raises as ``optimize`` does."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise UnsupportedModel(
@@ -192,26 +194,26 @@ def marker_of(model: nn.Module) -> Marker:
         )
     marker = read_marker(config.to_dict(), type(model).__name__)
     _require_proven(marker, type(model).__name__)
-    _require_untied(model, marker)
-    _require_same_blocks(model, marker)
-    return marker
+    _require_untied(model, marker.plan)
+    _require_same_blocks(model, marker.plan)
+    return marker.plan
 
 
 def _require_proven(marker: Marker, name: str) -> None:
-    if name not in marker.classes:
+    if name not in marker.plan.classes:
         raise UnsupportedModel(
-            f"the conversion is proven for {', '.join(marker.classes)}, and not for {name}; load "
-            f"one of these classes, or convert {marker.source} with --model-class {name}"
+            f"the conversion is proven for {', '.join(marker.plan.classes)}, and not for {name}; "
+            f"load one of these classes, or convert {marker.source} with --model-class {name}"
         )
 
 
-def _require_same_blocks(model: nn.Module, marker: Marker) -> None:
+def _require_same_blocks(model: nn.Module, plan: Plan) -> None:
     """Raises ``NotCentred`` for a norm in a block that was added after the conversion.
 
     Such a norm is of the same class as the norm at its place in another block. Blocks of a stock
     model may differ: the first one of ModernBERT has an ``nn.Identity`` there.
     """
-    names = (*marker.rmsnorm, *marker.layernorm)
+    names = tuple(verdict.norm for verdict in plan.norms)
     recorded: dict[str, nn.Module] = {}
     for name in names:
         with suppress(UnsupportedModel):  # a layer that was replaced
@@ -228,9 +230,9 @@ def _require_same_blocks(model: nn.Module, marker: Marker) -> None:
             )
 
 
-def _require_untied(model: nn.Module, marker: Marker) -> None:
+def _require_untied(model: nn.Module, plan: Plan) -> None:
     """Raises ``NotCentred`` if two parameters that the fold untied are tied again."""
-    pairs = marker.untied.items()
+    pairs = [(copy.parameter, copy.source) for copy in plan.untied]
     names = tuple(name for pair in pairs for name in pair)
     for pair in pairs:
         try:
@@ -251,5 +253,5 @@ def _require_finite(model: nn.Module, watch: WatchList) -> None:
     for weight in with_adapters(model, watch).weights:
         edit = Edit((CentreAxis(weight.axis),))
         if weight.scale:
-            edit = edit.adding(LayerScale(weight.scale, weight.axis.dim))
+            edit = edit.adding(LayerScale(weight.scale.parameter, weight.axis.dim))
         require_finite(weight.parameter, read(weight.parameter), edit.loaded(read), read)

@@ -15,7 +15,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from enjoyln_cli.checkpoint.config import MARKER
-from enjoyln_cli.runtime.loading import marker_of, optimize
+from enjoyln_cli.runtime.loading import optimize, plan_of
 
 
 @register_quantization_config(MARKER)
@@ -31,7 +31,7 @@ class EnjoyLNLoader(HfQuantizer):
     """Does what ``optimize`` does while transformers loads a model. Raises as ``optimize`` does."""
 
     def preprocess_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        marker_of(model)  # which refuses a model before its weights are loaded
+        plan_of(model)  # which refuses a model before its weights are loaded
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
         self.remove_quantization_config(model)

@@ -17,23 +17,26 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from enjoyln_cli.checkpoint.marker import CentredTensor, Marker
+from enjoyln_cli.checkpoint.marker import live_part
 from enjoyln_cli.errors import EnjoyLNError, NotCentred
 from enjoyln_cli.models.classes import locate
 from enjoyln_cli.plan.axis import Axis, centre, group_means, scale_along
-from enjoyln_cli.plan.mean_units import UNITS, Layers, Units, intact
+from enjoyln_cli.plan.edited_tensors import CentredWeight, GrownParameter, NamedParameter
+from enjoyln_cli.plan.mean_units import UNITS, Layers, Widening, intact
+from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.runtime.adapters import (
     added_weights,
     quantisation_of,
     quantised_message,
 )
 
-Naming = Callable[[str], str | None]
+Renamed = TypeVar("Renamed", NamedParameter, GrownParameter, CentredWeight)
+NewName = Callable[[str], str | None]
 """Maps a path to the path of the same tensor or module elsewhere, or to ``None``."""
 SLICE = 1 << 24
 """Number of elements of a tensor that are checked at a time."""
@@ -46,27 +49,32 @@ WHAT_NOW = "call enjoyln_cli.refold(model) to centre it again, or keep LayerNorm
 class WatchList:
     """The tensors and modules that a folded model depends on, by their paths in a live model."""
 
-    weights: tuple[CentredTensor, ...]
+    weights: tuple[CentredWeight, ...]
     ops: tuple[str, ...] = ()
     """Modules that carry an explicit centring."""
-    units: tuple[Units, ...] = ()
-    """Hidden units of MLPs that subtract a mean."""
+    mlps: tuple[Widening, ...] = ()
+    """MLPs with hidden units that subtract a mean."""
     constant: tuple[str, ...] = ()
     """Weights of norms that are baked into a table: each is one number for all features."""
 
     @classmethod
-    def of(cls, marker: Marker) -> WatchList:
-        """What a model depends on that was folded as ``marker`` says, by the marker's names."""
-        ops = tuple(op.module for op in marker.centering)
-        return cls(marker.centred, ops, marker.units, marker.baked)
+    def of(cls, plan: Plan) -> WatchList:
+        """What a model depends on that was folded by ``plan``, by the plan's names."""
+        return cls(
+            live_part(plan).centred_weights,
+            tuple(op.module for op in plan.subtractions),
+            tuple(mlp for mlp in plan.widened if mlp.subtracts),
+            tuple(norm.weight.parameter for norm in plan.baked.values()),
+        )
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """Every parameter that is checked."""
-        names = [(weight.parameter, weight.scale) for weight in self.weights]
-        more = [(units.first, units.bias, units.second) for units in self.units]
-        groups = (*names, *more, self.constant)
-        return tuple(dict.fromkeys(name for group in groups for name in group if name))
+        weights = [one for weight in self.weights for one in (weight, weight.scale) if one]
+        units = [part for mlp in self.mlps for part in mlp.parts]
+        return tuple(
+            dict.fromkeys([*(one.parameter for one in (*weights, *units)), *self.constant])
+        )
 
 
 def locate_watched(model: nn.Module, watch: WatchList) -> WatchList:
@@ -88,20 +96,24 @@ def locate_watched(model: nn.Module, watch: WatchList) -> WatchList:
         ) from None
 
 
-def rename(watch: WatchList, tensor: Naming, module: Naming) -> WatchList:
+def rename(watch: WatchList, tensor: NewName, module: NewName) -> WatchList:
     """``watch`` with new names of its tensors and modules; entries without one are dropped."""
-    weights, hidden_units = [], []
-    for weight in watch.weights:
-        path, scale = tensor(weight.parameter), weight.scale and tensor(weight.scale)
-        if path is not None:
-            weights.append(CentredTensor(path, weight.axis, scale))
-    for units in watch.units:
-        first, second, bias = tensor(units.first), tensor(units.second), units.bias
+
+    def named(parameter: Renamed) -> Renamed | None:
+        path = tensor(parameter.parameter)
+        return None if path is None else replace(parameter, parameter=path, tensor="")
+
+    weights, mlps = [], []
+    for old in watch.weights:
+        if (weight := named(old)) is not None:
+            weights.append(replace(weight, scale=old.scale and named(old.scale)))
+    for mlp in watch.mlps:
+        first, second, bias = named(mlp.first), named(mlp.second), mlp.bias and named(mlp.bias)
         if first is not None and second is not None:
-            hidden_units.append(Units(first, bias and tensor(bias), second, units.dim, units.start))
+            mlps.append(replace(mlp, first=first, second=second, bias=bias))
     ops = tuple(place for place in map(module, watch.ops) if place is not None)
     constant = tuple(path for path in map(tensor, watch.constant) if path is not None)
-    return WatchList(tuple(weights), ops, tuple(hidden_units), constant)
+    return WatchList(tuple(weights), ops, tuple(mlps), constant)
 
 
 def tensor_at(model: nn.Module, path: str) -> torch.Tensor:
@@ -148,22 +160,22 @@ def check_centred(model: nn.Module, watch: WatchList) -> None:
                 f"{path}: its added mean subtraction is gone, since the layer was replaced or "
                 f"resized; {WHAT_NOW}"
             )
-    beside = {units.second: units for units in watch.units}
+    beside = {mlp.second.parameter: mlp for mlp in watch.mlps}
     require_unquantised(model, watch.tensors)
     for weight in watch.weights:
-        scale_path = weight.scale or weight.parameter
+        scale_path = weight.scale.parameter if weight.scale else weight.parameter
         with _in_memory(model, weight.parameter), _in_memory(model, scale_path):
             tensor = tensor_at(model, weight.parameter).detach()
-            scale = tensor_at(model, weight.scale).detach() if weight.scale else None
+            scale = tensor_at(model, scale_path).detach() if weight.scale else None
             for values in _without_units(tensor, beside.get(weight.parameter)):
                 _check_tensor(weight, values, scale)
     _check_biases(model, watch)
     for path in watch.constant:
         with _in_memory(model, path):
             _check_constant(path, tensor_at(model, path).detach())
-    for units in watch.units:
-        with _in_memory(model, units.first), _in_memory(model, units.second):
-            _check_units(units, layers_of(model, units))
+    for mlp in watch.mlps:
+        with _in_memory(model, mlp.first.parameter), _in_memory(model, mlp.second.parameter):
+            _check_units(mlp, layers_of(model, mlp))
 
 
 def require_unquantised(model: nn.Module, paths: Iterable[str]) -> None:
@@ -212,31 +224,35 @@ def _check_constant(path: str, weight: torch.Tensor) -> None:
         )
 
 
-def layers_of(model: nn.Module, units: Units) -> Layers:
-    """The parameters that contain ``units``, detached."""
-    bias = tensor_at(model, units.bias).detach() if units.bias else None
-    first, second = (tensor_at(model, path).detach() for path in (units.first, units.second))
+def layers_of(model: nn.Module, mlp: Widening) -> Layers:
+    """The parameters of ``mlp``, detached."""
+    first, bias, second = (
+        tensor_at(model, part.parameter).detach() if part else None
+        for part in (mlp.first, mlp.bias, mlp.second)
+    )
+    assert first is not None and second is not None
     return Layers(first, bias, second)
 
 
-def _without_units(tensor: torch.Tensor, units: Units | None) -> list[torch.Tensor]:
+def _without_units(tensor: torch.Tensor, mlp: Widening | None) -> list[torch.Tensor]:
     """The parts of ``tensor`` before and after the hidden units that subtract a mean."""
-    if units is None or tensor.ndim != 2 or tensor.shape[units.dim] < units.start + UNITS:
+    if mlp is None or tensor.ndim != 2 or tensor.shape[mlp.second.dim] < mlp.size + UNITS:
         return [tensor]
-    sizes = (units.start, UNITS, tensor.shape[units.dim] - units.start - UNITS)
-    return [piece for piece in tensor.split(sizes, units.dim)[::2] if piece.numel()]
+    sizes = (mlp.size, UNITS, tensor.shape[mlp.second.dim] - mlp.size - UNITS)
+    return [piece for piece in tensor.split(sizes, mlp.second.dim)[::2] if piece.numel()]
 
 
-def _check_units(units: Units, layers: Layers) -> None:
-    require_values(units.first, layers.first)
-    require_values(units.second, layers.second)
+def _check_units(mlp: Widening, layers: Layers) -> None:
+    name = mlp.second.parameter
+    require_values(mlp.first.parameter, layers.first)
+    require_values(name, layers.second)
     if layers.first.ndim != 2 or layers.second.ndim != 2:
-        raise NotCentred(f"{units.second}: is no linear layer any more; {WHAT_NOW}")
-    second, first = layers.second.shape[units.dim], layers.first.shape[1 - units.dim]
+        raise NotCentred(f"{name}: is no linear layer any more; {WHAT_NOW}")
+    second, first = layers.second.shape[mlp.second.dim], layers.first.shape[1 - mlp.second.dim]
     dtypes = FLOATS[: FLOATS.index(layers.second.dtype) + 1]
-    if min(first, second) < units.start + UNITS or not intact(layers, units, dtypes):
+    if min(first, second) < mlp.size + UNITS or not intact(layers, mlp, dtypes):
         raise NotCentred(
-            f"{units.second}: its hidden units from {units.start} on, which subtract a mean, have "
+            f"{name}: its hidden units from {mlp.size} on, which subtract a mean, have "
             f"changed; {WHAT_NOW}"
         )
 
@@ -251,10 +267,10 @@ def centre_watched(model: nn.Module, watch: WatchList) -> None:
     fused: dict[str, torch.Tensor] = {}
     for weight in watch.weights:
         tensor = tensor_at(model, weight.parameter)
-        if weight.scale and not bool((tensor_at(model, weight.scale) == 1).all()):
-            fused[weight.scale] = tensor_at(model, weight.scale)
-            scale = fused[weight.scale].double()
-            wide = scale_along(tensor.double(), scale, weight.axis.dim)
+        scale = tensor_at(model, weight.scale.parameter) if weight.scale else None
+        if weight.scale and scale is not None and not bool((scale == 1).all()):
+            fused[weight.scale.parameter] = scale
+            wide = scale_along(tensor.double(), scale.double(), weight.axis.dim)
             tensor.copy_(centre(wide, weight.axis))
         for _ in range(2):  # a mean far above the other values is rounded: once more
             if not unexplained_mean(weight.axis, tensor):
@@ -274,7 +290,7 @@ def _in_memory(model: nn.Module, path: str) -> AbstractContextManager[Any]:
     return align_module_device(owner, "cpu")
 
 
-def _check_tensor(weight: CentredTensor, tensor: torch.Tensor, scale: torch.Tensor | None) -> None:
+def _check_tensor(weight: CentredWeight, tensor: torch.Tensor, scale: torch.Tensor | None) -> None:
     require_values(weight.parameter, tensor)
     if weight.axis.dim >= tensor.ndim or weight.axis.stop > tensor.shape[weight.axis.dim]:
         raise NotCentred(

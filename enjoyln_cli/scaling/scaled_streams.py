@@ -36,7 +36,7 @@ from enjoyln_cli.trace.trace import uncast
 
 DOWN = Fraction(-1)
 """The exponent of the stream itself."""
-Place = tuple[int, Node]
+TracedNode = tuple[int, Node]
 """The index of a trace, and a node of its graph."""
 
 
@@ -46,7 +46,7 @@ class ScaledStream:
 
     norm: str
     """Path of the first norm that reads it."""
-    exponents: dict[Place, Fraction] = field(default_factory=dict)
+    exponents: dict[TracedNode, Fraction] = field(default_factory=dict)
     """All values that are held at another scale."""
     parameters: dict[str, Fraction] = field(default_factory=dict)
     """Parameters by the first of their tied names."""
@@ -70,12 +70,12 @@ def scaled_streams(problem: Problem) -> list[ScaledStream]:
     named, nodes = parameter_nodes(problem.flow.traces, problem.groups)
     held = [frozenset(parameters_within(trace)) for trace in problem.flow.traces]
     order = _order_of(problem.flow)
-    calls: dict[str, list[Place]] = {}
+    calls: dict[str, list[TracedNode]] = {}
     for value, node in inputs_of_norms(problem.flow):
         module = problem.flow.traces[value.trace].module_of(node)
         calls.setdefault(module, []).append((value.trace, value.node))
     found: list[ScaledStream] = []
-    seen: set[Place] = set()
+    seen: set[TracedNode] = set()
     for norm, (start, *_) in calls.items():
         if start in seen:
             continue
@@ -90,23 +90,23 @@ def scaled_streams(problem: Problem) -> list[ScaledStream]:
 class _Search:
     problem: Problem
     named: Sequence[Mapping[Node, str]]
-    nodes: Mapping[str, Sequence[Place]]
+    nodes: Mapping[str, Sequence[TracedNode]]
     held: Sequence[frozenset[Node]]
     """The nodes of each trace that are computed from parameters alone."""
-    order: Mapping[Place, int]
+    order: Mapping[TracedNode, int]
     """Where each node stands in the graphs."""
-    calls: Mapping[str, Sequence[Place]]
+    calls: Mapping[str, Sequence[TracedNode]]
     """The inputs of each norm."""
     stream: ScaledStream
-    waiting: list[Place] = field(default_factory=list)
-    products: dict[Place, None] = field(default_factory=dict)
+    waiting: list[TracedNode] = field(default_factory=list)
+    products: dict[TracedNode, None] = field(default_factory=dict)
     """Products of several values, whose exponents are not settled yet."""
 
     @property
     def flow(self) -> Flow:
         return self.problem.flow
 
-    def run(self, start: Place) -> None:
+    def run(self, start: TracedNode) -> None:
         """Propose exponents until nothing is open, then check them."""
         self.visit(start, DOWN)
         while not self.stream.obstacle and (self.waiting or self.products):
@@ -122,7 +122,7 @@ class _Search:
     def exponent(self, position: int, node: Node) -> Fraction:
         return self.stream.exponents.get((position, node), Fraction(0))
 
-    def visit(self, place: Place, exponent: Fraction) -> None:
+    def visit(self, place: TracedNode, exponent: Fraction) -> None:
         known = self.stream.exponents.get(place)
         if known is None and exponent:
             self.stream.exponents[place] = exponent
@@ -130,13 +130,13 @@ class _Search:
         elif known is not None and known != exponent:
             self.stop("it would have to be held at two scales", place)
 
-    def stop(self, reason: str, place: Place) -> None:
+    def stop(self, reason: str, place: TracedNode) -> None:
         if self.stream.obstacle is None:
             position, node = place
             where = self.named[position].get(node) or self.flow.traces[position].module_of(node)
             self.stream.obstacle = LayerObstacle(reason, where)
 
-    def up(self, place: Place) -> None:
+    def up(self, place: TracedNode) -> None:
         """Propose exponents for what a value is computed from."""
         position, node = place
         exponent = self.stream.exponents[place]
@@ -161,7 +161,7 @@ class _Search:
             elif rule.factors:
                 self.products[place] = None
 
-    def down(self, place: Place) -> None:
+    def down(self, place: TracedNode) -> None:
         """Propose exponents for what is computed from a value."""
         position, node = place
         exponent = self.stream.exponents[place]
@@ -187,7 +187,7 @@ class _Search:
             else:
                 self.stop(f"{op_name(reader)} reads its scale", (position, reader))
 
-    def settle(self, place: Place) -> None:
+    def settle(self, place: TracedNode) -> None:
         """Propose an exponent for a product, or for the parameter in it."""
         del self.products[place]
         position, node = place
@@ -210,7 +210,7 @@ class _Search:
             factor, power = open_[0]
             self.visit((position, factor), missing / power)
 
-    def parameter(self, name: str, place: Place, exponent: Fraction) -> None:
+    def parameter(self, name: str, place: TracedNode, exponent: Fraction) -> None:
         """Scale a parameter, wherever a trace reads it."""
         if self.stream.parameters.setdefault(name, exponent) != exponent:
             self.stop("it would have to be held at two scales", place)
@@ -220,7 +220,7 @@ class _Search:
         for other in self.nodes[name]:
             self.visit(other, exponent)
 
-    def shifted(self, place: Place, exponent: Fraction) -> None:
+    def shifted(self, place: TracedNode, exponent: Fraction) -> None:
         """Scale the sum of a number and a parameter that is read in such sums alone."""
         position, node = place
         source = uncast(node.all_input_nodes[0])
@@ -236,7 +236,7 @@ class _Search:
                     self.stop("a weight of it is read in two ways", (at, reader))
                 self.visit((at, reader), exponent)
 
-    def given(self, place: Place) -> None:
+    def given(self, place: TracedNode) -> None:
         position, node = place
         trace = self.flow.traces[position]
         name = trace.inputs.get(node)
@@ -246,7 +246,7 @@ class _Search:
         reason = "it is an input of the model" if name else "it is a constant that is not stored"
         self.stop(reason, place)
 
-    def eps(self, place: Place, exponent: Fraction) -> None:
+    def eps(self, place: TracedNode, exponent: Fraction) -> None:
         """Note the eps of a norm, or of a mean of squares that a number is added to."""
         position, node = place
         module, eps = self.flow.traces[position].module_of(node), eps_of(node)
@@ -258,7 +258,7 @@ class _Search:
             for call in self.calls.get(module, ()):
                 self.visit(call, exponent / 2)
 
-    def returned(self, place: Place) -> None:
+    def returned(self, place: TracedNode) -> None:
         position, node = place
         if self.flow.is_required(Value(position, node, Axis(0, 0, 1, 1, 1))):
             self.stop("the model returns it", place)
@@ -285,7 +285,7 @@ class _Search:
                         (position, node),
                     )
 
-    def fits(self, place: Place) -> bool:
+    def fits(self, place: TracedNode) -> bool:
         """Whether the exponents of a node and its operands agree with its rule."""
         position, node = place
         own = self.exponent(position, node)
@@ -332,6 +332,6 @@ def _past_casts(node: Node) -> Iterator[Node]:
             yield reader
 
 
-def _order_of(flow: Flow) -> dict[Place, int]:
+def _order_of(flow: Flow) -> dict[TracedNode, int]:
     places = ((at, node) for at, trace in enumerate(flow.traces) for node in trace.graph.nodes)
     return {place: index for index, place in enumerate(places)}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from enjoyln_cli.models.extents import Place, identity_of, overlapping, placed
+from enjoyln_cli.models.extents import PlaceInMemory, identity_of, overlapping, placed
 from enjoyln_cli.models.load import stored_weights
 
 
@@ -55,7 +55,7 @@ def reason_outside(model: nn.Module, tensors: Iterable[torch.Tensor]) -> dict[st
     return dict.fromkeys(_shared_with_unnamed([*named, *others]), reason)
 
 
-def _shared_with_unnamed(places: Iterable[Place]) -> set[str]:
+def _shared_with_unnamed(places: Iterable[PlaceInMemory]) -> set[str]:
     pairs = overlapping(places)
     names = {name for pair in pairs if "" in (pair[0][0], pair[1][0]) for name, _ in pair}
     return names - {""}

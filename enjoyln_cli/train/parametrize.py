@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from enjoyln_cli.calls.calls import ExampleCalls
-from enjoyln_cli.checkpoint.marker import marker_of_plan
 from enjoyln_cli.edits.linear_steps import CentreAxis
 from enjoyln_cli.edits.planned_edits import edits_of
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, NothingToFold, UnsupportedModel
@@ -28,7 +27,7 @@ from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.editable import require_editable
 from enjoyln_cli.rewrite.in_memory import require_fit
 from enjoyln_cli.runtime.call_guards import call_guards, guard_of
-from enjoyln_cli.runtime.install import fold_in_memory, install_marked
+from enjoyln_cli.runtime.install import fold_in_memory, install_plan
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.structure import Fact, KeepStructure
 from enjoyln_cli.train.training_plan import analyze_training, dropout_rates
@@ -80,7 +79,7 @@ def reparametrize(
         plan = analyze_training(model, args, kwargs, example_calls).plan
     _require_usable(model, plan)
     edits = _by_tensor(model, plan)
-    install_marked(model, marker_of_plan(plan))
+    install_plan(model, plan)
     for module, name, axes in edits:
         parametrize.register_parametrization(module, name, Centre(axes))
         parametrisation: Any = module.parametrizations

@@ -65,6 +65,6 @@ class CheckpointPair:
         """The outputs that are compared, for one batch."""
         folder = self.folder if reader_of(model) or self.options.max_memory else None
         outputs = run(model, [batch], folder)
-        if self.marker.outputs:
-            return choose_outputs(outputs, self.marker.outputs)[0]
+        if self.marker.plan.outputs:
+            return choose_outputs(outputs, self.marker.plan.outputs)[0]
         return self.embed(outputs[0], batch) if self.embed else outputs[0]

@@ -81,7 +81,7 @@ def _may_differ(path: str, got: Any, marker: Marker, dtype: str) -> bool:
     if key in DTYPES:
         return got in (None, ABSENT) or dtype_name(got) == dtype
     if path == "architectures":
-        return got in (None, ABSENT) or set(got) <= {marker.model_class, *marker.classes}
+        return got in (None, ABSENT) or set(got) <= {marker.plan.model_class, *marker.plan.classes}
     return False
 
 

@@ -69,11 +69,11 @@ def open_converted(
     folded = open_model(out, opening)
     marker = read_marker(folded.checkpoint.raw_config, folded.source.model)
     if max_ratio is None:
-        max_ratio = ROTATED_RATIO if marker.rotated else RATIO
+        max_ratio = ROTATED_RATIO if marker.plan.rotated else RATIO
     model_class = model_class or saved_class_of(folded).__name__
 
     def to_export(opened: OpenedModel) -> OpenedModel:
-        return opened.as_class(model_class).returning(marker.outputs)
+        return opened.as_class(model_class).returning(marker.plan.outputs)
 
     access = replace(opening, revision=None)
     return Converted(

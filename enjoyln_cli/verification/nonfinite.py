@@ -18,10 +18,10 @@ import torch
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor
 from enjoyln_cli.text import listed_briefly
 
-Values = Sequence[Mapping[str, torch.Tensor]]
+NamedValues = Sequence[Mapping[str, torch.Tensor]]
 
 
-def nonfinite_outputs(exact: Values, batches: Values) -> dict[str, str]:
+def nonfinite_outputs(exact: NamedValues, batches: NamedValues) -> dict[str, str]:
     """The outputs that have non-finite values, from name to kind.
 
     The kind is ``nan`` (NaN in a row without padding), ``nowhere`` (no value is finite) or ``inf``

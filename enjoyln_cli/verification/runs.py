@@ -39,14 +39,14 @@ from enjoyln_cli.comparison.metrics import (
 )
 from enjoyln_cli.comparison.output_meaning import divergence
 from enjoyln_cli.comparison.pace import Pace
-from enjoyln_cli.comparison.run import Outputs, cache_flag
+from enjoyln_cli.comparison.run import OutputsOfRuns, cache_flag
 from enjoyln_cli.comparison.sampling import Examples, Runner, choose
 from enjoyln_cli.comparison.text_scores import perplexity
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.garbage import collections_of_new_objects
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.call_guards import input_means
-from enjoyln_cli.runtime.install import install_marked
+from enjoyln_cli.runtime.install import install_plan
 from enjoyln_cli.text import dtype_name, first_line
 from enjoyln_cli.verification.checkpoint_pair import CheckpointPair
 from enjoyln_cli.verification.nonfinite import nonfinite_outputs
@@ -128,7 +128,7 @@ class Results:
 
     distances: dict[str, list[Mapping[str, Distance]]] = field(default_factory=dict)
     """The distances from the exact outputs, for each batch."""
-    outputs: dict[str, Outputs] = field(default_factory=dict)
+    outputs: dict[str, OutputsOfRuns] = field(default_factory=dict)
     """The exact outputs, and the outputs of both models in the compute dtype."""
     text: list[Batch] = field(default_factory=list)
     scores: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -183,7 +183,7 @@ def _run_model(
         for run in group:
             with ExitStack() as stack:
                 if run.name == "identity":  # the first that is set up as the marker says
-                    stack.enter_context(blame_marker(pair.marker.model_class))
+                    stack.enter_context(blame_marker(pair.marker.plan.model_class))
                 _run(pair, run, model, results, examples, pace)
             if run.name in _scored(pair.dtype):
                 _score(run, model, results, examples, seed, pace)
@@ -197,7 +197,7 @@ def _run(
     if run.norm == "RMSNorm":
         if run.weights == "original":
             centre_parameters(model, pair.plan, allow_nonfinite=True)
-        install_marked(model, pair.marker)
+        install_plan(model, pair.marker.plan)
     batches, outputs = examples.batches, results.outputs.setdefault(run.name, [])
     if run.name == "exact":
         results.outputs["exact"] = pace.run(lambda at: pair.run(model, batches[at]))
@@ -232,7 +232,7 @@ def _scored(dtype: torch.dtype) -> tuple[str, str]:
 
 
 def _runner(pair: CheckpointPair, model: Any) -> Runner:
-    covered = pair.marker.covered
+    covered = pair.marker.plan.covered
     proven = covered.calls_of(model) if covered else None
 
     def covers(batch: Batch) -> bool:
@@ -242,7 +242,7 @@ def _runner(pair: CheckpointPair, model: Any) -> Runner:
         model,
         pair.folded.source.path,
         pair.dtype,
-        pair.marker.unproven,
+        pair.marker.plan.unproven,
         pair.folded.trust_remote_code,
         lambda batch: pair.run(model, batch),
         pair.event,

@@ -194,15 +194,15 @@ def check_result(
     )
     with _room_on_disk(None if cached else folded.source.root.resolve().parent) as folder:
         pair = CheckpointPair(
-            original.as_class(marker.model_class).returning(marker.outputs),
-            folded.as_class(marker.model_class).returning(marker.outputs),
+            original.as_class(marker.plan.model_class).returning(marker.plan.outputs),
+            folded.as_class(marker.plan.model_class).returning(marker.plan.outputs),
             marker,
             plan,
             compute,
             options,
             folder=folder,
             event=event,
-            embed=None if marker.outputs else embedder(folded.source, event),
+            embed=None if marker.plan.outputs else embedder(folded.source, event),
         )
         try:
             measured, nonfinite = measure(pair, data, options.seed, pace)
@@ -222,11 +222,11 @@ def check_result(
         failures=tuple(failures),
         max_ratio=max_ratio,
         writer_drift=worst_first(drift),
-        model_class=marker.model_class,
+        model_class=marker.plan.model_class,
         source=original.source.model,
         compute_dtype=dtype_name(compute),
         seed=options.seed,
-        outputs=marker.outputs,
+        outputs=marker.plan.outputs,
         **vars(measured),
     )
     if options.write and files and not cached:
@@ -271,7 +271,7 @@ def original_of(
 
 def plan_of_result(folded: Checkpoint, marker: Marker) -> Plan:
     """The plan that ``folded`` was made by, with the matrices that the user gave for it."""
-    plan, matrices = read_plan(folded, marker.covered), folded.source.path / MATRIX_FILE
+    plan, matrices = read_plan(folded, marker.plan.covered), folded.source.path / MATRIX_FILE
     return give_matrices(plan, matrices) if matrices.is_file() else plan
 
 

@@ -25,7 +25,7 @@ from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.runtime.call_guards import input_means
-from enjoyln_cli.runtime.install import install
+from enjoyln_cli.runtime.install import install_plan
 
 OPT = {**BERT, "ffn_dim": 33, "word_embed_proj_dim": 21}
 BLOOM = {**TOKENS, "n_layer": 2, "n_head": 3, "hidden_size": 21}
@@ -76,15 +76,14 @@ def test_one_fold_serves_every_class_that_loads_the_checkpoint(
     live(saved, config).save_pretrained(tmp_path / "source")
     plan = fold(tmp_path / "source", tmp_path / "out", verify=False).plan
     assert others | {saved} <= set(plan.classes)
-    marker = read_marker(transformers.AutoConfig.from_pretrained(tmp_path / "out").to_dict())
+    stored = read_marker(transformers.AutoConfig.from_pretrained(tmp_path / "out").to_dict()).plan
     for name in plan.classes:
         load = getattr(transformers, name).from_pretrained
         original, stock, folded = (
             load(tmp_path / folder, dtype=torch.float64).eval()
             for folder in ("source", "out", "out")
         )
-        norms, ops, covered = marker.rmsnorm, marker.centering, marker.covered
-        install(folded, norms, ops, marker.entry_inputs, marker.unproven, covered=covered)
+        install_plan(folded, stored)
         for given in calls(original):
             assert error(folded, original, given) <= 1e-12, (name, sorted(given))
             if "inputs_embeds" not in given:
@@ -98,7 +97,7 @@ def image_call(masked: bool) -> Call:
     return Call("masked" if masked else "images", (((), given),))
 
 
-def test_a_parameter_that_no_call_reads_is_not_centred_and_not_proven() -> None:
+def test_a_parameter_that_no_call_reads_is_unproven() -> None:
     original = live("ViTForMaskedImageModeling", CONFIG_MAPPING["vit"](**VIT))
     plain, masked = calls(original)[:2]
     narrow = analyze_calls(original, [image_call(False)]).plan
@@ -110,12 +109,12 @@ def test_a_parameter_that_no_call_reads_is_not_centred_and_not_proven() -> None:
     assert max(error(guarded, original, given) for given in (plain, masked)) <= 1e-12
 
     both = analyze_calls(original, [image_call(False), image_call(True)]).plan
-    assert "vit.embeddings.mask_token" in [writer.parameter for writer in both.writers]
+    assert "vit.embeddings.mask_token" in [writer.parameter for writer in both.centred_weights]
     right = converted(original, both)
     assert max(error(right, original, given) for given in (plain, masked)) <= 1e-12
 
 
-def test_a_live_model_is_guarded_against_inputs_that_its_example_did_not_give() -> None:
+def test_a_live_model_is_guarded_against_other_inputs() -> None:
     original = live("PhiModel", CONFIG_MAPPING["phi"](**PHI))
     plain = calls(original)[0]
     plan = analyze(original, **plain).plan
@@ -177,7 +176,7 @@ def test_an_operation_on_the_input_of_a_block() -> None:
     tied = {"decoder_layers": 2, "tie_word_embeddings": True}
     config = CONFIG_MAPPING["whisper"](**{**WHISPER, **tied})
     plan = analyze(config, model_class="WhisperForConditionalGeneration").plan
-    assert [(op.module, op.place) for op in plan.ops] == [
+    assert [(op.module, op.place) for op in plan.subtractions] == [
         ("model.encoder.layers.0", "input"),
         ("model.decoder.embed_tokens", "output"),
     ]
@@ -194,8 +193,8 @@ def test_an_operation_on_the_input_of_a_block() -> None:
     assert seen and max(seen.values()) <= 1e-12
     assert not any(getattr(module, "shifted", False) for module in folded.modules())
     for left_out in range(2):
-        ops = tuple(op for i, op in enumerate(plan.ops) if i != left_out)
-        wrong = converted(original, dataclasses.replace(plan, ops=ops))
+        ops = tuple(op for i, op in enumerate(plan.subtractions) if i != left_out)
+        wrong = converted(original, dataclasses.replace(plan, subtractions=ops))
         assert error(wrong, original, heard) > 1e-3
 
 
@@ -221,12 +220,12 @@ def test_the_input_of_a_block_is_centred_for_the_block_alone() -> None:
     x = torch.randn(2, 3, 5, dtype=torch.float64)
     model = stemmed(reads=False)
     plan = analyze(model, x).plan
-    assert [(op.module, op.place) for op in plan.ops] == [("blocks.0", "input")]
-    assert [v.status for v in plan.norms] == ["centred", "centred"]
+    assert [(op.module, op.place) for op in plan.subtractions] == [("blocks.0", "input")]
+    assert [v.status for v in plan.norms] == ["with_subtraction", "with_subtraction"]
     expected, found = model(x), converted(model, plan)(x)
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found, expected, strict=True))
     kept = analyze(stemmed(reads=True), x).plan
-    assert kept.ops == () and kept.folded == ()
+    assert kept.subtractions == () and kept.folded == ()
     assert {v.reason for v in kept.kept} == {"gelu does not keep a zero mean"}
 
 
@@ -241,7 +240,9 @@ def test_norms_to_keep_need_no_edits_of_their_own() -> None:
     assert kept and all(norm.endswith(".q_layernorm") for norm in kept)
     assert {*kept.values()} == {"--keep-norms names it"}
     assert {v.norm for v in whole.folded} == {v.norm for v in plan.folded} | {*kept}
-    dropped = {w.parameter for w in whole.writers} - {w.parameter for w in plan.writers}
+    dropped = {w.parameter for w in whole.centred_weights} - {
+        w.parameter for w in plan.centred_weights
+    }
     assert dropped and all(".q_proj." in name for name in dropped)
     folded = converted(model, plan)
     for given in calls(model):

@@ -43,13 +43,13 @@ def test_norms_static_folded_and_operations(
     layers = {"gpt2": "n_layer", "bloom": "n_layer"}.get(model_type, "num_hidden_layers")
     config = CONFIG_MAPPING[model_type](**{layers: 2}, **settings)
     plan = analyze_config(config, model_class=model_class).plan
-    static = sum(verdict.status == "static" for verdict in plan.norms)
-    assert (len(plan.norms), static, len(plan.folded), len(plan.ops)) == expected
+    static = sum(verdict.status == "in_weights" for verdict in plan.norms)
+    assert (len(plan.norms), static, len(plan.folded), len(plan.subtractions)) == expected
     assert plan.classes == (model_class,)
     assert all(verdict.reason and verdict.culprit for verdict in plan.kept)
 
 
-def test_by_default_a_base_checkpoint_is_planned_for_its_head_too() -> None:
+def test_a_base_checkpoint_is_planned_for_its_head_too() -> None:
     config = CONFIG_MAPPING["gpt2"](n_layer=2)
     config.architectures = ["GPT2Model"]
     plan = analyze_config(config).plan

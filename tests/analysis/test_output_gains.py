@@ -89,8 +89,8 @@ def test_by_default_every_output_stays() -> None:
 
 
 @pytest.mark.slow
-def test_the_choice_is_carried_by_the_marker_the_recipe_and_the_check(out: Path) -> None:
-    assert read_marker(json.loads((out / "config.json").read_text())).outputs == WANTED
+def test_marker_recipe_and_check_carry_the_choice(out: Path) -> None:
+    assert read_marker(json.loads((out / "config.json").read_text())).plan.outputs == WANTED
     recipe = load_recipe(out / "enjoyln_recipe.yaml")
     assert recipe.outputs == WANTED
     assert parse_recipe(dump_recipe(recipe), where="again") == recipe
@@ -121,7 +121,7 @@ def test_hidden_states_stay_where_they_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_verify_compares_what_the_marker_says(out: Path, tmp_path: Path) -> None:
-    found = verify(with_marker(out, tmp_path / "edited", lambda m: m.update(outputs=[])))
+    found = verify(with_marker(out, tmp_path / "edited", lambda m: m["plan"].pop("outputs")))
     assert not found.passed and "the edits change the function" in found.summary
 
 
@@ -134,7 +134,9 @@ def test_a_recipe_brings_its_outputs(source: Path, out: Path, tmp_path: Path) ->
     bare = tmp_path / "bare.yaml"
     lines = recipe.read_text().splitlines(keepends=True)
     bare.write_text("".join(line for line in lines if not line.startswith("outputs:")))
-    with pytest.raises(RecipeError, match="layer_norm1: the recipe has {fold_with: .*, the proof"):
+    with pytest.raises(
+        RecipeError, match="layer_norm1: the recipe has {with_subtraction: .*, the proof"
+    ):
         fold(source, tmp_path / "bare", recipe=bare)
 
 
@@ -171,7 +173,7 @@ def test_the_class_is_the_first_that_has_the_outputs() -> None:
     config = GPT2Config(**GPT2, architectures=["GPT2LMHeadModel"])
     assert analyze(config, outputs=["logits"]).plan.classes == ("GPT2LMHeadModel",)
     plan = analyze(config, outputs=["last_hidden_state"]).plan
-    assert (plan.model_class, plan.classes, plan.ops) == ("GPT2Model", ("GPT2Model",), ())
+    assert (plan.model_class, plan.classes, plan.subtractions) == ("GPT2Model", ("GPT2Model",), ())
     original = live("GPT2Model", config)
     assert error(converted(original, plan), original, calls(original)[0]) <= 1e-12
     with pytest.raises(EnjoyLNError, match="no output of GPT2LMHeadModel is called last_hidden"):

@@ -36,8 +36,10 @@ class Encoder(nn.Module):
 def test_a_pre_ln_encoder_of_torch_folds_whole() -> None:
     model, x = moved(Encoder(norm_first=True)), torch.randn(2, 7, 5, dtype=torch.float64)
     plan = analyze(model, x).plan
-    assert [v.status for v in plan.norms] == ["static"] * 5
-    assert "encoder.layers.0.self_attn.out_proj.weight" in {w.parameter for w in plan.writers}
+    assert [v.status for v in plan.norms] == ["in_weights"] * 5
+    assert "encoder.layers.0.self_attn.out_proj.weight" in {
+        w.parameter for w in plan.centred_weights
+    }
     assert same(model, plan, x)
 
 
@@ -75,7 +77,9 @@ def test_a_fused_layer_of_torch_does_not_pass_over_a_centring() -> None:
     model, x = moved(Heads()), torch.randn(2, 7, 5, dtype=torch.float64)
     padding = torch.arange(7) >= torch.tensor([[7], [5]])
     plan = analyze(model, x, padding).plan
-    assert [(op.module, op.place) for op in plan.ops] == [("encoder.layers.1.norm2", "output")]
+    assert [(op.module, op.place) for op in plan.subtractions] == [
+        ("encoder.layers.1.norm2", "output")
+    ]
     assert {v.norm for v in plan.folded} == {f"heads.{i}.0" for i in range(4)}
     for gradients in (False, True):
         with torch.set_grad_enabled(gradients):

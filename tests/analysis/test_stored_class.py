@@ -58,7 +58,7 @@ def prepared(source: Path, warnings: list[str] | None = None, **folding: Any) ->
         ("BertModel", ["BertForPreTraining", "BertForMaskedLM"]),
     ],
 )
-def test_a_class_whose_head_is_not_stored_gives_way_to_the_one_that_is_filled(
+def test_a_class_with_an_unstored_head_gives_way(
     model_class: str, named: list[str], tmp_path: Path
 ) -> None:
     """The result folds as much as with ``--model-class``, and computes what its original does."""
@@ -110,7 +110,7 @@ def test_an_encoder_without_its_pooler_is_still_the_encoder(tmp_path: Path) -> N
         assert prepared(source).plan.model_class == "BertModel"
 
 
-def test_a_weight_that_every_class_needs_is_named_before_anything_is_written(
+def test_a_weight_that_every_class_needs_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = stored(tmp_path / "source", "GPT2LMHeadModel")
@@ -129,7 +129,7 @@ def test_a_weight_that_every_class_needs_is_named_before_anything_is_written(
         ("BertModel", ["BertModel", "MyRanker"], "BertModel"),
     ],
 )
-def test_a_class_that_transformers_lacks_is_refused_with_one_that_folds(
+def test_a_class_that_transformers_lacks_is_refused(
     model_class: str, named: list[str], usable: str, tmp_path: Path
 ) -> None:
     source = stored(tmp_path / "source", model_class, named)
@@ -140,7 +140,7 @@ def test_a_class_that_transformers_lacks_is_refused_with_one_that_folds(
     assert prepared(source, model_class=usable).plan.folded
 
 
-def test_a_class_that_is_misspelled_is_still_refused_with_the_right_one(tmp_path: Path) -> None:
+def test_a_misspelled_class_is_refused_with_the_right_one(tmp_path: Path) -> None:
     source = stored(tmp_path / "source", "GPT2LMHeadModel", ["GPT2LMHeadModle"])
     with pytest.raises(UnsupportedModel, match="did you mean GPT2LMHeadModel?"):
         prepared(source)
@@ -154,7 +154,7 @@ def test_a_class_that_is_misspelled_is_still_refused_with_the_right_one(tmp_path
         ("BertForSequenceClassification", "encoder.net."),
     ],
 )
-def test_a_prefix_of_all_names_is_named_with_the_way_to_remove_it(
+def test_a_prefix_of_all_names_is_named_with_the_way_out(
     model_class: str, prefix: str, tmp_path: Path
 ) -> None:
     source = stored(tmp_path / "source", model_class, prefix=prefix)

@@ -69,7 +69,7 @@ def axes(shape: tuple[int, ...]) -> list[Axis]:
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"split and rotated"}))
-def test_centring_what_is_stored_centres_the_parameter_and_no_other(name: str) -> None:
+def test_centring_stored_tensors_centres_their_parameter(name: str) -> None:
     found, shapes = made(name)
     torch.manual_seed(0)
     before = {n: torch.randn(s, dtype=torch.float64) + 0.5 for n, s in found.sources.items()}
@@ -166,8 +166,8 @@ def test_a_model_of_experts_folds_on_disk(
     saved(model_type, model_class, settings, tmp_path / "source")
     options = {"model_class": model_class, "verify": False}
     plan = fold(tmp_path / "source", tmp_path / "out", **options).plan
-    assert {v.status for v in plan.norms} == {"static"}
-    assert f"{expert}.weight" in {w.tensor for w in plan.writers}
+    assert {v.status for v in plan.norms} == {"in_weights"}
+    assert f"{expert}.weight" in {w.tensor for w in plan.centred_weights}
     original, result = (loaded(model_class, tmp_path / name) for name in ("source", "out"))
     means = input_means([result.get_submodule(v.norm) for v in plan.norms])
     ids = torch.randint(3, 37, (2, 9))
@@ -199,7 +199,7 @@ def test_experts_of_a_part_are_applied_as_those_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["maskformer", "clip", "phimoe"])
-def test_the_tensors_that_a_class_saves_load_without_missing_weights(model_type: str) -> None:
+def test_what_a_class_saves_loads_without_missing_weights(model_type: str) -> None:
     """MaskFormer's backbone keeps names that are renamed in other Swin models."""
     config = CONFIG_MAPPING[model_type]()
     model = build(classes_for(config)[0], config)

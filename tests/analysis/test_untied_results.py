@@ -97,16 +97,16 @@ CASES: dict[str, tuple[Any, str, tuple[int, int, int], dict[str, str], tuple[str
 def test_the_plan_treats_tied_weights_as_separate(case: str) -> None:
     config, name, counts, copies, entries = CASES[case]
     plan = analyze_config(config, model_class=name, options=UNTIE).plan
-    assert (len(plan.norms), len(plan.folded), len(plan.ops)) == counts
+    assert (len(plan.norms), len(plan.folded), len(plan.subtractions)) == counts
     assert {one.tensor: one.stored for one in plan.untied} == copies
     assert {one.parameter: one.source for one in plan.untied} == copies
     assert tuple((s.name, s.value) for s in plan.settings) == tuple((n, False) for n in entries)
-    centred = {writer.parameter for writer in plan.writers}
+    centred = {writer.parameter for writer in plan.centred_weights}
     assert centred.isdisjoint({"lm_head.weight", "decoder.lm_head.weight"})
     tied = analyze_config(config, model_class=name).plan
     assert set(plan.unproven) == set(tied.unproven)
     assert (tied.untied, tied.settings) == ((), ())
-    static = [sum(v.status == "static" for v in p.norms) for p in (plan, tied)]
+    static = [sum(v.status == "in_weights" for v in p.norms) for p in (plan, tied)]
     assert static[0] > static[1]
 
 
@@ -127,7 +127,7 @@ def test_files_load_in_stock_transformers_and_agree(case: str, tmp_path: Path) -
     assert result.verification.passed and result.verification.identity_error < 1e-12
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert set(after) == set(before) | set(copies)
-    centred = {writer.tensor for writer in result.plan.writers}
+    centred = {writer.tensor for writer in result.plan.centred_weights}
     for tensor, shared in copies.items():
         assert torch.equal(after[tensor], before[shared]) == (tensor not in centred)
     for tensor in set(before) - centred:
@@ -151,7 +151,7 @@ def test_a_base_model_is_untied_for_the_head_that_loads_it(tmp_path: Path) -> No
     result = convert(source, tmp_path / "out", options=UNTIE)
     assert result.plan.classes == ("GPT2Model", "GPT2LMHeadModel")
     assert [(u.tensor, u.stored) for u in result.plan.untied] == [("lm_head.weight", "wte.weight")]
-    assert result.plan.ops == ()
+    assert result.plan.subtractions == ()
     original = tf.GPT2LMHeadModel.from_pretrained(source, dtype=torch.float64).eval()
     head, info = tf.GPT2LMHeadModel.from_pretrained(
         tmp_path / "out", dtype=torch.float64, output_loading_info=True
@@ -166,7 +166,7 @@ def test_a_base_model_is_untied_for_the_head_that_loads_it(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_tensor_that_is_stored_twice_in_two_files_stays_where_it_is(tmp_path: Path) -> None:
+def test_a_tensor_stored_in_two_files_stays_in_both(tmp_path: Path) -> None:
     source = stored(GPT2, "GPT2LMHeadModel", tmp_path / "model")
     held = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
@@ -203,7 +203,7 @@ def test_a_head_that_is_stored_in_the_place_of_the_embedding(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_head_that_a_norm_is_fused_into_is_untied_although_its_embedding_stays(
+def test_a_head_that_a_norm_is_fused_into_is_untied(
     tmp_path: Path,
 ) -> None:
     config = tf.CTRLConfig(vocab_size=31, n_positions=12, n_embd=12, dff=20, n_layer=2, n_head=3)
@@ -229,9 +229,9 @@ def test_a_config_may_claim_a_tie_that_the_tensors_contradict(tmp_path: Path, di
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
     plan = prepare(tmp_path, None).plan
-    centred = {writer.parameter for writer in plan.writers}
+    centred = {writer.parameter for writer in plan.centred_weights}
     assert ("transformer.wte.weight" in centred) is differ
-    assert len(plan.ops) == (0 if differ else 1)
+    assert len(plan.subtractions) == (0 if differ else 1)
     assert len(plan.folded) == 5
 
 
@@ -266,7 +266,7 @@ def test_a_tie_that_the_config_does_not_decide() -> None:
 
 
 @pytest.mark.slow
-def test_a_class_that_settles_its_attention_in_its_first_call_is_the_same_afterwards() -> None:
+def test_a_class_that_settles_its_attention_stays_the_same() -> None:
     config = tf.BigBirdConfig(
         vocab_size=31, hidden_size=12, num_hidden_layers=1, num_attention_heads=3,
         intermediate_size=20, max_position_embeddings=64,
@@ -318,7 +318,8 @@ def test_the_marker_tells_what_was_untied_and_a_tie_is_noticed(
     out = convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=UNTIE, verify=False).out
     config = json.loads((out / "config.json").read_text())
     assert config["enjoyln"]["version"] == 1
-    assert read_marker(config).untied == {"lm_head.weight": "transformer.wte.weight"}
+    (untied,) = read_marker(config).plan.untied
+    assert (untied.parameter, untied.source) == ("lm_head.weight", "transformer.wte.weight")
     model = tf.GPT2LMHeadModel.from_pretrained(out)
     table = model.transformer.wte.weight
     model.lm_head.weight = table if same_object else torch.nn.Parameter(table.data)
@@ -335,8 +336,8 @@ def test_the_command_line_says_what_is_untied_and_what_it_costs() -> None:
     found = json.loads(good("fold", source, "--untie", "--dry-run", "--json"))
     plain = json.loads(good("fold", source, "--dry-run", "--json"))
     assert found["bytes_written"] - plain["bytes_written"] == found["bytes_added"] == size
-    assert (found["in_weights_alone"], found["tensors"]) == (7, plain["tensors"] + 1)
-    assert (plain["in_weights_alone"], plain["bytes_added"]) == (0, 0)
+    assert (found["in_weights"], found["tensors"]) == (7, plain["tensors"] + 1)
+    assert (plain["in_weights"], plain["bytes_added"]) == (0, 0)
     text = good("fold", source, "--untie", "--dry-run")
     assert "store lm_head.weight separately, as a copy of transformer.wte.weight" in text
     assert UNTIED in text and UNTIED not in good("fold", source, "--dry-run")

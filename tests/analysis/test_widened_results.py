@@ -58,7 +58,7 @@ def test_the_function_stays_the_same(
 ) -> None:
     config = CONFIG_MAPPING[kind](**settings)
     plan = analyze_config(config, model_class=name, options=WIDEN).plan
-    assert len(plan.folded) == wider and not plan.ops
+    assert len(plan.folded) == wider and not plan.subtractions
     assert sum(not verdict.mlps for verdict in plan.folded) == plain
     original = live(name, config)
     folded = converted(original, plan)
@@ -135,7 +135,7 @@ def test_what_is_stored(out: Path) -> None:
     assert float(old[SECOND.format(1)].mean(0).abs().max()) > step
     config = json.loads((out / "config.json").read_text())
     assert config["intermediate_size"] == 328
-    assert [one["start"] for one in config["enjoyln"]["units"]] == [320] * 3
+    assert [one["size"] for one in config["enjoyln"]["plan"]["widened"]] == [320] * 3
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_a_forced_wrong_widening_is_refuted(tmp_path: Path) -> None:
 def test_without_the_option_nothing_is_widened(out: Path, tmp_path: Path) -> None:
     text = (out / "enjoyln_recipe.yaml").read_text()
     (tmp_path / "recipe.yaml").write_text(text.replace("widen_mlp: true", "widen_to: 8"))
-    with pytest.raises(RecipeError, match="norms: .* the recipe has fold, the proof keep"):
+    with pytest.raises(RecipeError, match="the recipe has in_weights, the proof stays_"):
         fold(SOURCE, tmp_path / "out", recipe=tmp_path / "recipe.yaml", verify=False)
 
 
@@ -316,15 +316,15 @@ def test_a_frozen_mlp_leaves_the_units_alone(out: Path) -> None:
 def test_the_marker(out: Path) -> None:
     config = json.loads((out / "config.json").read_text())
     found = read_marker(config)
-    assert [(one.second, one.dim, one.start) for one in found.units] == [
+    assert [(one.second.parameter, one.second.dim, one.size) for one in found.plan.widened] == [
         (SECOND.format(i), 1, 320) for i in range(3)
     ]
-    for key, value in (("dim", 2), ("start", -1), ("start", True), ("first", 5), ("bias", 5)):
+    for key, value in (("to", 320), ("size", -1), ("size", True), ("first", 5), ("bias", 5)):
         wrong = copy.deepcopy(config)
-        wrong["enjoyln"]["units"][1][key] = value
-        with pytest.raises(BadCheckpoint, match=rf"malformed: units\[1\]\.{key}: "):
+        wrong["enjoyln"]["plan"]["widened"][1][key] = value
+        with pytest.raises(BadCheckpoint, match=rf"malformed: plan.widened\[1\]\W.*{key}"):
             read_marker(wrong)
-    del config["enjoyln"]["units"][2]
+    del config["enjoyln"]["plan"]["widened"][2]
     with pytest.raises(BadCheckpoint, match="edited after the fold"):
         read_marker(config)
 
@@ -339,8 +339,8 @@ def test_fold_says_what_it_widens(tmp_path: Path) -> None:
     )
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert (found["become_rmsnorm"], found["in_weights_alone"]) == (3, 3)
-    assert found["added_subtractions"] == 0
+    assert (found["become_rmsnorm"], found["in_weights"]) == (3, 3)
+    assert found["subtractions"] == 0
     assert found["verification"]["passed"]
     assert [(mlp["size"], mlp["to"], mlp["attribute"]) for mlp in found["plan"]["widened"]] == [
         (320, 384, "intermediate_size")

@@ -48,7 +48,7 @@ def test_every_kind_of_main_input() -> None:
     assert list(first(speech)) == ["input_values"] and len(first(speech)["input_values"].shape) == 2
 
 
-def test_two_modalities_are_given_together_and_then_the_main_one_alone() -> None:
+def test_two_modalities_are_given_and_then_the_main_one() -> None:
     clip = model_of("CLIPModel", "clip")
     forms = [set(form) for form in main_inputs(clip, 1, 3)]
     assert forms[0] == {"input_ids", "pixel_values"} and forms[-1] == {"input_ids"}
@@ -59,7 +59,7 @@ def test_boxes_go_with_the_tokens_that_they_are_around() -> None:
     assert first(page)["bbox"] == Spec((2, 7, 4), 1)
 
 
-def test_text_comes_with_the_images_that_its_own_config_describes() -> None:
+def test_text_comes_with_the_images_of_its_config() -> None:
     """ViLT has no separate config for images: its own config has the patch size."""
     vilt = model_of("ViltModel", "vilt", num_hidden_layers=1, image_size=64, patch_size=16)
     assert first(vilt).keys() == {"input_ids", "pixel_values"}
@@ -69,7 +69,7 @@ def test_text_comes_with_the_images_that_its_own_config_describes() -> None:
     assert all(form.keys() == {"input_ids"} for form in main_inputs(gpt2, 1, 3))
 
 
-def test_a_second_tower_is_given_an_input_of_the_size_that_its_part_says() -> None:
+def test_a_second_tower_is_given_an_input_of_its_size() -> None:
     config = CONFIG_MAPPING["deepseek_vl_hybrid"]()
     config.vision_config.image_size = 32
     config.high_res_vision_config.image_size = 48
@@ -78,7 +78,7 @@ def test_a_second_tower_is_given_an_input_of_the_size_that_its_part_says() -> No
     assert given["high_res_pixel_values"] == Spec((2, 3, 48, 48))
 
 
-def test_entities_and_the_future_are_given_where_a_model_reads_them() -> None:
+def test_entities_and_the_future_are_given_if_read() -> None:
     luke = model_of("LukeModel", "luke", num_hidden_layers=1, entity_vocab_size=11)
     assert first(luke)["entity_ids"].below == 11 and "entity_position_ids" in first(luke)
     series = model_of("AutoformerModel", "autoformer", prediction_length=6, context_length=12)
@@ -87,7 +87,7 @@ def test_entities_and_the_future_are_given_where_a_model_reads_them() -> None:
     assert calls is not None and "future_values" in calls[0].steps[0][1]
 
 
-def test_each_feature_of_audio_has_its_token_also_in_a_class_with_a_head() -> None:
+def test_each_audio_feature_has_its_token_with_a_head_too() -> None:
     """The method that counts features belongs to the inner model."""
     settings = {"audio_config": {"num_hidden_layers": 1}, "audio_token_id": 9}
     head = model_of("VoxtralForConditionalGeneration", "voxtral", **settings)
@@ -97,7 +97,7 @@ def test_each_feature_of_audio_has_its_token_also_in_a_class_with_a_head() -> No
     assert form["input_ids"].shape == (2, TOKENS + len(leading))
 
 
-def test_the_number_of_placeholders_is_read_from_the_models_error() -> None:
+def test_the_number_of_placeholders_is_in_the_error() -> None:
     """The method that counts features also reads the text, and compares both."""
     config = CONFIG_MAPPING["musicflamingo"](audio_token_id=9)
     config.audio_config.num_hidden_layers = config.text_config.num_hidden_layers = 1
@@ -105,7 +105,7 @@ def test_the_number_of_placeholders_is_read_from_the_models_error() -> None:
     assert form["input_ids"].leading == (9,) * 750  # of 3000 frames: by 2, and by 2
 
 
-def test_placeholders_of_a_model_without_a_method_that_counts_them() -> None:
+def test_placeholders_of_a_model_that_counts_none() -> None:
     """One placeholder is too few; the error message of torch has the number of features."""
     config = CONFIG_MAPPING["phi4_multimodal"](num_hidden_layers=1)
     vision, audio = config.vision_config, config.audio_config
@@ -218,7 +218,7 @@ def test_speech_can_take_the_place_of_text() -> None:
     assert all("decoder_input_ids" in step for call in speech for _, step in call.steps)
 
 
-def test_of_the_forms_of_one_optional_call_the_first_that_fits_is_traced() -> None:
+def test_the_first_form_of_an_optional_call_that_fits() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.LayerNorm(5))
 
     def call(label: str, *shape: int) -> Call:
@@ -238,7 +238,7 @@ def test_of_the_forms_of_one_optional_call_the_first_that_fits_is_traced() -> No
         ("Dinov2WithRegisters", 1 + 3 + 4, {"num_register_tokens": 3}),
     ],
 )
-def test_a_mask_of_an_images_tokens_has_their_number_and_is_proven_for_all_values(
+def test_a_mask_of_image_tokens_is_proven_for_all_values(
     kind: str, tokens: int, settings: dict[str, Any]
 ) -> None:
     sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
@@ -258,7 +258,7 @@ def test_a_list_of_modules_may_have_gaps() -> None:
     assert accepted_calls(Captures(model)) is not None
 
 
-def test_a_text_part_that_names_the_input_of_the_whole_is_given_text() -> None:
+def test_a_text_part_that_names_the_input_is_given_text() -> None:
     part = model_of("Sam3LiteTextTextModel", "sam3_lite_text_text_model", num_hidden_layers=1)
     assert part.main_input_name == "pixel_values" and first(part).keys() == {"input_ids"}
 
@@ -279,14 +279,14 @@ def test_an_unknown_main_input_is_refused_by_name() -> None:
         next(ways_to_call(model))
 
 
-def test_a_config_that_does_not_say_how_large_an_input_is_refused_in_one_line() -> None:
+def test_a_config_without_input_sizes_is_refused_in_one_line() -> None:
     model = model_of("ViTModel", "vit", num_hidden_layers=1)
     vars(model.config)["image_size"] = {"height": "large"}
     with pytest.raises(UnsupportedModel, match="no example inputs for ViTModel can be derived"):
         next(ways_to_call(model))
 
 
-def test_a_decoder_is_called_twice_with_its_cache_and_once_with_each_option() -> None:
+def test_the_calls_of_a_decoder_with_cache_and_options() -> None:
     main, optional, cross = next(ways_to_call(model_of("GPT2Model", "gpt2", n_layer=1)))
     (_, prefill), (_, decode) = main.steps
     assert prefill["input_ids"].shape == (BATCH, TOKENS) and decode["input_ids"].shape == (BATCH, 1)
@@ -320,7 +320,7 @@ def test_labels_and_switches_are_no_optional_inputs() -> None:
 
 
 @pytest.mark.slow
-def test_a_row_that_is_read_where_it_ends_is_traced_and_its_other_norms_proven() -> None:
+def test_a_row_that_is_read_where_it_ends_is_traced() -> None:
     """The position is a value, so the result has no fixed shape, and counts as an observer."""
     settings = {
         "vocab_size": 37, "d_model": 20, "encoder_layers": 1, "decoder_layers": 1,

@@ -195,7 +195,7 @@ def test_an_index_that_mixes_up_its_shards(folder: Path) -> None:
     refused(folder, f"a is both in {ONE} and {TWO}")
 
 
-def test_links_stay_in_the_directory_or_its_part_of_the_hub_cache(tmp_path: Path) -> None:
+def test_links_stay_in_the_directory_or_the_hub_cache(tmp_path: Path) -> None:
     def linked(repository: str, target: str) -> Path:
         snapshot = tmp_path / repository / "snapshots" / "0123"
         snapshot.mkdir(parents=True)

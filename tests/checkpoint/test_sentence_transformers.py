@@ -108,13 +108,13 @@ def test_hidden_states_that_a_pipeline_reads_are_outputs(tmp_path: Path) -> None
     settings = {"model_type": "gpt2", "n_layer": 2, "n_embd": 24, "n_head": 3}
     write(tmp_path / "config.json", settings)
     plan = analyze(tmp_path, model_class="GPT2Model").plan
-    assert [v.status for v in plan.norms] == ["static"] * 5
+    assert [v.status for v in plan.norms] == ["in_weights"] * 5
     read = {"config_args": {"output_hidden_states": True}}
     write(tmp_path / "sentence_bert_config.json", read)
     plan = analyze(tmp_path, model_class="GPT2Model").plan
-    assert [v.status for v in plan.norms] == ["kept"] * 2 + ["centred"] * 3
-    assert [(op.module, op.place) for op in plan.ops] == [("h.1", "input")]
-    assert all(writer.parameter.startswith("h.1.") for writer in plan.writers)
+    assert [v.status for v in plan.norms] == ["stays_layernorm"] * 2 + ["with_subtraction"] * 3
+    assert [(op.module, op.place) for op in plan.subtractions] == [("h.1", "input")]
+    assert all(writer.parameter.startswith("h.1.") for writer in plan.centred_weights)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from rich.table import Table
 from terminal import on_a_terminal
 
 from enjoyln_cli.cli import console, progress
-from enjoyln_cli.plan.plan import NamedParameter, NextLinear, NormFusion, Plan
+from enjoyln_cli.plan.edited_tensors import NamedParameter
+from enjoyln_cli.plan.plan import NextLinear, NormFusion, Plan
 from enjoyln_cli.proof.explain import Tree
 from enjoyln_cli.publish.push import File, Upload
 from enjoyln_cli.report import layer_names, notes
@@ -28,12 +29,12 @@ from enjoyln_cli.verification.verify import Verification
 
 def test_a_report_counts_what_the_plan_says() -> None:
     found = ModelReport("m", PLAN, paper=("h.0.ln", "h.1.ln", "h.2.ln")).to_json()
-    assert (found["layernorms"], found["in_weights_alone"], found["become_rmsnorm"]) == (5, 1, 2)
-    assert (found["added_subtractions"], found["tensors_centred"]) == (1, 2)
+    assert (found["layernorms"], found["in_weights"], found["become_rmsnorm"]) == (5, 1, 2)
+    assert (found["subtractions"], found["tensors_centred"]) == (1, 2)
     assert found["parameters_centred"] == 42
     assert found["plan"]["norms"][2] == {
         "norm": "h.2.ln",
-        "status": "kept",
+        "status": "stays_layernorm",
         "reason": REASON,
         "culprit": "embed.ln",
         "path": ["h.2", "embed.ln"],
@@ -103,7 +104,7 @@ def test_notes_name_ops_reasons_and_culprits() -> None:
     assert "LayerNorm is used in calls with inputs_embeds" in text
 
 
-def test_a_note_on_calls_names_inputs_and_not_the_weights_that_they_need() -> None:
+def test_a_note_on_calls_names_inputs_and_no_weights() -> None:
     unproven = ("bool_masked_pos", "embeddings.mask_token")
     *_, last = notes.notes(ModelReport("m", replace(PLAN, unproven=unproven)))
     assert last == "  LayerNorm is used in calls with bool_masked_pos"
@@ -298,7 +299,7 @@ def test_every_key_of_a_report_is_documented() -> None:
     found = ModelReport("m", PLAN, paper=()).to_json()
     page = set(re.findall(r"`(\w+)`", PAGE.read_text(encoding="utf-8")))
     named = set(found) | {field.name for field in fields(Plan) if field.name != "covered"}
-    assert {"in_weights_alone", "writers", "calls"} <= named
+    assert {"in_weights", "centred_weights", "calls"} <= named
     assert named <= page
 
 

@@ -102,15 +102,15 @@ def test_report_as_json_has_one_object_per_model(llama: Path) -> None:
     gpt2, other = (json.loads(line) for line in lines)
     assert (gpt2["model"], gpt2["plan"]["model_class"]) == (GPT2, "GPT2LMHeadModel")
     assert gpt2["layernorms"] == gpt2["become_rmsnorm"] == len(gpt2["paper"]) == 7
-    assert (gpt2["in_weights_alone"], gpt2["added_subtractions"]) == (0, 1)
-    assert gpt2["stay_layernorm"] == 0
+    assert (gpt2["in_weights"], gpt2["subtractions"]) == (0, 1)
+    assert gpt2["stays_layernorm"] == 0
     assert other["layernorms"] == 0 and sum(many for _, many in other["plan"]["other_norms"]) == 5
 
 
 def test_report_can_be_narrowed_to_a_class() -> None:
     """Without the head the embedding can be centred, so no operation is needed."""
     counts = json.loads(good("report", GPT2, "--model-class", "GPT2Model", "--json"))
-    assert counts["layernorms"] == counts["become_rmsnorm"] == counts["in_weights_alone"] == 7
+    assert counts["layernorms"] == counts["become_rmsnorm"] == counts["in_weights"] == 7
 
 
 def test_report_of_a_type_needs_no_files() -> None:
@@ -216,7 +216,7 @@ def test_json_is_one_object_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fold_for_one_class_warns_about_the_class_that_was_saved(tmp_path: Path) -> None:
+def test_a_fold_for_one_class_warns_about_the_saved_class(tmp_path: Path) -> None:
     narrow = good("fold", BERT, "-o", tmp_path / "out", "--model-class", "BertModel", "--json")
     (warning,) = json.loads(narrow)["warnings"]
     assert "proven for BertModel" in warning and "BertForMaskedLM" in warning
@@ -253,7 +253,8 @@ def test_norms_that_are_named_stay_layernorm(tmp_path: Path) -> None:
     good("fold", GPT2, "--dry-run", "--recipe", recipe)
     less = ("--recipe", recipe, "--keep-norms", "transformer.ln_f")
     line = refused("fold", GPT2, "--dry-run", *less)
-    assert "h.0.ln_2: the recipe has keep, the proof {fold_with: [transformer.wte]} (and " in line
+    proof = "the proof {with_subtraction: [transformer.wte]} (and "
+    assert f"h.0.ln_2: the recipe has stays_layernorm, {proof}" in line
 
 
 @pytest.mark.parametrize(
@@ -402,7 +403,7 @@ def test_the_library_takes_a_config_and_a_path() -> None:
     one = enjoyln_cli.analyze(config, model_class="GPT2Model").plan
     stored = enjoyln_cli.analyze(GPT2, model_class="GPT2Model").plan
     assert one.norms == stored.norms
-    pairs = zip(one.writers, stored.writers, strict=True)
+    pairs = zip(one.centred_weights, stored.centred_weights, strict=True)
     assert all(of_file.tensor == f"transformer.{own.tensor}" for own, of_file in pairs)
 
 

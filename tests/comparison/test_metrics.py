@@ -54,7 +54,7 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 3, 8])
-def test_chance_explains_every_ratio_of_two_errors_of_the_same_size(kind: str, rows: int) -> None:
+def test_chance_explains_ratios_of_errors_of_the_same_size(kind: str, rows: int) -> None:
     exact = torch.ones(rows, 1 if kind == "one number" else 50, dtype=torch.float64)
     above = 0
     for seed in range(100):
@@ -89,7 +89,7 @@ def test_more_inputs_leave_less_to_chance() -> None:
     assert chances[0] == GROSS and chances[-1] < 1.2 < COARSE < chances[1]
 
 
-def test_rows_longer_than_what_is_kept_of_them_and_of_several_lengths() -> None:
+def test_long_rows_and_rows_of_several_lengths() -> None:
     """A long row is cut into parts for its size, and every so many entries stand for its error."""
     generator = torch.Generator().manual_seed(0)
     exact = [

@@ -26,7 +26,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_rounding_keeps_the_largest_and_is_off_by_half_a_step_at_most(bits: int) -> None:
+def test_rounding_is_off_by_half_a_step_at_most(bits: int) -> None:
     x = torch.randn(7, 33, generator=torch.Generator().manual_seed(bits)) * 5 + 1
     rounded = round_to(x, bits, 1)
     step = x.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
@@ -37,7 +37,7 @@ def test_rounding_keeps_the_largest_and_is_off_by_half_a_step_at_most(bits: int)
     torch.testing.assert_close(rounded.abs().amax(1), x.abs().amax(1))
 
 
-def test_gradients_pass_straight_through_the_rounding_and_through_the_scale() -> None:
+def test_gradients_pass_through_rounding_and_scale() -> None:
     x = torch.tensor([[0.3, -1.4, 2.6, -7.0]], requires_grad=True)  # 7 steps of 1 to each side
     upstream = torch.tensor([[1.0, -2.0, 0.5, 3.0]])
     round_to(x, 4, 1).backward(upstream)
@@ -52,7 +52,7 @@ def test_rows_of_zeros_stay_zeros() -> None:
     assert not round_to(torch.zeros(3, 5), 4, 1).any()
 
 
-def test_both_kinds_of_linear_layers_are_rounded_but_not_the_head(gpt2: GPT2LMHeadModel) -> None:
+def test_linear_layers_are_rounded_but_not_the_head(gpt2: GPT2LMHeadModel) -> None:
     names = set(linear_layers(gpt2))
     assert "transformer.h.0.mlp.c_fc" in names
     assert "lm_head" not in names

@@ -71,7 +71,7 @@ def checkpoint(folder: Path) -> Path:
 def test_the_buffer_in_the_file_is_centred_and_checked(tmp_path: Path) -> None:
     source, out = checkpoint(tmp_path / "source"), tmp_path / "out"
     result = enjoyln_cli.fold(source, out, trust_remote_code=True)
-    assert len(result.plan.folded) == len(result.plan.norms) == 3 and not result.plan.ops
+    assert len(result.plan.folded) == len(result.plan.norms) == 3 and not result.plan.subtractions
     before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
     table = before["positions"].double()
     assert torch.equal(after["positions"], (table - table.mean(-1, keepdim=True)).bfloat16())

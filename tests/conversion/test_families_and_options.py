@@ -97,7 +97,7 @@ def test_a_result_is_exact_and_complete(
     plan = fold(source, out, model_class=model_class, options=options, verify=False).plan
     assert edited(plan, option) == number
     if option == "untie":
-        assert not plan.kept and not plan.ops
+        assert not plan.kept and not plan.subtractions
 
     found = verify(out)  # by the plan that is stored in it
     assert found.passed, found.failures

@@ -22,6 +22,7 @@ from tiny_models import GPT2, TOKENS, live
 
 from enjoyln_cli import verify
 from enjoyln_cli.analysis.analyze import analyze_config
+from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.checkpoint.reader import open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.conversion.fold import convert
@@ -62,8 +63,8 @@ def plan_of(name: str, options: Options = ROTATED) -> Plan:
 
 
 def test_the_result_says_what_rotated(out: Path) -> None:
-    marker = json.loads((out / "config.json").read_text())["enjoyln"]
-    assert marker["rmsnorm"] == [] and marker["rotated"] is True
+    live = read_marker(json.loads((out / "config.json").read_text())).plan
+    assert live.folded == () and len(live.rotated) == 4
     plan = json.loads((out / "enjoyln_plan.json").read_text())
     assert plan["seed"] == 3
     assert [group["kind"] for group in plan["rotation_groups"]] == ["residual"] + 3 * ["values"]
@@ -102,7 +103,7 @@ def test_a_recipe_with_another_rotation_is_refused(out: Path) -> None:
     wrong = parse_recipe(text.replace("kind: residual", "kind: sideways"), where="wrong.yaml")
     with pytest.raises(
         RecipeError,
-        match=r"rotate: transformer.wte.weight: the recipe has {kind: sideways, .* {kind: residual",
+        match=r"transformer.wte.weight: the recipe has {kind: sideways, .* {kind: residual",
     ):
         require_same(wrong, plan, config=config)
 
@@ -352,7 +353,7 @@ def test_a_bias_beside_a_small_weight_goes_into_the_readers(
     assert far <= 4 * torch.finfo(dtype).eps
 
 
-def test_a_small_weight_before_a_layer_without_bias_is_an_obstacle(tmp_path: Path) -> None:
+def test_a_small_weight_before_a_biasless_layer_is_an_obstacle(tmp_path: Path) -> None:
     """GPT-2's head has no bias, so the bias of the last norm cannot go there."""
     with_small_weight("transformer.ln_f", torch.float16, 1e-5, tmp_path / "in")
     said = good("rotate", tmp_path / "in", "-o", tmp_path / "out", "--untie", "--no-verify")

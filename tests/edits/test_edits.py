@@ -266,7 +266,7 @@ def test_a_new_tensor_lies_beside_its_source_and_in_the_index(tmp_path: Path) ->
     assert same(written(tmp_path / "out")["copy"], held["t"])
 
 
-def test_nan_is_refused_where_it_would_spread_and_values_that_overflow(tmp_path: Path) -> None:
+def test_nan_that_spreads_and_overflow_are_refused(tmp_path: Path) -> None:
     held = tensors(torch.float32)
     held["w"][3, 5] = float("nan")
     held["t"][2, 1] = 6e4

@@ -26,7 +26,7 @@ def nothing_is_frozen() -> Iterator[None]:
     gc.freeze()
 
 
-def test_garbage_of_the_block_is_found_in_it_and_older_garbage_afterwards() -> None:
+def test_garbage_of_the_block_is_found_before_older_garbage() -> None:
     older = weakref.ref(Loop())
     with collections_of_new_objects():
         newer = weakref.ref(Loop())

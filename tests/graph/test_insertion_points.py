@@ -73,7 +73,7 @@ class Encoder(nn.Module):
     ("table", "normed"),
     [("not stored", False), ("computed", True), ("stored", True)],
 )
-def test_a_mean_is_subtracted_in_front_of_a_call_that_is_no_block(table: str, normed: bool) -> None:
+def test_a_mean_is_subtracted_before_a_call_of_no_block(table: str, normed: bool) -> None:
     embed = nn.Linear(5, WIDTH)
     stem = nn.Sequential(embed, nn.LayerNorm(WIDTH)) if normed else embed
     model, x = moved(Encoder(table, stem)), torch.randn(2, TOKENS, 5, dtype=torch.float64)
@@ -81,7 +81,7 @@ def test_a_mean_is_subtracted_in_front_of_a_call_that_is_no_block(table: str, no
     ops = [("encode", "input")]
     if table == "stored":  # and so centred in the file
         ops = [("embed.1", "output")] if normed else []
-    assert [(op.module, op.place) for op in plan.ops] == ops
+    assert [(op.module, op.place) for op in plan.subtractions] == ops
     assert len(plan.folded) == len(plan.norms) == 3 + normed
     folded = converted(model, plan)
     with torch.no_grad(), literally():
@@ -92,7 +92,7 @@ def test_a_mean_is_subtracted_in_front_of_a_call_that_is_no_block(table: str, no
 
 
 @pytest.mark.parametrize("table", ["constant", "stored"])
-def test_without_a_call_behind_the_sum_only_a_stored_table_is_centred(table: str) -> None:
+def test_without_a_call_only_a_stored_table_is_centred(table: str) -> None:
     """No module gets the whole sum, so there is no place for a subtraction."""
 
     class Flat(Encoder):
@@ -105,7 +105,7 @@ def test_without_a_call_behind_the_sum_only_a_stored_table_is_centred(table: str
 
     model, x = moved(Flat(table, nn.Linear(5, WIDTH))), torch.randn(2, TOKENS, 5).double()
     plan = analyze_module(model, x).plan
-    assert not plan.ops and len(plan.folded) == (3 if table == "stored" else 0)
+    assert not plan.subtractions and len(plan.folded) == (3 if table == "stored" else 0)
     assert all(v.reason.startswith("it is an input or a constant") for v in plan.kept)
 
 
@@ -131,7 +131,7 @@ def test_a_leaf_or_a_block_is_preferred() -> None:
         return m.norm(m.encode(m.stem(x)))
 
     x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
-    (op,) = analyze_module(model(gated, nn.Linear(WIDTH, WIDTH)), x).plan.ops
+    (op,) = analyze_module(model(gated, nn.Linear(WIDTH, WIDTH)), x).plan.subtractions
     assert (op.module, op.place) == ("encode.blocks.0", "input")
-    (op,) = analyze_module(model(leaf, nn.LayerNorm(WIDTH)), x).plan.ops
+    (op,) = analyze_module(model(leaf, nn.LayerNorm(WIDTH)), x).plan.subtractions
     assert (op.module, op.place) == ("stem", "output")

@@ -90,7 +90,7 @@ def test_where_the_memory_is_not_enough_nothing_changes(
     assert [choice.rows for choice in choices] == [1, 32]
 
 
-def test_each_number_of_rows_uses_the_measurement_of_as_many_or_fewer(
+def test_rows_use_the_measurement_of_as_many_or_fewer(
     asked: list[tuple[Norms, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the CPU, as if it were the GPU: the choice depends on a tensor's device and sizes."""
@@ -109,7 +109,7 @@ def test_each_number_of_rows_uses_the_measurement_of_as_many_or_fewer(
     assert gpu.fastest_for(torch.ones(5, 24), weight, None) is None, "another kind"
 
 
-def test_smaller_tensors_than_any_choice_concerns_are_not_looked_up(
+def test_tensors_too_small_for_any_choice_are_not_looked_up(
     asked: list[tuple[Norms, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels.prepare(on_gpu(KIND, KIND._replace(width=48)))
@@ -129,12 +129,11 @@ def test_smaller_tensors_than_any_choice_concerns_are_not_looked_up(
 
 def test_the_kinds_of_norms_of_a_model(outs: dict[str, Path]) -> None:
     model = from_pretrained(outs["phi merge bias"], dtype=torch.bfloat16)
-    marker = model.config.enjoyln
     width = model.config.hidden_size
     found = kinds_of_norms(model)
     assert {device for device, _ in found} == {torch.device("cpu")}
     kinds = [kind for _, kind in found]
     biasless = Norms(torch.bfloat16, torch.bfloat16, True, False, width)
-    assert kinds.count(biasless) == len(marker["fused"]["bias"])
+    assert kinds.count(biasless) == len(model.config.enjoyln["plan"]["fused"])
     heads = biasless._replace(bias=True, width=width // model.config.num_attention_heads)
     assert set(kinds) <= {biasless, biasless._replace(bias=True), heads} and heads in kinds

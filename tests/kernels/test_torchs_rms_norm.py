@@ -104,7 +104,7 @@ def test_where_torch_has_no_single_kernel_it_stays_layer_norm(
 
 
 @pytest.mark.usefixtures("fusing")
-def test_under_autocast_it_stays_layer_norm_which_torch_has_a_rule_for() -> None:
+def test_under_autocast_it_stays_layer_norm() -> None:
     weight, _ = affine()
     with torch.autocast("cpu", torch.bfloat16):
         assert computed(torch.randn(5, WIDTH), weight, None) == "LayerNorm"
@@ -133,7 +133,7 @@ def test_a_fused_model_computes_no_layer_norm(outs: dict[str, Path]) -> None:
         folded = [module for module in model.modules() if isinstance(module, Folded)]
         with torch.no_grad(), Norms() as counted:
             logits = model(**inputs).logits
-        fused = len(folded) if own else len(folded) - len(model.config.enjoyln["fused"]["bias"])
+        fused = len(folded) - (0 if own else len(model.config.enjoyln["plan"]["fused"]))
         assert counted.count == fused
         plain = type(model).from_pretrained(CHECKPOINTS / "phi").eval()
         with torch.no_grad():
@@ -142,7 +142,7 @@ def test_a_fused_model_computes_no_layer_norm(outs: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(("merge", "read"), [("bias", 1), ("affine", 0)])
-def test_where_layer_norm_is_the_fastest_it_reads_no_neutral_parameter(
+def test_the_fastest_layer_norm_reads_no_neutral_parameter(
     merge: str, read: int, outs: dict[str, Path]
 ) -> None:
     model = from_pretrained(outs[f"phi merge {merge}"])

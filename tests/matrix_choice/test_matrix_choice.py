@@ -171,9 +171,7 @@ def test_a_learned_result_is_exact_and_keeps_its_matrices(tokens: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_what_an_interrupted_run_left_is_neither_lost_nor_mistaken(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_what_an_interrupted_run_left_is_kept(tokens: Path, tmp_path: Path) -> None:
     out, state = tmp_path / "out", tmp_path / ".out.learning"
     learns = ("rotate", GPT2, "-o", out, "--learn", 3, "--tokens", tokens, "--no-verify")
     state.write_bytes(b"of another run")

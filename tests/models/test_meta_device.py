@@ -199,7 +199,7 @@ def test_the_number_of_an_expert_is_not_read() -> None:
         analyze_module(randomised(Experts(reads=True)), torch.randn(7, 5, dtype=torch.float64))
 
 
-def test_a_constant_in_code_has_a_value_and_a_stored_buffer_has_none() -> None:
+def test_a_constant_has_a_value_and_a_stored_buffer_none() -> None:
     bare = build(Strided, SimpleNamespace(stride=4))
     assert not bare.stride.is_meta and int(bare.stride) == 4
     assert bare.stored.is_meta and all(parameter.is_meta for parameter in bare.parameters())
@@ -207,7 +207,7 @@ def test_a_constant_in_code_has_a_value_and_a_stored_buffer_has_none() -> None:
     assert [verdict.norm for verdict in found.plan.folded] == ["norm"]
 
 
-def test_a_norm_that_is_the_first_to_read_a_parameter_has_it_for_its_input() -> None:
+def test_a_norm_may_read_a_parameter_as_its_input() -> None:
     model = images(table, table=nn.Embedding(4, WIDTH), of_table=nn.LayerNorm(WIDTH))
     plan = analyze_module(model, *example(3, 4)).plan
     assert "of_table" in [verdict.norm for verdict in plan.folded]
@@ -215,9 +215,7 @@ def test_a_norm_that_is_the_first_to_read_a_parameter_has_it_for_its_input() -> 
 
 
 @pytest.mark.parametrize(("rows", "fits"), [(3, True), (1, True), (2, False), (4, False)])
-def test_rows_that_do_not_fit_their_places_are_refused_as_with_values(
-    rows: int, fits: bool
-) -> None:
+def test_rows_that_do_not_fit_their_places_are_refused(rows: int, fits: bool) -> None:
     def put(m: Any, x: torch.Tensor, given: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         stream = m.own(x)
         stream[mask] = m.own(given)
@@ -252,9 +250,7 @@ def test_rows_that_a_view_sees_change_are_not() -> None:
 
 @pytest.mark.parametrize("by_example", [False, True])
 @pytest.mark.parametrize("change", [out, out_of_another, foreach, dropout, einsum])
-def test_a_write_that_is_seen_through_shared_memory_keeps_the_norm(
-    change: Any, by_example: bool
-) -> None:
+def test_a_write_seen_through_shared_memory_keeps_the_norm(change: Any, by_example: bool) -> None:
     """The change is made through another tensor that shares its memory."""
 
     def run(m: Any, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
@@ -271,7 +267,7 @@ def test_a_write_that_is_seen_through_shared_memory_keeps_the_norm(
     assert error(forced, model, *example(2, 5)) > 1e-3
 
 
-def test_the_weights_of_a_live_model_are_neither_copied_nor_changed() -> None:
+def test_weights_of_a_live_model_are_not_copied_or_changed() -> None:
     model = images(plain)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     bare = without_weights(model)
@@ -304,7 +300,7 @@ class Features(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_tower_that_takes_rows_of_patches_folds_for_other_grids() -> None:
+def test_a_tower_of_patch_rows_folds_for_other_grids() -> None:
     config = CONFIG_MAPPING["qwen2_vl"]().vision_config
     config.depth, config.embed_dim, config.hidden_size, config.num_heads = 2, 32, 24, 2
     tower = randomised(Features(qwen2_vl.Qwen2VisionTransformerPretrainedModel(config)))
@@ -322,7 +318,7 @@ def test_a_tower_that_takes_rows_of_patches_folds_for_other_grids() -> None:
         assert error(folded, tower, **grid(*sides)) <= 1e-12
 
 
-def test_images_in_a_text_get_as_many_tokens_as_they_have_features() -> None:
+def test_images_in_a_text_get_a_token_for_each_feature() -> None:
     vision = {
         "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "projection_dim": 8,
         "num_attention_heads": 2, "image_size": 24, "patch_size": 6,
@@ -423,7 +419,7 @@ def test_a_model_whose_copy_is_itself_is_refused() -> None:
         without_weights(Itself(3, 3))
 
 
-def test_a_copy_has_no_weights_and_tensors_that_were_computed_from_them() -> None:
+def test_a_copy_has_neither_weights_nor_what_they_gave() -> None:
     plain: Any = torch.nn.utils.weight_norm(nn.Linear(3, 4))
     assert not plain.weight.is_leaf
     originals: list[torch.Tensor] = []
@@ -452,7 +448,7 @@ class Drawing(nn.Module):
         self.held = nn.init.uniform_(torch.zeros(5, device="cpu"), 1, 2)
 
 
-def test_random_values_are_drawn_only_for_tensors_that_have_values() -> None:
+def test_random_values_are_drawn_only_where_values_are() -> None:
     model: Any = build(Drawing, SimpleNamespace(std=0.1))
     assert model.same and model.weight.is_meta
     assert model.held.min() >= 1

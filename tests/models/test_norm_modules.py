@@ -56,7 +56,7 @@ def verdicts(model: nn.Module, *inputs: torch.Tensor) -> dict[str, str]:
     """The reason of each kept norm, ``""`` for folded ones; also checks the folded model."""
     plan = analyze_module(model, *(inputs or (given(),))).plan
     assert error(model, plan, *(inputs or (3 * given(4, 3, D) + 1,))) < 1e-12
-    return {v.norm: v.reason if v.status == "kept" else "" for v in plan.norms}
+    return {v.norm: v.reason if v.status == "stays_layernorm" else "" for v in plan.norms}
 
 
 # What can come between a call of a norm and its forward.
@@ -187,7 +187,7 @@ def test_a_layer_norm_whose_class_was_patched_is_examined(
             install(model, ["norm"], [])
 
 
-def test_a_module_edited_after_the_analysis_is_refused_and_nothing_is_changed() -> None:
+def test_a_module_edited_after_the_analysis_is_refused() -> None:
     model = randomised(nn.Sequential(Block(), nn.Linear(3, D), Block()))
     plan = analyze_module(model, given()).plan
     assert len(plan.folded) == 2
@@ -199,7 +199,7 @@ def test_a_module_edited_after_the_analysis_is_refused_and_nothing_is_changed() 
         x = given()
         expected = edited(x)
         with pytest.raises(UnsupportedModel, match=r"^2\.norm: "):
-            install(edited, ["0.norm", "2.norm"], plan.ops)
+            install(edited, ["0.norm", "2.norm"], plan.subtractions)
         assert torch.equal(edited(x), expected)
         assert not any(isinstance(module, Folded) for module in edited.modules())
 
@@ -207,11 +207,11 @@ def test_a_module_edited_after_the_analysis_is_refused_and_nothing_is_changed() 
 @pytest.mark.parametrize(
     ("home", "status"),
     [
-        ("transformers.utils.output_capturing", "static"),
-        ("torch.utils.flop_counter", "static"),
-        ("transformers.models.gpt2.modeling_gpt2", "kept"),
-        ("transformers_modules.own", "kept"),
-        ("torch.utilsother", "kept"),
+        ("transformers.utils.output_capturing", "in_weights"),
+        ("torch.utils.flop_counter", "in_weights"),
+        ("transformers.models.gpt2.modeling_gpt2", "stays_layernorm"),
+        ("transformers_modules.own", "stays_layernorm"),
+        ("torch.utilsother", "stays_layernorm"),
     ],
 )
 def test_a_hook_is_trusted_by_the_module_that_defines_it(home: str, status: str) -> None:
@@ -232,10 +232,10 @@ def test_hooks_that_transformers_records_with_keep_no_norm() -> None:
     model(ids, output_hidden_states=True, output_attentions=True)
     plan = analyze_module(model, ids).plan
     assert len(plan.folded) == 5
-    install(copy.deepcopy(model), [v.norm for v in plan.folded], plan.ops)
+    install(copy.deepcopy(model), [v.norm for v in plan.folded], plan.subtractions)
 
 
-def test_no_operation_stands_on_a_module_whose_output_a_hook_changes() -> None:
+def test_no_operation_stands_where_a_hook_changes_the_output() -> None:
     """The operation would run before the hook, but the proof concerns the value after the hook."""
 
     def run(m: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -248,11 +248,11 @@ def test_no_operation_stands_on_a_module_whose_output_a_hook_changes() -> None:
         randomised(Computing(run, embed=nn.Embedding(7, D), **norms)),
     )
     plan = analyze_module(model, ids).plan
-    assert [op.module for op in plan.ops] == ["embed"] and error(model, plan, ids) < 1e-12
+    assert [op.module for op in plan.subtractions] == ["embed"] and error(model, plan, ids) < 1e-12
     model.embed.register_forward_hook(lambda module, args, output: output.square())
     assert analyze_module(model, ids).plan.folded == ()
     with pytest.raises(UnsupportedModel, match="embed: a forward hook may change"):
-        install(model, ["one", "two"], plan.ops)
+        install(model, ["one", "two"], plan.subtractions)
 
 
 # Ways to call a norm.
@@ -297,7 +297,7 @@ def test_a_run_of_its_forward_is_a_call_of_a_norm(way: Callable[..., Any], reaso
     assert verdicts(randomised(Block(way=way))) == {"norm": reason}
 
 
-def test_a_forward_that_the_fold_does_not_replace_is_no_call_of_the_norm() -> None:
+def test_a_forward_that_stays_is_no_call_of_the_norm() -> None:
     """``nn.LayerNorm.forward(norm, x)`` still computes LayerNorm after the fold."""
     model = randomised(Block(way=lambda b, y, x: b.norm(y) + nn.LayerNorm.forward(b.norm, x.exp())))
     assert verdicts(model)["norm"] == ""
@@ -371,7 +371,7 @@ def test_a_norm_of_a_block_that_stands_at_several_places(last: bool) -> None:
     assert ("used elsewhere" in found["blocks.0.norm"]) == last
 
 
-def test_a_norm_under_a_name_that_is_not_to_be_folded_is_not_installed() -> None:
+def test_a_norm_with_a_name_that_stays_is_not_installed() -> None:
     model = two_names(True)
     with pytest.raises(UnsupportedModel, match="second: is the same module as first"):
         install(model, ["second"], [])
@@ -391,7 +391,7 @@ def loop(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("run", [branch, loop])
-def test_a_model_with_an_operator_that_calls_functions_is_refused(run: Any) -> None:
+def test_a_model_with_a_higher_order_operator_is_refused(run: Any) -> None:
     with pytest.raises(TraceFailed, match=f"{run.__name__}, line .* control flow operator"):
         verdicts(written_and_normed(run))
 

@@ -139,17 +139,17 @@ def source_of(out: Path) -> Path:
 
 def require_right(found: Exported, out: Path, runtimes: tuple[str, ...] = ("onnxruntime",)) -> None:
     """The file has one node for each norm, and computes the function of the original."""
-    marker = read_marker(json.loads((out / "config.json").read_text()))
+    plan = read_marker(json.loads((out / "config.json").read_text())).plan
     model = onnx.load(file_of(found))
     onnx.checker.check_model(file_of(found), full_check=True)
     assert [entry.version for entry in model.opset_import if not entry.domain] == [23]
-    assert count(model, "RMSNormalization") == len(marker.rmsnorm)
-    assert count(model, "LayerNormalization") == len(marker.layernorm)
-    assert count(model, "ReduceMean") == len(marker.centering) == found.centrings
+    assert count(model, "RMSNormalization") == len(plan.folded)
+    assert count(model, "LayerNormalization") == len(plan.kept)
+    assert count(model, "ReduceMean") == len(plan.subtractions) == found.centrings
     assert not added_zeros(model)
     assert not any(node.metadata_props for node in model.graph.node)
     for runtime in runtimes:
-        error, own = errors(found, runtime, Path(marker.source))
+        error, own = errors(found, runtime, source_of(out))
         assert 0 < error <= 2 * own, (runtime, error, own)
 
 

@@ -20,6 +20,7 @@ from tiny_models import BERT, GPT2, TOKENS, VIT, WHISPER
 from widening_cases import BART
 
 from enjoyln_cli import export, fold
+from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export.export import Exported
 from enjoyln_cli.onnx_export.programs import program_calls, programs_of, save
@@ -235,9 +236,9 @@ def phi(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 def test_a_converted_decoder_is_checked_and_generates(phi: Exported) -> None:
     folder = Path(phi.folder)
     model = onnx.load(folder / "onnx" / "model.onnx")
-    marker = json.loads((folder.parent / "out" / "config.json").read_text())["enjoyln"]
+    plan = read_marker(json.loads((folder.parent / "out" / "config.json").read_text())).plan
     kinds = [node.op_type for node in model.graph.node]
-    assert kinds.count("RMSNormalization") == len(marker["rmsnorm"])
+    assert kinds.count("RMSNormalization") == len(plan.folded)
     assert not any(node.metadata_props for node in model.graph.node)
     assert [check.runtime.split()[0] for check in phi.checks] == [*RUNTIMES]
     for check in phi.checks:
@@ -286,7 +287,7 @@ def test_a_cache_of_other_states_is_refused() -> None:
         program_calls(model, torch.float32)
 
 
-def test_a_model_that_computes_something_else_with_a_cache_is_refused() -> None:
+def test_a_model_that_differs_with_a_cache_is_refused() -> None:
     """With a cache, FSMT has no mask: it expects one token in each call."""
     with pytest.raises(UnsupportedModel, match="FSMT.* other logits with a cache than without"):
         program_calls(small("FSMTForConditionalGeneration", FSMT), torch.float32)

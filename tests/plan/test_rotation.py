@@ -42,7 +42,7 @@ def test_every_feature_is_spread_over_all(fixes_ones: bool) -> None:
         torch.testing.assert_close(entries, torch.ones_like(entries))
 
 
-def test_centring_and_layer_norm_pass_a_matrix_on_that_fixes_ones() -> None:
+def test_centring_and_norms_pass_a_matrix_that_fixes_ones() -> None:
     x = torch.randn(5, 48, dtype=torch.float64) + 3
     whole = Axis(1, 0, 1, 48, 1)
     normed = torch.layer_norm(x, [48])

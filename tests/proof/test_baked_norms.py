@@ -102,7 +102,7 @@ def error(model: Any, original: Any, **settings: Any) -> float:
 def test_all_norms_of_bloom_fold_in_the_weights_alone(bloom: Any) -> None:
     """Computes the same in prefill and decoding, with RMSNorm and as the stock class."""
     plan = plan_of(FOLDED)
-    assert [v.status for v in plan.norms] == ["static"] * 6 and not plan.ops
+    assert [v.status for v in plan.norms] == ["in_weights"] * 6 and not plan.subtractions
     assert plan.baked.keys() == {TABLE} and plan.unproven == ("inputs_embeds",)
     folded = converted(bloom, plan)
     assert error(folded, bloom) <= 1e-12
@@ -131,7 +131,7 @@ def test_embeddings_from_elsewhere_are_refused(bloom: Any) -> None:
 
 def test_a_tied_table_keeps_its_norm() -> None:
     plan = plan_of(Options())
-    assert not plan.baked and len(plan.ops) == 1
+    assert not plan.baked and len(plan.subtractions) == 1
     assert not plan_of(Options(fold=False, rotate=True)).baked
 
 

@@ -83,10 +83,10 @@ def test_norms_of_queries_and_keys_fold(form: str, bias: bool) -> None:
     model = randomised(Attention(FORMS[form], bias))
     values = model.qkv.weight.detach().clone()
     plan = analyze_module(model, X).plan
-    assert not plan.ops
+    assert not plan.subtractions
     found = fold_in_place(model, X, others=OTHERS)
     assert found.folded == {"q_norm", "k_norm"} and found.error < 1e-12
-    centred = {w.axis for w in plan.writers if w.parameter == "qkv.weight"}
+    centred = {w.axis for w in plan.centred_weights if w.parameter == "qkv.weight"}
     if form.startswith("interleaved"):
         assert centred == {Axis(0, 0, H, D, 1, 3 * D), Axis(0, D, H, D, 1, 3 * D)}
         same = (model.qkv.weight == values).view(H, 3, D, -1)[:, 2]

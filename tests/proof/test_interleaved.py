@@ -74,10 +74,9 @@ def test_on_disk(source: Path, out: Path) -> None:
 
 def test_the_marker_is_read_back(out: Path) -> None:
     config = json.loads((out / "config.json").read_text())
-    marker = read_marker(config)
-    assert marker is not None
-    stored = [group["axis"] for group in config["enjoyln"]["centered"]]
+    stored = [weight["axis"] for weight in config["enjoyln"]["plan"]["centred_weights"]]
     axes = {Axis(**axis) for axis in stored}
+    assert axes == {weight.axis for weight in read_marker(config).plan.centred_weights}
     assert {QUERIES, KEYS} <= axes
     assert all(("step" in axis) == bool(Axis(**axis).step) for axis in stored)
     assert len({axis.step for axis in axes}) > 1

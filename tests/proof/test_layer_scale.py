@@ -39,10 +39,13 @@ def save(folder: Path) -> None:
 def test_a_model_with_layer_scale_folds_whole(tmp_path: Path) -> None:
     save(tmp_path / "source")
     plan = fold(tmp_path / "source", tmp_path / "out", verify=False).plan
-    assert [v.status for v in plan.norms] == ["static"] * 5
-    scaled = {w.scale for w in plan.writers if w.scale}
+    assert [v.status for v in plan.norms] == ["in_weights"] * 5
+    scaled = {w.scale for w in plan.centred_weights if w.scale}
     scales = {scale.tensor for scale in scaled}
-    assert len(scales) == len(scaled) == 4 and sum(w.scale is not None for w in plan.writers) == 8
+    assert (
+        len(scales) == len(scaled) == 4
+        and sum(w.scale is not None for w in plan.centred_weights) == 8
+    )
     assert counts(plan).endswith("4 scales fused into them")
     before, after = written(tmp_path / "source"), written(tmp_path / "out")
     assert all(torch.equal(after[name], torch.ones_like(after[name])) for name in scales)

@@ -77,7 +77,7 @@ def test_a_grouped_product_keeps_columns_in_single_precision() -> None:
     assert as_exact(result, expected, centre(exact, whole))
 
 
-def test_how_many_rows_an_index_chooses_depends_on_the_index_alone() -> None:
+def test_the_number_of_rows_depends_on_the_index_alone() -> None:
     graph = Graph()
     x, mask = graph.placeholder("x"), graph.placeholder("mask")
     rows = graph.call_function(aten.index.Tensor, (x, [mask]))
@@ -395,7 +395,7 @@ def test_an_equation_for_other_ranks_is_no_ground_for_a_rule() -> None:
         assert isinstance(pull(node, Axis(2, 0, 1, 6, 1)), Opaque), equation
 
 
-def test_an_empty_tensor_of_no_rank_adds_nothing_to_a_concatenation() -> None:
+def test_an_empty_tensor_adds_nothing_to_a_concatenation() -> None:
     """Caches begin with an empty tensor of shape ``(0,)``."""
     join = lambda x, e: torch.cat((e, x), 1)  # noqa: E731
     node, (x, empty) = captured(join, X, values(0))
@@ -437,7 +437,7 @@ def groups(x: torch.Tensor, axis: Axis) -> set[frozenset[int]]:
     }
 
 
-def test_arguments_that_tracing_never_names_are_no_ground_for_a_rule() -> None:
+def test_arguments_that_tracing_never_names_give_no_rule() -> None:
     node, _ = captured(lambda x: x.sum(1), X)
     assert not isinstance(pull(node, Axis(1, 0, 1, 12, 1)), Opaque)
     node.args, node.kwargs = node.args[:1], {"dim": [1]}

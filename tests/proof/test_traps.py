@@ -229,7 +229,7 @@ TRAPS: dict[str, tuple[nn.Module, torch.Tensor, str, str, Change | None]] = {
 def test_a_norm_in_a_trap_is_kept(trap: str) -> None:
     model, inputs, reason, culprit, change = TRAPS[trap]
     found = verdict(model, inputs)
-    assert found.status == "kept" and reason in found.reason
+    assert found.status == "stays_layernorm" and reason in found.reason
     assert re.search(culprit, found.culprit)
     if change:
         assert error(model, change, inputs) > 1e-3
@@ -276,8 +276,8 @@ def test_one_operation_for_two_norms_pays() -> None:
 
     model = stem(two_norms, tied=True)
     plan = analyze_module(model, ids()).plan
-    assert [op.module for op in plan.ops] == ["embed"]
-    assert {v.status for v in plan.norms} == {"centred"}
+    assert [op.module for op in plan.subtractions] == ["embed"]
+    assert {v.status for v in plan.norms} == {"with_subtraction"}
     assert folded(model, ids()) < 1e-12
 
 
@@ -285,7 +285,7 @@ def test_group_norm_over_positions_sees_a_shift_of_each_position() -> None:
     """Trap 6."""
     model = randomised(nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.GroupNorm(1, 8)))
     plan = analyze_module(model, SIGNAL).plan
-    assert not plan.norms and not plan.writers
+    assert not plan.norms and not plan.centred_weights
     assert error(model, centred("0.weight"), SIGNAL) > 1e-3
 
 

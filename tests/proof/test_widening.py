@@ -95,15 +95,15 @@ def status(found: Analysis, norm: str = "after") -> str:
 
 def reason(found: Analysis, norm: str = "after") -> str:
     verdict = next(v for v in found.plan.norms if v.norm == norm)
-    assert verdict.status == "kept", f"{norm} folds"
+    assert verdict.status == "stays_layernorm", f"{norm} folds"
     assert not found.plan.widened and not found.plan.settings
     return verdict.reason
 
 
 def test_the_norm_after_an_mlp_folds_only_when_asked_for() -> None:
     plain, wider = planned(toy(), Options()), planned(toy())
-    assert status(plain) == "kept" and not plain.plan.widened
-    assert status(wider) == "static" and not wider.plan.ops
+    assert status(plain) == "stays_layernorm" and not plain.plan.widened
+    assert status(wider) == "in_weights" and not wider.plan.subtractions
     (one,) = wider.plan.widened
     names = [(part.parameter, part.dim) for part in one.parts]
     assert names == [("first.weight", 0), ("first.bias", 0), ("second.weight", 1)]
@@ -151,7 +151,7 @@ OTHERS: dict[str, tuple[Act, str]] = {
 @pytest.mark.one_case
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_that_pass(name: str) -> None:
-    assert status(planned(toy(partial(post_norm, act=ACTIVATIONS[name])))) == "static"
+    assert status(planned(toy(partial(post_norm, act=ACTIVATIONS[name])))) == "in_weights"
 
 
 @pytest.mark.one_case
@@ -295,7 +295,7 @@ COMPUTES: dict[str, type[Toy]] = {
 def test_what_computes_with_the_number_of_hidden_units(case: str) -> None:
     """The model computes with the number of hidden units, so more of them change the result."""
     found = planned(COMPUTES[case])
-    assert status(found) == "kept" and not found.plan.widened
+    assert status(found) == "stays_layernorm" and not found.plan.widened
 
 
 def test_a_size_in_a_shape() -> None:
@@ -305,7 +305,7 @@ def test_a_size_in_a_shape() -> None:
         return F.gelu(u.reshape(-1, u.shape[-1])).view(u.shape)
 
     found = planned(toy(partial(post_norm, act=act)))
-    assert status(found) == "static" and found.plan.widened
+    assert status(found) == "in_weights" and found.plan.widened
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -323,5 +323,5 @@ def test_an_input_that_is_changed_in_place_before_it_is_added(in_place: bool) ->
             return self.head(self.after(h + added))
 
     found = planned(Changed)
-    assert status(found) == ("kept" if in_place else "static")
+    assert status(found) == ("stays_layernorm" if in_place else "in_weights")
     assert bool(found.plan.widened) is not in_place

@@ -117,7 +117,7 @@ def test_a_card_that_is_damaged_is_kept_as_text(out: Path, tmp_path: Path, own: 
     assert found.text.rstrip().endswith(own.decode(errors="replace").strip())
 
 
-def test_a_model_that_is_only_rotated_is_not_called_an_rmsnorm_model(tmp_path: Path) -> None:
+def test_a_rotated_model_is_not_called_an_rmsnorm_model(tmp_path: Path) -> None:
     options = Options(fold=False, rotate=True, untie=True)
     out = folded(tmp_path, options=options, verify=False)
     found = made(out)
@@ -202,7 +202,7 @@ def test_the_examples_of_the_card_run(out: Path, monkeypatch: pytest.MonkeyPatch
     assert type(names["model"].transformer.h[0].ln_1).__name__ == "RMSNorm"
 
 
-def test_a_push_renews_its_section_and_leaves_what_the_owner_wrote(out: Path) -> None:
+def test_a_push_renews_its_section_and_no_more(out: Path) -> None:
     text = (out / "README.md").read_text()
     mine = text.replace("# tiny-rms", "# My title").replace("How it was made", "My heading")
     found = card.replace_section(mine, "NEW \\1 SECTION")

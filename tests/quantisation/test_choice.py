@@ -83,7 +83,7 @@ def test_the_cheapest_of_several_better_forms_is_chosen() -> None:
     assert chosen_of(compared("original", *PLAIN)) == "original"
 
 
-def test_any_form_is_better_than_an_original_without_finite_outputs() -> None:
+def test_any_form_is_better_than_a_nonfinite_original() -> None:
     assert chosen_of(compared("original", nan, 0.1, 0.1), compared("other", 2.0, 2, 2)) == "other"
 
 
@@ -96,7 +96,7 @@ def test_models_without_logits_are_compared_by_their_error() -> None:
     )
 
 
-def test_another_form_has_to_be_smaller_than_the_model_in_float32() -> None:
+def test_another_form_has_to_be_smaller_than_float32() -> None:
     original, values = compared("original", *PLAIN), compared("values", *times(*[0.8] * 5))
     least = times(*[0.1] * 5)
     assert chosen_of(original, compared("rotated", *least, size=1000), values) == "values"
@@ -228,7 +228,7 @@ def test_every_candidate_computes_the_function(name: str) -> None:
         assert not torch.equal(first[stream], second[stream])
 
 
-def test_a_model_without_anything_to_rotate_is_its_only_candidate() -> None:
+def test_a_model_with_nothing_to_rotate_is_the_candidate() -> None:
     assert [form.name for form in candidates(None, (0, 1))] == ["original"]
 
 

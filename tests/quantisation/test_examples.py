@@ -58,7 +58,7 @@ def test_a_text_is_read_in_windows_and_halves_share_nothing() -> None:
         assert int(predicted[0, -1]) == NOT_PREDICTED
 
 
-def test_a_masked_model_sees_masks_and_is_scored_on_what_they_hide() -> None:
+def test_a_masked_model_is_scored_on_what_masks_hide() -> None:
     folder = CHECKPOINTS / "bert"
     model = AutoModelForMaskedLM.from_pretrained(folder)
     (example, *_), _ = split(model, folder, UserData(LICENCE), 4, False)

@@ -119,7 +119,7 @@ def test_onnxruntime_computes_with_the_integers_as_they_are(
     assert float((got - exact).norm() / exact.norm()) < (1e-5 if accuracy == 0 else 0.03)
 
 
-def test_layers_that_are_called_by_name_and_layers_that_are_not_called() -> None:
+def test_layers_called_by_name_and_layers_never_called() -> None:
     """Weights of a layer that no input reaches are rounded to the nearest integers."""
 
     class Named(nn.Module):

@@ -95,9 +95,7 @@ def test_the_class_of_a_model_that_cannot_be_analysed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", LIBRARIES)
-def test_the_rest_has_the_dtype_of_the_original_and_layers_are_kept(
-    form: str, tmp_path: Path
-) -> None:
+def test_the_rest_has_the_dtype_of_the_original(form: str, tmp_path: Path) -> None:
     pytest.importorskip(LIBRARIES[form])
     model = small_opt(width=40, hidden=72).bfloat16().float()
     count = written(
@@ -183,7 +181,7 @@ def test_a_model_with_no_layer_to_round_is_refused(form: str, tmp_path: Path) ->
         written(small_opt(), form, "w8a8", tmp_path / "kept", keep=("model.*",))
 
 
-def test_a_head_that_is_not_rounded_is_not_untied_for_its_own_sake() -> None:
+def test_a_head_that_is_not_rounded_is_not_untied() -> None:
     options = Options(fold=False, rotate=True, untie=True)
     plan = analyze_config(small_opt().config, model_class="OPTForCausalLM", options=options).plan
     names = [form.name for form in candidates(plan, (0,))]

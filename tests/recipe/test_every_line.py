@@ -10,22 +10,24 @@ import pytest
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.covered_calls import CallForm, Constant, CoveredCalls, TensorForm
-from enjoyln_cli.plan.fold_options import Options
-from enjoyln_cli.plan.plan import (
+from enjoyln_cli.plan.edited_tensors import (
     CentredWeight,
-    Centring,
     GrownParameter,
     NamedParameter,
+    RotatedTensor,
+)
+from enjoyln_cli.plan.fold_options import Options
+from enjoyln_cli.plan.mean_units import Widening
+from enjoyln_cli.plan.plan import (
+    MeanSubtraction,
     NextLinear,
     NormFusion,
     Plan,
-    RotatedTensor,
     RotationGroup,
     Setting,
     UnfusedNorm,
     UntiedParameter,
     Verdict,
-    Widening,
 )
 from enjoyln_cli.recipe.compare import require_same
 from enjoyln_cli.recipe.from_plan import recipe_of
@@ -41,24 +43,24 @@ BLOCKS = ("stages.0.blocks.0", "stages.1.blocks.0", "stages.1.blocks.1")
 
 
 def norms() -> tuple[Verdict, ...]:
-    found = [Verdict("embed.norm", "static")]
+    found = [Verdict("embed.norm", "in_weights")]
     for i in LAYERS:
         ops = ("embed.tokens", *([f"h.{i - 1}.attn"] if i else []))
-        found.append(Verdict(f"h.{i}.ln_1", "centred", ops))
+        found.append(Verdict(f"h.{i}.ln_1", "with_subtraction", ops))
     why = "the output of h.{}.ln_1 is not zero-mean"
     found += [
-        Verdict("h.0.ln_2", "kept", reason="seen by a head"),
-        Verdict("h.1.ln_2", "kept", reason=why.format(1), culprit="h.0.ln_2"),
-        Verdict("h.2.ln_2", "kept", reason=why.format(2), culprit="h.1.ln_2"),
+        Verdict("h.0.ln_2", "stays_layernorm", reason="seen by a head"),
+        Verdict("h.1.ln_2", "stays_layernorm", reason=why.format(1), culprit="h.0.ln_2"),
+        Verdict("h.2.ln_2", "stays_layernorm", reason=why.format(2), culprit="h.1.ln_2"),
     ]
-    found += [Verdict(f"h.{i}.q_norm", "static") for i in LAYERS]
-    found += [Verdict(f"{block}.norm", "static") for block in BLOCKS]
-    return (*found, Verdict("final", "static", mlps=("h.2.mlp.down.weight",)))
+    found += [Verdict(f"h.{i}.q_norm", "in_weights") for i in LAYERS]
+    found += [Verdict(f"{block}.norm", "in_weights") for block in BLOCKS]
+    return (*found, Verdict("final", "in_weights", mlps=("h.2.mlp.down.weight",)))
 
 
 def writers() -> tuple[CentredWeight, ...]:
     def whole(parameter: str, tensor: str, shape: tuple[int, ...], dim: int) -> CentredWeight:
-        return CentredWeight(parameter, tensor, Axis(dim, 0, 1, shape[dim], 1), shape)
+        return CentredWeight(parameter, Axis(dim, 0, 1, shape[dim], 1), shape, tensor)
 
     found = [whole("embed.positions.weight", "toy.embed.positions.weight", (99, 32), 1)]
     for i in LAYERS:
@@ -84,7 +86,7 @@ def writers() -> tuple[CentredWeight, ...]:
     }
     for name, (shape, axes) in parts.items():
         names = (f"h.{i}.{name}.weight" for i in LAYERS)
-        found += [CentredWeight(one, one, axis, shape) for one in names for axis in axes]
+        found += [CentredWeight(one, axis, shape) for one in names for axis in axes]
     blocks = (f"{block}.out.weight" for block in BLOCKS)
     return (*found, *(whole(name, name, (32, 8), 0) for name in blocks))
 
@@ -125,16 +127,18 @@ def widened() -> tuple[Widening, ...]:
 
 def plan() -> Plan:
     axis = Axis(1, 0, 1, 32, 1)
-    rotated = [RotatedTensor("embed.tokens.weight", "embed.tokens.weight", axis, (99, 32))]
+    rotated = [RotatedTensor("embed.tokens.weight", axis, (99, 32))]
     mixes = (f"h.{i}.mix.weight" for i in LAYERS)
-    rotated += [RotatedTensor(name, name, replace(axis, dim=0), (32, 16)) for name in mixes]
+    rotated += [RotatedTensor(name, replace(axis, dim=0), (32, 16)) for name in mixes]
     stream = RotationGroup(
         "embed.tokens.weight", "residual", 32, True, tuple(rotated),
         tuple(f"h.{i}.q_norm" for i in LAYERS), ("inputs_embeds",),
     )  # fmt: skip
     why = "embed.tokens.weight cannot be centred, since head uses its mean"
     heads = Axis(-1, 0, 4, 8, 1)
-    attention = (Centring(f"h.{i}.attn", "input", heads, f"read by h.{i + 1}.ln_1") for i in LAYERS)
+    attention = (
+        MeanSubtraction(f"h.{i}.attn", "input", heads, f"read by h.{i + 1}.ln_1") for i in LAYERS
+    )
     unread = "it is read by something that is not linear"
     arguments = (("input_ids", TensorForm("int", ("a", "b"))), ("flag", Constant(True)))
     form = CallForm("ToyModel", arguments, ("b <= 64",))
@@ -143,8 +147,11 @@ def plan() -> Plan:
         model_class="ToyModel",
         classes=("ToyModel", "ToyForMaskedLM"),
         norms=norms(),
-        writers=writers(),
-        ops=(Centring("embed.tokens", "output", Axis(-1, 0, 1, 32, 1), why), *attention),
+        centred_weights=writers(),
+        subtractions=(
+            MeanSubtraction("embed.tokens", "output", Axis(-1, 0, 1, 32, 1), why),
+            *attention,
+        ),
         entry_inputs=("inputs_embeds",),
         unproven=("cross_attn_head_mask", "any other call"),
         outputs=("logits",),
@@ -192,26 +199,27 @@ def test_the_recipe_says_the_whole_plan() -> None:
     ("old", "new", "message"),
     [
         ("decoder.weight: {source: embed.weight", "decoder.weight: {source: embed.tokens.weight",
-         "untie: decoder.weight: the recipe has {source: embed.tokens.weight}, the proof {source: "
+         "untied: decoder.weight: the recipe has {source: embed.tokens.weight}, the proof {source: "
          "embed.weight}"),
-        ("n_kept: 3", "n_kept: 4", "config: n_kept: the recipe has 4, the proof 3"),
-        ("to: 64,", "to: 72,", "widen: other.down.weight: .*to: 72.*, the proof .*to: 64"),
+        ("n_kept: 3", "n_kept: 4", "settings: n_kept: the recipe has 4, the proof 3"),
+        ("to: 64,", "to: 72,", "widened: other.down.weight: .*to: 72.*, the proof .*to: 64"),
         ("first: {parameter: other.up.weight, dim: 1}", "first: other.up.weight",
          "other.down.weight: .*first: other.up.weight,.* the proof {first: {parameter: .*dim: 1}"),
-        (", offset: 1.0", "", "merge: final: the recipe has {.*, the proof .*offset"),
+        (", offset: 1.0", "", "fused: final: the recipe has {.*, the proof .*offset"),
         ("fused.weight: {dim: 0, groups: true, part", "fused.weight: {dim: 0, groups: true, start",
-         "h.0.fused.weight: the recipe has .*start: true}, the proof .*part: true}"),
+         "h.{i}.fused.weight: the recipe has .*start: true}, the proof .*part: true}"),
         ("place: input", "place: output",
-         "centring_ops: h.0.attn: the recipe has {place: output, .* the proof {place: input"),
+         "subtractions: h.{i}.attn: the recipe has {place: output, .* the proof {place: input"),
         ("weight: {dim: 0, scale: 'h.{i}.gamma'}", "weight: {dim: 0, scale: 'g.{i}.gamma'}",
-         "h.0.attn.out.weight: the recipe has {.*g.0.gamma}, the proof {dim: 0, scale: h.0.gamma}"),
+         "h.{i}.attn.out.weight: the recipe has .*g.{i}.gamma'}, the proof .*'h.{i}.gamma'}"),
         ("bias: {dim: 0, scale: 'h.{i}.gamma'}", "bias: {dim: 0}",
-         "h.0.attn.out.bias: the recipe has {dim: 0}, the proof {dim: 0, scale: h.0.gamma}"),
-        (", fixes_ones: true", "", "rotate: embed.tokens.weight: .* the proof .*fixes_ones: true"),
+         "h.{i}.attn.out.bias: the recipe has {dim: 0}, the proof {dim: 0, scale: 'h.{i}.gamma'}"),
+        (", fixes_ones: true", "",
+         "rotation_groups: embed.tokens.weight: .* the proof .*fixes_ones: true"),
         ("outputs: [logits]", "outputs: [mems]",
          "outputs: the recipe has mems, the proof logits; a recipe is compared with the proof"),
         ("  h.{i}.mlp.down.weight: {first", "  h.{i}.mlp.up.weight: {first",
-         "widen: h.0.mlp.up.weight: the recipe has {first.*, the proof nothing"),
+         "widened: h.{i}.mlp.up.weight: the recipe has {first.*, the proof nothing"),
     ],
 )  # fmt: skip
 def test_a_change_of_any_line_is_refused(old: str, new: str, message: str) -> None:

@@ -10,13 +10,13 @@ import pytest
 
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.edited_tensors import CentredWeight
 from enjoyln_cli.plan.fold_options import PLAIN, Options
-from enjoyln_cli.plan.plan import CentredWeight, Centring, Plan, Verdict
+from enjoyln_cli.plan.plan import MeanSubtraction, Plan, Verdict
 from enjoyln_cli.recipe.compare import differences, require_same
-from enjoyln_cli.recipe.from_plan import layers_in, lines_of, recipe_of
+from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.model import Recipe
 from enjoyln_cli.recipe.read import load_recipe, parse_recipe
-from enjoyln_cli.recipe.templates import expand
 from enjoyln_cli.recipe.write import dump_recipe
 
 AFFINE = "its input holds the output of a LayerNorm with weight and bias, whose mean is not zero"
@@ -41,13 +41,13 @@ def gpt2_plan(layers: int = 3, width: int = 48, tied: bool = True, stored: str =
     def writer(name: str, *shape: int) -> CentredWeight:
         tensor = name.removeprefix("transformer.") if stored == "base" else name
         dim = len(shape) - 1
-        return CentredWeight(name, tensor, Axis(dim, 0, 1, width, 1), shape)
+        return CentredWeight(name, Axis(dim, 0, 1, width, 1), shape, tensor)
 
     writers = [writer("transformer.wpe.weight", 32, width)]
     if not tied:
         writers.append(writer("transformer.wte.weight", 99, width))
     ops = ("transformer.wte",) if tied else ()
-    status = "centred" if tied else "static"
+    status = "with_subtraction" if tied else "in_weights"
     norms: list[Verdict] = []
     for i in range(layers):
         h = f"transformer.h.{i}"
@@ -58,7 +58,9 @@ def gpt2_plan(layers: int = 3, width: int = 48, tied: bool = True, stored: str =
         writers.append(writer(f"{h}.mlp.c_proj.weight", 4 * width, width))
         writers.append(writer(f"{h}.mlp.c_proj.bias", width))
     norms.append(Verdict("transformer.ln_f", status, ops, tuple(w.parameter for w in writers)))
-    centring = Centring("transformer.wte", "output", Axis(-1, 0, 1, width, 1), "the head reads it")
+    centring = MeanSubtraction(
+        "transformer.wte", "output", Axis(-1, 0, 1, width, 1), "the head reads it"
+    )
     return Plan(
         "gpt2",
         "GPT2LMHeadModel",
@@ -73,18 +75,20 @@ def gpt2_plan(layers: int = 3, width: int = 48, tied: bool = True, stored: str =
 
 def bert_plan(layers: int = 3) -> Plan:
     """A post-LN plan: each kept norm names the norm before it, often one layer below."""
-    norms = [Verdict("embeddings.LayerNorm", "static", (), ("embeddings.word_embeddings.weight",))]
+    norms = [
+        Verdict("embeddings.LayerNorm", "in_weights", (), ("embeddings.word_embeddings.weight",))
+    ]
     before = "embeddings.LayerNorm"
     for i in range(layers):
         for name in ("attention.output.LayerNorm", "output.LayerNorm"):
             norm = f"encoder.layer.{i}.{name}"
-            norms.append(Verdict(norm, "kept", reason=AFFINE, culprit=before))
+            norms.append(Verdict(norm, "stays_layernorm", reason=AFFINE, culprit=before))
             before = norm
     writer = CentredWeight(
         "embeddings.word_embeddings.weight",
-        "bert.embeddings.word_embeddings.weight",
         Axis(1, 0, 1, 32, 1),
         (99, 32),
+        "bert.embeddings.word_embeddings.weight",
     )
     return Plan("bert", "BertModel", ("BertModel",), tuple(norms), (writer,), ())
 
@@ -98,13 +102,13 @@ def heads_plan(layers: int = 2, heads: int = 4, head_dim: int = 8, groups: int =
         q, k = f"model.layers.{i}.q_proj.weight", f"model.layers.{i}.k_proj.weight"
         fused = f"model.layers.{i}.cross.qkv.weight"
         writers += [
-            CentredWeight(q, q, Axis(0, 0, heads, head_dim, 1), (width, width)),
-            CentredWeight(k, k, Axis(0, 0, groups, head_dim, 1), (groups * head_dim, width)),
-            CentredWeight(fused, fused, Axis(0, width, heads, head_dim, 1), (3 * width, width)),
+            CentredWeight(q, Axis(0, 0, heads, head_dim, 1), (width, width)),
+            CentredWeight(k, Axis(0, 0, groups, head_dim, 1), (groups * head_dim, width)),
+            CentredWeight(fused, Axis(0, width, heads, head_dim, 1), (3 * width, width)),
         ]
         norms += [
-            Verdict(f"model.layers.{i}.q_norm", "static", (), (q,)),
-            Verdict(f"model.layers.{i}.k_norm", "static", (), (k, fused)),
+            Verdict(f"model.layers.{i}.q_norm", "in_weights", (), (q,)),
+            Verdict(f"model.layers.{i}.k_norm", "in_weights", (), (k, fused)),
         ]
     return Plan("phi", "PhiForCausalLM", ("PhiForCausalLM",), tuple(norms), tuple(writers), ())
 
@@ -157,11 +161,6 @@ def test_text_and_recipe_and_plan_agree(name: str) -> None:
     require_same(read, plan, config=config)
 
 
-def line_for_each(recipe: Recipe, plan: Plan, section: str) -> dict[str, Any]:
-    """A section of a recipe, with a line for each name of ``plan``."""
-    return expand(getattr(through_text(recipe), section), layers_in(lines_of(plan)))
-
-
 def test_one_text_for_every_size() -> None:
     small = recipe_of(gpt2_plan(2, 16), config=gpt2_config(2, 16))
     large = recipe_of(gpt2_plan(12, 48), config=gpt2_config(12, 48))
@@ -178,7 +177,7 @@ def test_one_text_for_every_number_of_heads() -> None:
     assert "qkv.weight: {dim: 0, groups: true, part: true}" in family(small)
 
 
-def test_culprits_one_layer_below_take_one_line_and_the_first_layer_another() -> None:
+def test_culprits_one_layer_below_take_one_line() -> None:
     small, large = (recipe_of(bert_plan(layers)) for layers in (3, 24))
     assert family(small) == family(large)
     assert len(large.norms) == 4
@@ -189,42 +188,47 @@ def test_culprits_one_layer_below_take_one_line_and_the_first_layer_another() ->
 def test_names_inside_a_reason_follow_the_layer() -> None:
     why = "seen by h.{}.mlp, 2.5 times, and by h.0.attn"
     norms = tuple(
-        Verdict(f"h.{i}.ln", "kept", reason=why.format(i), culprit=f"h.{i}.w, read by h.{i + 1}.q")
+        Verdict(
+            f"h.{i}.ln",
+            "stays_layernorm",
+            reason=why.format(i),
+            culprit=f"h.{i}.w, read by h.{i + 1}.q",
+        )
         for i in range(5)
     )
     plan = Plan("toy", "Toy", ("Toy",), norms, (), ())
     text = dump_recipe(recipe_of(plan))
     assert "culprit: 'h.{i}.w, read by h.{i+1}.q'" in text
     entries = [line for line in text.splitlines() if not line.startswith("#")]
-    assert sum("keep: " in line for line in entries) == 3
-    assert line_for_each(recipe_of(plan), plan, "norms") == lines_of(plan).norms
+    assert sum("stays_layernorm: " in line for line in entries) == 3
 
 
 def test_a_layer_that_differs_goes_before_the_rest() -> None:
     plan = gpt2_plan(4, tied=False)
     norms = [
-        replace(v, status="kept", reason="seen by a head", needs=()) if ".2.ln_1" in v.norm else v
+        replace(v, status="stays_layernorm", reason="seen by a head", needs=())
+        if ".2.ln_1" in v.norm
+        else v
         for v in plan.norms
     ]
-    writers = [w for w in plan.writers if ".3.mlp" not in w.parameter]
+    writers = [w for w in plan.centred_weights if ".3.mlp" not in w.parameter]
     norms = [replace(v, needs=()) for v in norms]
-    odd = replace(plan, norms=tuple(norms), writers=tuple(writers))
+    odd = replace(plan, norms=tuple(norms), centred_weights=tuple(writers))
     text = dump_recipe(recipe_of(odd))
     assert "transformer.h.2.ln_1:" in text
     assert "transformer.h.3.mlp.c_proj.weight: keep" in text
-    back = line_for_each(recipe_of(odd), plan, "centre")
-    assert {name for name, line in back.items() if line != "keep"} == {w.parameter for w in writers}
-    norms_back = line_for_each(recipe_of(odd), plan, "norms")
-    assert [n for n, line in norms_back.items() if "keep" in line] == ["transformer.h.2.ln_1"]
-    require_same(recipe_of(odd), odd)
+    require_same(through_text(recipe_of(odd)), odd)
+    without = edited(recipe_of(odd), ("  transformer.h.3.mlp.c_proj.weight: keep\n", ""))
+    with pytest.raises(RecipeError, match="c_proj.weight: the recipe has nothing, the proof keep"):
+        require_same(without, odd)
 
 
 def test_numbers_that_do_not_count_layers_stay() -> None:
     axis = Axis(0, 0, 1, 4, 1)
     writers = tuple(
-        CentredWeight(name, name, axis, (4,)) for name in ("h.0.mlp.2.bias", "h.1.mlp.2.bias")
+        CentredWeight(name, axis, (4,)) for name in ("h.0.mlp.2.bias", "h.1.mlp.2.bias")
     )
-    norms = (Verdict("h.0.norm", "static"), Verdict("h.1.norm", "static"))
+    norms = (Verdict("h.0.norm", "in_weights"), Verdict("h.1.norm", "in_weights"))
     text = dump_recipe(recipe_of(Plan("toy", "Toy", ("Toy",), norms, writers, ())))
     assert "h.{i}.mlp.2.bias: {dim: 0}" in text
 
@@ -241,44 +245,44 @@ def _gpt2(*changes: tuple[str, str]) -> tuple[Recipe, Plan, dict[str, Any]]:
     return edited(recipe_of(plan, config=config), *changes), plan, config
 
 
-LN_F = "transformer.ln_f: {fold_with: [transformer.wte]}"
+LN_F = "transformer.ln_f: {with_subtraction: [transformer.wte]}"
+PROVEN = "the proof {with_subtraction: [transformer.wte]}"
 WPE = "  transformer.wpe.weight: {dim: 1}\n"
 
 OTHER_EDITS = {
     "an op left out of the line": (
-        _gpt2((LN_F, "transformer.ln_f: fold")),
-        "norms: transformer.ln_f: the recipe has fold, the proof {fold_with: [transformer.wte]}; a "
-        "recipe is compared with the proof: fold without --recipe, and choose the norms that stay "
-        "with --keep-norms",
+        _gpt2((LN_F, "transformer.ln_f: in_weights")),
+        f"norms: transformer.ln_f: the recipe has in_weights, {PROVEN}; a recipe is compared with "
+        "the proof: fold without --recipe, and choose the norms that stay with --keep-norms",
     ),
     "a norm that stays": (
-        _gpt2((LN_F, "transformer.ln_f: keep")),
-        "norms: transformer.ln_f: the recipe has keep, the proof {fold_with: [transformer.wte]}; ",
+        _gpt2((LN_F, "transformer.ln_f: stays_layernorm")),
+        f"norms: transformer.ln_f: the recipe has stays_layernorm, {PROVEN}; ",
     ),
     "an op that is not proven": (
         _gpt2(("  transformer.wte:", "  transformer.drop:")),
-        "centring_ops: transformer.drop: the recipe has {place: output, dim: -1}, the proof "
+        "subtractions: transformer.drop: the recipe has {place: output, dim: -1}, the proof "
         "nothing (and 1 more)",
     ),
     "a writer that a norm needs": (
         _gpt2((WPE, "")),
-        "centre: transformer.wpe.weight: the recipe has nothing, the proof {dim: 1}",
+        "centred_weights: transformer.wpe.weight: the recipe has nothing, the proof {dim: 1}",
     ),
     "a writer that is not edited": (
         _gpt2((WPE, "  transformer.wpe.weight: keep\n")),
-        "centre: transformer.wpe.weight: the recipe has nothing, the proof {dim: 1}",
+        "centred_weights: transformer.wpe.weight: the recipe has keep, the proof {dim: 1}",
     ),
     "a writer of a layer too many": (
-        _gpt2((WPE, WPE + "  transformer.h.3.mlp.c_proj.bias: {dim: 0}\n")),
-        "centre: transformer.h.3.mlp.c_proj.bias: the recipe has {dim: 0}, the proof nothing",
+        _gpt2((WPE, WPE + "  transformer.h.3.mlp.c_proj.bias: {dim: 1}\n")),
+        "transformer.h.3.mlp.c_proj.bias: the recipe has {dim: 1}, the proof nothing",
     ),
     "a norm that is not there": (
-        _gpt2((LN_F, "transformer.ln_g: fold")),
-        "norms: transformer.ln_g: the recipe has fold, the proof nothing (and 1 more)",
+        _gpt2((LN_F, "transformer.ln_g: in_weights")),
+        "norms: transformer.ln_g: the recipe has in_weights, the proof nothing (and 1 more)",
     ),
     "layers that are not there": (
         _gpt2((LN_F, LN_F + "\n  encoder.layer.{i}.ln: keep")),
-        "encoder.layer.{i}.ln matches nothing",
+        "norms: encoder.layer.{i}.ln: the recipe has keep, the proof nothing",
     ),
     "a class without proof": (
         _gpt2(("[GPT2LMHeadModel, GPT2Model]", "[GPT2LMHeadModel, GPT2DoubleHeadsModel]")),
@@ -299,7 +303,7 @@ OTHER_EDITS = {
     ),
     "one norm under two templates": (
         _gpt2((LN_F, LN_F + "\n  transformer.h.{j}.ln_1: keep")),
-        "two lines name transformer.h.0.ln_1",
+        "norms: transformer.h.{j}.ln_1: the recipe has keep, the proof nothing",
     ),
 }
 
@@ -316,13 +320,14 @@ def test_other_edits_than_the_proof_are_refused(name: str) -> None:
 
 def test_a_line_that_keeps_a_norm_the_proof_keeps_is_the_same() -> None:
     text = dump_recipe(recipe_of(bert_plan()))
-    first = text.index("  encoder.layer.{i}.output.LayerNorm: {keep:")
+    first = text.index("  encoder.layer.{i}.output.LayerNorm: {stays_layernorm:")
     line = text[first : text.index("\n", first)]
-    bare = text.replace(line, "  encoder.layer.{i}.output.LayerNorm: keep")
+    bare = text.replace(line, "  encoder.layer.{i}.output.LayerNorm: stays_layernorm")
     require_same(parse_recipe(bare, where="mine.yaml"), bert_plan())
-    asked = text.replace(line, "  encoder.layer.{i}.output.LayerNorm: fold")
+    asked = text.replace(line, "  encoder.layer.{i}.output.LayerNorm: in_weights")
     with pytest.raises(
-        RecipeError, match="0.output.LayerNorm: the recipe has fold, the proof keep"
+        RecipeError,
+        match="output.LayerNorm: the recipe has in_weights, the proof stays_layernorm",
     ):
         require_same(parse_recipe(asked, where="mine.yaml"), bert_plan())
 
@@ -333,12 +338,12 @@ def test_a_line_that_keeps_a_norm_the_proof_keeps_is_the_same() -> None:
 def test_differences_name_every_edit() -> None:
     config = gpt2_config(3)
     tied, untied = gpt2_plan(), gpt2_plan(tied=False)
-    norms = [f"transformer.h.{layer}.{norm}" for norm in ("ln_1", "ln_2") for layer in range(3)]
-    with_op = "the recipe has {fold_with: [transformer.wte]}, the proof fold"
+    norms = [f"transformer.h.{{i}}.{norm}" for norm in ("ln_1", "ln_2")]
+    with_op = "the recipe has {with_subtraction: [transformer.wte]}, the proof in_weights"
     assert differences(recipe_of(tied, config=config, depends=()), untied) == [
         *(f"norms: {norm}: {with_op}" for norm in (*norms, "transformer.ln_f")),
-        "centre: transformer.wte.weight: the recipe has nothing, the proof {dim: 1}",
-        "centring_ops: transformer.wte: the recipe has {place: output, dim: -1}, the proof nothing",
+        "centred_weights: transformer.wte.weight: the recipe has nothing, the proof {dim: 1}",
+        "subtractions: transformer.wte: the recipe has {place: output, dim: -1}, the proof nothing",
     ]
 
 
@@ -346,14 +351,13 @@ def test_differences_see_axes_classes_and_inputs() -> None:
     plan, config = heads_plan(), heads_config()
     writers = tuple(
         replace(w, axis=Axis(0, 0, 1, 32, 1)) if ".0.q_proj" in w.parameter else w
-        for w in plan.writers
+        for w in plan.centred_weights
     )
     changed = replace(
-        plan, writers=writers, classes=("PhiForCausalLM", "PhiModel"), unproven=("mask",)
+        plan, centred_weights=writers, classes=("PhiForCausalLM", "PhiModel"), unproven=("mask",)
     )
     assert differences(recipe_of(plan, config=config), changed) == [
-        "centre: model.layers.0.q_proj.weight: the recipe has {dim: 0, groups: true}, "
-        "the proof {dim: 0}",
+        "centred_weights: model.layers.0.q_proj.weight: the recipe has nothing, the proof {dim: 0}",
         "classes: the recipe has PhiForCausalLM, the proof PhiForCausalLM, PhiModel",
         "unproven: the recipe has nothing, the proof mask",
     ]
@@ -415,7 +419,7 @@ def test_an_option_that_nobody_knows_is_refused(option: str, message: str) -> No
 GOOD = dump_recipe(recipe_of(gpt2_plan(), config=gpt2_config(3)))
 BODY = "version: 1\nmodel_type: gpt2\nmodel_class: A\nnorms: "
 HOSTILE = {
-    "nothing": ("", "nothing instead of a mapping with model_class"),
+    "nothing": ("", "nothing instead of a mapping with version, model_type"),
     "not a mapping": ("[1]", "a list instead of a mapping"),
     "not YAML": ("a: [1", "not YAML: "),
     "control characters": ("a: \x00", "not YAML"),
@@ -430,7 +434,6 @@ HOSTILE = {
     "a key twice": ("version: 1\nversion: 1", "'version' occurs twice"),
     "a fusion": ("<<: {version: 1}", "unknown key '<<'"),
     "an unknown key": (GOOD + "optons: {}\n", "unknown key 'optons'; did you mean options?"),
-    "lines in a key": (BODY + '{"a\\nb": fold}', "norms.'a\\nb': 'a\\nb' is not a dotted name"),
     "another version": (
         GOOD.replace("version: 1", "version: 2"),
         "version: 2 is not 1, the only version",
@@ -443,13 +446,9 @@ HOSTILE = {
         f"version: 0x{'f' * 9000}\nmodel_type: a\nmodel_class: A\nnorms: {{}}",
         "thousands of digits",
     ),
-    "a path as type": (GOOD.replace("type: gpt2", "type: ../gpt2"), "model_type: '../gpt2' is not"),
     "no norms": ("version: 1\nmodel_type: gpt2\nmodel_class: A", "the key norms is missing"),
-    "a path as norm": (BODY + "{../a: fold}", "'../a' is not a dotted name"),
-    "a long name": (BODY + "{" + "a" * 900 + ": fold}", "1 to 400 characters"),
-    "an unknown placeholder": (BODY + "{'a.{x}.b': fold}", "is not a dotted name"),
-    "a placeholder twice": (BODY + "{'a.{i}.b.{i}': fold}", "same placeholder twice"),
-    "a norm one layer below": (BODY + "{'a.{i-1}.b': fold}", "is not a dotted name"),
+    "lines in a key": (BODY + '{"a\\nb": fold}', "'a\\nb' instead of one line of text"),
+    "a long name": (BODY + "{" + "a" * 1010 + ": fold}", "instead of one line of text"),
     "a name for messages": (GOOD + "where: elsewhere\n", "where: 'elsewhere'"),
     "lines in a reason": (
         BODY + '{a: {keep: "a\\nb"}}',
@@ -472,18 +471,6 @@ def test_hostile_text_gets_one_line(name: str) -> None:
     assert str(caught.value).startswith("bad.yaml: ")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
-
-
-def test_endless_names_are_refused() -> None:
-    """Even if every line is harmless by itself."""
-    layers = {"h": 1000, **{f"h.{i}.experts": 1000 for i in range(1000)}}
-    for text in (
-        BODY + "{'h.{i}.experts.{j}.ln': fold}",
-        BODY + "{'h.{i}.ln': {fold_with: [" + ", ".join(["wte"] * 4000) + "]}}",
-    ):
-        recipe = parse_recipe(text, where="x")
-        with pytest.raises(RecipeError, match="300000 "):
-            expand(recipe.norms, layers)
 
 
 def test_load_recipe(tmp_path: Path) -> None:

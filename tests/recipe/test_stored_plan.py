@@ -14,21 +14,23 @@ from stored_files import stored_plan
 
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.plan import (
+from enjoyln_cli.plan.edited_tensors import (
     CentredWeight,
-    Centring,
     GrownParameter,
     NamedParameter,
+    RotatedTensor,
+)
+from enjoyln_cli.plan.mean_units import Widening
+from enjoyln_cli.plan.plan import (
+    MeanSubtraction,
     NextLinear,
     NormFusion,
     Plan,
-    RotatedTensor,
     RotationGroup,
     Setting,
     UnfusedNorm,
     UntiedParameter,
     Verdict,
-    Widening,
 )
 from enjoyln_cli.recipe.stored_plan import plan_text
 
@@ -39,16 +41,16 @@ PLAN = Plan(
     model_class="Toy",
     classes=("Toy", "ToyModel"),
     norms=(
-        Verdict("a.norm", "static"),
-        Verdict("b.norm", "kept", reason="why", culprit="b"),
-        Verdict("c.norm", "centred", ("wte",)),
+        Verdict("a.norm", "in_weights"),
+        Verdict("b.norm", "stays_layernorm", reason="why", culprit="b"),
+        Verdict("c.norm", "with_subtraction", ("wte",)),
     ),
-    writers=(
-        CentredWeight("a.weight", "m.a.weight", HEADS, (19, 5), Axis(1, 5, 2, 3, 1, 7)),
-        CentredWeight("b.weight", "b.weight", Axis(0, 0, 1, 5, 1), (5, 7), scale=GAMMA),
-        CentredWeight("down.weight", "down.weight", Axis(0, 0, 1, 5, 1), (5, 9)),
+    centred_weights=(
+        CentredWeight("a.weight", HEADS, (19, 5), "m.a.weight", Axis(1, 5, 2, 3, 1, 7)),
+        CentredWeight("b.weight", Axis(0, 0, 1, 5, 1), (5, 7), scale=GAMMA),
+        CentredWeight("down.weight", Axis(0, 0, 1, 5, 1), (5, 9)),
     ),
-    ops=(Centring("wte", "output", Axis(-1, 0, 1, 5, 1), "a head reads it"),),
+    subtractions=(MeanSubtraction("wte", "output", Axis(-1, 0, 1, 5, 1), "a head reads it"),),
     entry_inputs=("inputs_embeds",),
     other_norms=(("ToyRMSNorm", 2),),
     widened=(
@@ -67,7 +69,7 @@ PLAN = Plan(
     rotation_groups=(
         RotationGroup(
             "b.weight", "residual", 5, True,
-            (RotatedTensor("b.weight", "b.weight", Axis(0, 0, 1, 5, 1), (5, 7)),),
+            (RotatedTensor("b.weight", Axis(0, 0, 1, 5, 1), (5, 7)),),
         ),
         RotationGroup("q.weight", "values", 3, False, reason="it is read twice", culprit="q"),
     ),
@@ -108,30 +110,38 @@ CHANGES: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "an unknown key": (("note",), 1, "unknown key 'note'; "),
     "an unknown status": (("norms", "0", "status"), "gone", r"norms\[0\].status: 'gone' "),
     "another shape": (
-        ("writers", "1", "shape"),
+        ("centred_weights", "1", "shape"),
         [5, 8],
         r"b.weight: shape \[5, 7\] before the edit",
     ),
     "no such dimension": (
-        ("writers", "1", "axis", "dim"),
+        ("centred_weights", "1", "axis", "dim"),
         2,
         r"b.gamma: has 5 elements, too few or too many for b.weight",
     ),
     "a step too far": (
-        ("writers", "0", "axis", "step"),
+        ("centred_weights", "0", "axis", "step"),
         12,
         "m.a.weight: .* does not contain Axis",
     ),
-    "a size of zero": (("writers", "1", "axis", "size"), 0, "axis.size: 0 instead of a number"),
-    "a size that is true": (("writers", "1", "axis", "size"), True, "True instead of a whole"),
-    "no such tensor": (("writers", "1", "tensor"), "no", "no: there is no such tensor"),
+    "a size of zero": (
+        ("centred_weights", "1", "axis", "size"),
+        0,
+        "axis.size: 0 instead of a number",
+    ),
+    "a size that is true": (
+        ("centred_weights", "1", "axis", "size"),
+        True,
+        "True instead of a whole",
+    ),
+    "no such tensor": (("centred_weights", "1", "tensor"), "no", "no: there is no such tensor"),
     "no such scale": (
-        ("writers", "1", "scale", "parameter"),
+        ("centred_weights", "1", "scale", "parameter"),
         "no",
         "no: .*there is no such tensor",
     ),
     "a scale that is a matrix": (
-        ("writers", "1", "scale", "parameter"),
+        ("centred_weights", "1", "scale", "parameter"),
         "q.weight",
         "q.weight: has 20 elements, too few or",
     ),

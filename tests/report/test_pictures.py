@@ -64,7 +64,7 @@ def test_a_picture_shows_the_stream_and_alike_layers_once(gpt2: Analysis) -> Non
     picture = model_picture("gpt2", gpt2)
     found = boxes_of(picture)
     assert frames_of(picture) == {("transformer.h.0-2 (3 layers)",)}
-    assert names(found["centred"]) == ["ln_1", "ln_2", "transformer.ln_f"]
+    assert names(found["with_subtraction"]) == ["ln_1", "ln_2", "transformer.ln_f"]
     assert names(found["writer"]) == ["transformer.wpe", "attn.c_proj", "mlp.c_proj"]
     assert names(found["left"]) == ["transformer.wte"]
     assert found["observer"] == [("lm_head", "sees its mean")]
@@ -87,7 +87,7 @@ def test_classes_are_named_where_they_are_several() -> None:
         assert model_picture("m", other).title == f"m (GPT2Model{more})"
 
 
-def test_the_stream_goes_from_the_input_through_the_op_to_the_output(gpt2: Analysis) -> None:
+def test_the_stream_goes_from_input_through_op_to_output(gpt2: Analysis) -> None:
     picture = model_picture("m", gpt2)
     links = {(link.start, link.end) for link in picture.links}
     first, last = "sum transformer.(add 0)", "sum transformer.h.0-2.(add 1)"
@@ -103,7 +103,7 @@ def test_the_stream_goes_from_the_input_through_the_op_to_the_output(gpt2: Analy
 
 def test_a_kept_norm_says_why() -> None:
     bert = analysis_of("bert")
-    kept = boxes_of(model_picture("bert", bert))["kept"]
+    kept = boxes_of(model_picture("bert", bert))["stays_layernorm"]
     assert len(kept) == 4 and all(lines[1] == "stays LayerNorm" for lines in kept)
     reasons = {verdict.reason for verdict in bert.plan.kept}
     assert all(any(reason in " ".join(lines) for reason in reasons) for lines in kept)
@@ -115,7 +115,7 @@ def test_a_widened_mlp_says_that_it_subtracts() -> None:
     wide = inspect(str(CHECKPOINTS / "bert"), folding=folding).analysis
     found = boxes_of(model_picture("bert", wide))
     assert found["writer"] == [("output.dense", "centred, subtracts a mean")]
-    assert names(found["static"]) == ["output.LayerNorm"]
+    assert names(found["in_weights"]) == ["output.LayerNorm"]
 
 
 def test_the_stream_goes_on_where_no_proof_does() -> None:
@@ -133,7 +133,10 @@ def test_the_stream_goes_on_where_no_proof_does() -> None:
 
 
 def test_layers_that_differ_are_not_one() -> None:
-    parts = [ModelPart("norm", f"h.{i}.ln", "kept" if i == 1 else "static") for i in range(4)]
+    parts = [
+        ModelPart("norm", f"h.{i}.ln", "stays_layernorm" if i == 1 else "in_weights")
+        for i in range(4)
+    ]
     parts += [ModelPart("writer", f"h.{i}.proj", "writer") for i in range(4)]
     shown = addresses_of(parts)
     assert {shown[part].path for part in parts if part.kind == "norm"} == {
@@ -156,7 +159,7 @@ def test_a_model_without_norms_has_no_picture() -> None:
 def test_names_and_reasons_are_there_as_a_whole() -> None:
     name = ".".join(f"block_{i}" for i in range(20)) + "x" * 100
     reason = " ".join(f"word{i}" for i in range(60))
-    (box,), _ = collapse_groups([ModelPart("norm", name, "kept", (), reason)], {})
+    (box,), _ = collapse_groups([ModelPart("norm", name, "stays_layernorm", (), reason)], {})
     lines = (*box.name, *box.lines)
     assert max(map(len, lines)) <= MAX_LINE_CHARS
     assert "".join(box.name) == name and " ".join(box.lines) == reason
@@ -205,7 +208,10 @@ def test_the_legend_says_what_every_colour_of_a_box_means(gpt2: Analysis) -> Non
 def test_untrusted_names_are_drawn_as_they_are(kind: str) -> None:
     """No text is markup, and a character that no font has is no error."""
     rude = 'a<script>alert("&")</script>\\N $\\frac{1}$\x00\ud800\u202e\U0001d7d8'
-    boxes = Box("1", (rude,), (rude,), "kept", (rude,)), Box('"2"', ("+",), (), is_sum=True)
+    boxes = (
+        Box("1", (rude,), (rude,), "stays_layernorm", (rude,)),
+        Box('"2"', ("+",), (), is_sum=True),
+    )
     picture = Picture(rude, rude, boxes, (Link("1", '"2"'),))
     assert drawn(picture, kind)
     if kind == "svg":
@@ -229,8 +235,8 @@ def test_a_png_has_the_colours_of_the_verdicts(gpt2: Analysis) -> None:
     image = pytest.importorskip("PIL.Image")
     data = io.BytesIO(drawn(model_picture("gpt2", gpt2), "png"))
     pixels = {colour for _, colour in image.open(data).convert("RGB").getcolors(1 << 20)}
-    assert tuple(bytes.fromhex(COLOURS["centred"][0][1:])) in pixels
-    assert tuple(bytes.fromhex(COLOURS["kept"][0][1:])) not in pixels
+    assert tuple(bytes.fromhex(COLOURS["with_subtraction"][0][1:])) in pixels
+    assert tuple(bytes.fromhex(COLOURS["stays_layernorm"][0][1:])) not in pixels
 
 
 def said(*arguments: object) -> tuple[int, str]:

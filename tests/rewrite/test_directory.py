@@ -36,7 +36,8 @@ from enjoyln_cli.errors import (
     VerificationFailed,
 )
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.plan import CentredWeight, Centring, Plan, Verdict
+from enjoyln_cli.plan.edited_tensors import CentredWeight
+from enjoyln_cli.plan.plan import MeanSubtraction, Plan, Verdict
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 
@@ -81,17 +82,20 @@ def test_config_keeps_its_text_and_gains_the_marker(source: Path, out: Path) -> 
     found = read_marker(json.loads(text))
     assert found.source == str(source.resolve())
     assert found.revision is None
-    assert (found.model_class, found.classes) == (
+    live = found.plan
+    assert (live.model_class, live.classes) == (
         "GPT2LMHeadModel",
         ("GPT2LMHeadModel", "GPT2Model"),
     )
-    assert found.rmsnorm == ("transformer.ln_1", "transformer.ln_2")
-    assert found.layernorm == ("transformer.ln_f",)
-    assert found.centering == (Centring("transformer.wte", "output", Axis(-1, 0, 1, 24, 1), ""),)
-    assert (found.entry_inputs, found.unproven) == (("inputs_embeds",), ("encoder_hidden_states",))
-    assert found.tool.startswith("enjoyln ") and found.centred is not None
-    assert {(one.parameter, one.axis) for one in found.centred} == {
-        (writer.parameter, writer.axis) for writer in plan.writers
+    assert [verdict.norm for verdict in live.folded] == ["transformer.ln_1", "transformer.ln_2"]
+    assert live.kept == (Verdict("transformer.ln_f", "stays_layernorm"),)
+    assert live.subtractions == (
+        MeanSubtraction("transformer.wte", "output", Axis(-1, 0, 1, 24, 1), ""),
+    )
+    assert (live.entry_inputs, live.unproven) == (("inputs_embeds",), ("encoder_hidden_states",))
+    assert found.tool.startswith("enjoyln ")
+    assert {(one.parameter, one.axis) for one in live.centred_weights} == {
+        (writer.parameter, writer.axis) for writer in plan.centred_weights
     }
 
 
@@ -134,7 +138,10 @@ def test_folded_already(source: Path, out: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_to_fold(source: Path, out: Path) -> None:
-    kept = [Verdict(f"h.{i}.ln", "kept", reason="its gamma is not constant") for i in range(3)]
+    kept = [
+        Verdict(f"h.{i}.ln", "stays_layernorm", reason="its gamma is not constant")
+        for i in range(3)
+    ]
     plan = Plan("bert", "BertModel", ("BertModel",), tuple(kept), (), ())
     with pytest.raises(NothingToFold, match="3 x its gamma is not constant.*--why h.0.ln"):
         fold_checkpoint(opened(source), plan, out, recipe_text="")
@@ -310,8 +317,8 @@ class Small(nn.Module):
 
 def small_plan(model: nn.Module, edits: dict[str, Axis]) -> Plan:
     held = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
-    writers = tuple(CentredWeight(n, n, axis, tuple(held[n].shape)) for n, axis in edits.items())
-    return Plan("x", "Small", ("Small",), (Verdict("ln", "static"),), writers, ())
+    writers = tuple(CentredWeight(n, axis, tuple(held[n].shape)) for n, axis in edits.items())
+    return Plan("x", "Small", ("Small",), (Verdict("ln", "in_weights"),), writers, ())
 
 
 def test_parameters_are_centred_in_place() -> None:
@@ -346,25 +353,29 @@ def axis(*numbers: int) -> dict[str, int]:
     return dict(zip(("dim", "start", "outer", "size", "inner"), numbers, strict=True))
 
 
+def op(module: str, place: str, *numbers: int) -> dict[str, Any]:
+    return {"module": module, "place": place, "axis": axis(*numbers)}
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"version": 2},
         {"version": True},
-        {"fused": []},
+        {"plan": {"fused": 3}},
         {"revision": 3},
-        {"centering": [{"module": "a", "place": "between", "axis": axis(-1, 0, 1, 8, 1)}]},
-        {"centering": [{"module": "a", "place": "output", "axis": {"dim": -1}}]},
-        {"rmsnorm": ["a", "b", "a"]},
+        {"plan": {"subtractions": [op("a", "between", -1, 0, 1, 8, 1)]}},
+        {"plan": {"subtractions": [{"module": "a", "place": "output", "axis": {"dim": -1}}]}},
+        {"plan": {"norms": 3 * [{"norm": "a", "status": "in_weights"}]}},
         {"note": "mine"},
-        {"covered": {"forms": ["x"]}},
-        {"units": [{"first": "a", "bias": None, "second": "b", "dim": 2, "start": 0}]},
-        {"centering": [{"module": "", "place": "output", "axis": axis(-1, 0, 1, 8, 1)}]},
-        {"centering": [{"module": "a", "place": "output", "axis": axis(9, 0, 1, 8, 1)}]},
-        {"centering": [{"module": "a", "place": "output", "axis": axis(-1, -1, 1, 8, 1)}]},
-        {"centering": [{"module": "a", "place": "output", "axis": axis(-1, 0, 0, 8, 1)}]},
-        {"centered": [{"axis": axis(0, 0, 1, 2**62, 2), "parameters": ["a"]}]},
-        {"centered": [{"axis": axis(-1, 0, 1, 8, 1), "parameters": ["a"]}]},
+        {"plan": {"covered": {"forms": ["x"]}}},
+        {"plan": {"widened": [{"first": "a", "bias": None, "second": "b"}]}},
+        {"plan": {"subtractions": [op("", "output", -1, 0, 1, 8, 1)]}},
+        {"plan": {"subtractions": [op("a", "output", 9, 0, 1, 8, 1)]}},
+        {"plan": {"subtractions": [op("a", "output", -1, -1, 1, 8, 1)]}},
+        {"plan": {"subtractions": [op("a", "output", -1, 0, 0, 8, 1)]}},
+        {"plan": {"centred_weights": [{"parameter": "a", "axis": axis(0, 0, 1, 2**62, 2)}]}},
+        {"plan": {"centred_weights": [{"parameter": "a", "axis": axis(-1, 0, 1, 8, 1)}]}},
         {"proof": None},
     ],
     ids=str,
@@ -372,6 +383,7 @@ def axis(*numbers: int) -> dict[str, int]:
 def test_a_malformed_marker_is_refused(source: Path, change: dict[str, Any]) -> None:
     entry = marker(plan_for({}, {}), opened(source).source)
     read_marker({"enjoyln": entry})
+    change = change | ({"plan": {**entry["plan"], **change["plan"]}} if "plan" in change else {})
     with pytest.raises(BadCheckpoint) as caught:
         read_marker({"enjoyln": {**entry, **change}})
     assert "\n" not in str(caught.value)
@@ -379,20 +391,20 @@ def test_a_malformed_marker_is_refused(source: Path, change: dict[str, Any]) -> 
         assert "malformed" in str(caught.value) or "version" in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["centered", "untied"])
+@pytest.mark.parametrize("key", ["centred_weights", "subtractions"])
 def test_a_marker_that_lacks_an_entry_is_refused(source: Path, key: str) -> None:
     """Also if its digest fits: an entry that is missing must not be taken for an empty one."""
     entry = marker(plan_for({}, {}), opened(source).source)
-    del entry[key]
-    with pytest.raises(BadCheckpoint, match=f"malformed: the key {key} is missing"):
+    del entry["plan"][key]
+    with pytest.raises(BadCheckpoint, match=f"malformed: .*the key .*{key} is missing"):
         read_marker({"enjoyln": {**entry, "proof": proof_of(entry)}})
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"rmsnorm": ["transformer.ln_1", "transformer.ln_f"]},
-        {"centered": []},
+        {"norms": [{"norm": "transformer.ln_f", "status": "in_weights"}]},
+        {"centred_weights": []},
     ],
     ids=str,
 )
@@ -403,4 +415,4 @@ def test_a_marker_that_somebody_changed_is_refused(source: Path, change: dict[st
     moved = {**entry, "source": "elsewhere", "revision": "abc", "tool": "enjoyln 9"}
     assert read_marker({"enjoyln": moved}).source == "elsewhere"
     with pytest.raises(BadCheckpoint, match="edited after the fold"):
-        read_marker({"enjoyln": {**entry, **change}})
+        read_marker({"enjoyln": {**entry, "plan": {**entry["plan"], **change}}})

@@ -42,7 +42,7 @@ def centred_shards(
         ("sharded bin", torch.float32),
     ],
 )
-def test_edited_tensors_are_centred_and_the_others_keep_their_bytes(
+def test_edited_tensors_are_centred_and_others_keep_bytes(
     tmp_path: Path, dtype: torch.dtype, kind: str
 ) -> None:
     tensors = state(dtype)
@@ -94,7 +94,7 @@ def test_a_file_that_is_cut_short_meanwhile_is_refused(
 
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.ENOSYS])
-def test_bytes_do_not_depend_on_workers_and_on_how_files_are_copied(
+def test_bytes_do_not_depend_on_workers_or_copying(
     source: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Some systems and file systems cannot copy from file to file."""

@@ -139,7 +139,7 @@ def test_a_tied_weight_that_rotates_on_one_side_alone_is_untied() -> None:
     assert "electra.embeddings.word_embeddings.weight" not in [one.name for one in tied.rotated]
 
 
-def test_a_tied_head_rotates_with_its_embedding_if_no_weight_is_in_between() -> None:
+def test_a_tied_head_rotates_with_its_embedding() -> None:
     """MPT ties the head; its norms have no bias, and a weight that the head cannot take."""
     settings = {**TOKENS, "n_layers": 1, "n_heads": 4, "d_model": 24}
     tied = CONFIG_MAPPING["mpt"](**settings)

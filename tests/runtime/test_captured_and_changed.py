@@ -16,6 +16,7 @@ from torch.func import functional_call, grad, vmap
 
 from enjoyln_cli import refold
 from enjoyln_cli.runtime.call_guards import call_guards
+from enjoyln_cli.runtime.loading import plan_of
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.scope import thread
 
@@ -50,7 +51,7 @@ def replace_dropouts(model: Any, state: Any) -> None:
 
 
 def write_to_one(model: Any, state: Any) -> None:
-    name = next(n for n in reversed(model.config.enjoyln["centered"][0]["parameters"]))
+    name = model.config.enjoyln["plan"]["centred_weights"][-1]["parameter"]
     with torch.no_grad():
         model.get_parameter(name).copy_(state[name])
 
@@ -76,7 +77,7 @@ def test_an_export_has_rms_norms_while_the_weights_are_centred(
         model = copy.deepcopy(model)
         assert rms_norms_in_an_export(model, name, run(stock, name)) == 0
         run(model, name)
-    folded = len(model.config.enjoyln["rmsnorm"])
+    folded = len(plan_of(model).folded)
     assert rms_norms_in_an_export(model, name, run(stock, name)) == folded
     for one in (model, stock):
         change(one, source(name).state_dict())

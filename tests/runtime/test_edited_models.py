@@ -23,7 +23,7 @@ from enjoyln_cli.runtime.modules import Folded
 
 def writers(model: Any) -> list[tuple[str, Any]]:
     """The linear layers and convolutions whose weights were centred."""
-    names = [name for one in model.config.enjoyln["centered"] for name in one["parameters"]]
+    names = [one["parameter"] for one in model.config.enjoyln["plan"]["centred_weights"]]
     owners = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
     found = [(path, m) for path, m in model.named_modules() if path in owners]
     return [(path, m) for path, m in found if not isinstance(m, nn.Embedding | nn.LayerNorm)]
@@ -132,7 +132,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("edit", "name"), PAIRS)
-def test_an_edited_model_computes_what_the_edited_stock_model_does(
+def test_an_edited_model_computes_what_the_stock_one_does(
     eight: Path, edit: Callable[[Any], bool], name: str
 ) -> None:
     """An edit after the model's first call."""

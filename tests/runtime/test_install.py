@@ -22,14 +22,14 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import locate
 from enjoyln_cli.models.norm_modules import interference
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.plan import Centring
+from enjoyln_cli.plan.plan import MeanSubtraction
 from enjoyln_cli.runtime.install import fold_in_memory, install
 from enjoyln_cli.runtime.modules import Folded, RMSNorm
 from enjoyln_cli.runtime.scope import FoldedModelState
 
 D = 32
 NORMS = ["transformer.h.0.ln_1", "transformer.h.0.ln_2", "transformer.ln_f"]
-WTE = Centring("transformer.wte", "output", Axis(-1, 0, 1, D, 1), "tied to the output head")
+WTE = MeanSubtraction("transformer.wte", "output", Axis(-1, 0, 1, D, 1), "tied to the output head")
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +176,7 @@ def test_an_unproven_input_at_its_default_is_as_good_as_none() -> None:
 
 def test_names_of_the_base_class_in_the_head_class() -> None:
     names = [name.removeprefix("transformer.") for name in NORMS]
-    model = install(gpt2(), names, [Centring("wte", "output", WTE.axis, "")])
+    model = install(gpt2(), names, [MeanSubtraction("wte", "output", WTE.axis, "")])
     assert isinstance(model.transformer.ln_f, RMSNorm)
     assert type(model.transformer.wte).__name__ == "CentredEmbedding"
 
@@ -248,10 +248,10 @@ class Named(nn.Module):
 @pytest.mark.parametrize("place", ["input", "output"])
 def test_centring_of_a_first_input_and_of_a_tuple(place: Any) -> None:
     module = nn.Sequential(Pair()).eval()
-    install(module, [], [Centring("0", place, Axis(-1, 0, 1, D, 1), "")])
+    install(module, [], [MeanSubtraction("0", place, Axis(-1, 0, 1, D, 1), "")])
     x = torch.randn(2, 3, D, dtype=torch.float64) + 4
     named = Named(Pair()).eval()
-    install(named, [], [Centring("inner", place, Axis(-1, 0, 1, D, 1), "")])
+    install(named, [], [MeanSubtraction("inner", place, Axis(-1, 0, 1, D, 1), "")])
     for output in (module(x), named(x)):
         assert output[1] == 1.0
         assert torch.allclose(output[0], x - x.mean(-1, keepdim=True), rtol=0, atol=1e-14)
@@ -259,7 +259,7 @@ def test_centring_of_a_first_input_and_of_a_tuple(place: Any) -> None:
 
 def test_centring_over_groups_of_the_last_dimension() -> None:
     module = nn.Sequential(nn.Identity()).eval()
-    install(module, [], [Centring("0", "output", Axis(-1, 0, 4, 8, 1), "")])
+    install(module, [], [MeanSubtraction("0", "output", Axis(-1, 0, 4, 8, 1), "")])
     x = torch.randn(2, D, dtype=torch.float64)
     heads = x.view(2, 4, 8)
     assert torch.allclose(module(x).view(2, 4, 8), heads - heads.mean(-1, keepdim=True))

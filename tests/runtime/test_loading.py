@@ -32,6 +32,7 @@ from enjoyln_cli import EnjoyLNConfig, Options, fold, from_pretrained, optimize,
 from enjoyln_cli.checkpoint.marker import proof_of
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, NotCentred, UnsupportedModel
 from enjoyln_cli.runtime.call_guards import input_means
+from enjoyln_cli.runtime.loading import plan_of
 from enjoyln_cli.runtime.modules import Folded
 
 CAUSAL = ("gpt2", "opt", "bloom", "phi")
@@ -100,7 +101,7 @@ def test_a_result_is_loaded_as_what_it_was_saved_as(outs: dict[str, Path], name:
     model, given = from_pretrained(outs[name]), inputs(name)
     stock = type(original(name))
     assert isinstance(model, stock) and str(type(model)) == str(stock)
-    assert len(folded_norms(model)) == len(model.config.enjoyln["rmsnorm"]) > 0
+    assert len(folded_norms(model)) == len(plan_of(model).folded) > 0
     assert computes_rms(model, given)
     assert same(model, original(name), given)
     assert not any(isinstance(m, Folded) for m in original(name).modules())
@@ -150,7 +151,7 @@ def test_a_class_that_is_not_proven_is_refused_by_name(outs: dict[str, Path]) ->
         optimize(AutoModel.from_pretrained(outs["vit"]))
 
 
-def test_a_saved_class_that_is_not_proven_is_refused_before_loading(
+def test_an_unproven_saved_class_is_refused_before_loading(
     outs: dict[str, Path], tmp_path: Path
 ) -> None:
     out = shutil.copytree(outs["gpt2"], tmp_path / "out")
@@ -192,7 +193,8 @@ def test_models_without_a_marker_are_refused(outs: dict[str, Path]) -> None:
 
 def test_a_marker_that_was_changed_is_refused(outs: dict[str, Path], tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(outs["bloom"])
-    model.config.enjoyln["rmsnorm"] += model.config.enjoyln["layernorm"]
+    for norm in model.config.enjoyln["plan"]["norms"]:
+        norm["status"] = "in_weights"
     with pytest.raises(BadCheckpoint, match="edited after the fold"):
         optimize(model)
     assert not folded_norms(model)
@@ -208,8 +210,8 @@ def test_a_marker_with_other_weights_is_refused(outs: dict[str, Path]) -> None:
 
 def test_a_marker_for_another_shape_is_refused(outs: dict[str, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(outs["gpt2"])
-    for group in model.config.enjoyln["centered"]:
-        group["axis"]["size"] += 1
+    for weight in model.config.enjoyln["plan"]["centred_weights"]:
+        weight["axis"]["size"] += 1
     model.config.enjoyln["proof"] = proof_of(model.config.enjoyln)
     with pytest.raises(NotCentred, match="does not fit"):
         optimize(model)
@@ -239,7 +241,7 @@ def test_a_scale_that_was_fused(tmp_path: Path) -> None:
     source.save_pretrained(tmp_path / "source")
     fold(tmp_path / "source", tmp_path / "out", verify=False)
     model = from_pretrained(tmp_path / "out")
-    assert model.config.enjoyln["scales"]
+    assert any(weight.scale for weight in plan_of(model).centred_weights)
     assert computes_rms(model, given) and same(model, source, given)
     with torch.no_grad():
         model.encoder.layer[1].layer_scale1.lambda1.mul_(torch.rand(24) + 0.5)
@@ -560,7 +562,7 @@ def test_a_block_that_the_config_adds_is_refused(outs: dict[str, Path]) -> None:
     assert not folded_norms(model)
 
 
-def test_a_layer_whose_weight_is_gone_is_refused_before_anything_changes(
+def test_a_layer_whose_weight_is_gone_is_refused_first(
     outs: dict[str, Path],
 ) -> None:
     class Linear(nn.Module):
@@ -699,7 +701,7 @@ def encoder_computes_rms(model: Any, **given: Any) -> bool:
 def test_generate_with_embeddings_for_the_encoder(pegasus: tuple[Any, Path]) -> None:
     source, out = pegasus
     model = copy.deepcopy(from_pretrained(out))
-    assert model.config.enjoyln["entry_inputs"] == ["inputs_embeds"]
+    assert plan_of(model).entry_inputs == ("inputs_embeds",)
     mask = torch.ones(2, 7, dtype=torch.long)
     mask[0, :2] = 0
     for heard in (
@@ -714,7 +716,7 @@ def test_generate_with_embeddings_for_the_encoder(pegasus: tuple[Any, Path]) -> 
 
 def test_an_unproven_input_of_the_encoder_alone(eight: Path) -> None:
     model, stock = pair("whisper", eight)
-    assert "attention_mask" in model.config.enjoyln["unproven"]
+    assert "attention_mask" in plan_of(model).unproven
     sound = {"input_features": given("whisper")["input_features"]}
     masked = {**sound, "attention_mask": torch.ones(2, 18, dtype=torch.long)}
     assert not encoder_computes_rms(model, **masked)

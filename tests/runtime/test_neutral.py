@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from enjoyln_cli import from_pretrained
+from enjoyln_cli.runtime.loading import plan_of
 from enjoyln_cli.runtime.modules import Folded, RMSNorm
 from enjoyln_cli.runtime.scope import FoldedModelState, thread
 
@@ -56,7 +57,7 @@ def flagged(model: Any, flag: str) -> list[str]:
 
 def fused_norms(model: Any, name: str) -> list[str]:
     """The norms that the marker lists as fused; asserts that they are not all norms."""
-    names = model.config.enjoyln["fused"][name]
+    names = [one.norm for one in plan_of(model).fused if getattr(one, name)]
     assert 3 < len(names) < len(folded_norms(model)) or not names
     return sorted(names)
 

@@ -17,7 +17,7 @@ from live_models import moved
 from torch import nn
 
 from enjoyln_cli.plan.axis import feature_axis
-from enjoyln_cli.plan.plan import Centring
+from enjoyln_cli.plan.plan import MeanSubtraction
 from enjoyln_cli.runtime.install import install
 from enjoyln_cli.runtime.scope import thread
 
@@ -62,7 +62,7 @@ def streams(in_parts: bool = False) -> tuple[Any, Any]:
             layer.weight -= layer.weight.mean(0)
             layer.bias -= layer.bias.mean()
     model = copy.deepcopy(stock)
-    op = Centring("rows", "output", feature_axis((1, 1, 8)), "tied")
+    op = MeanSubtraction("rows", "output", feature_axis((1, 1, 8)), "tied")
     install(model, [f"norms.{i}" for i in range(4)], [op], ["embeds"], ["more"])
     return model, stock
 

@@ -93,6 +93,6 @@ class CutOff(nn.Module):
         return self.norm(stream), self.reader(stream[1:])
 
 
-def test_where_the_source_that_is_named_is_not_seen_another_one_may_be() -> None:
+def test_another_source_may_be_seen_than_the_named_source() -> None:
     reason, found = answer(CutOff(), torch.randn(3, 5).double())
     assert reason.endswith("where outputs would change") and found == "true of another source"

@@ -45,7 +45,7 @@ def test_heads_and_images_are_smaller_only_as_far_as_they_fit() -> None:
     assert shrunken("vit").image_size == 224
 
 
-def test_a_hybrid_keeps_an_attention_layer_and_lists_have_an_entry_for_each_layer() -> None:
+def test_a_hybrid_keeps_attention_and_an_entry_for_each_layer() -> None:
     assert shrunken("granitemoehybrid").layer_types == ["linear_attention", "full_attention"]
     gpt_neo, falcon = shrunken("gpt_neo"), shrunken("falcon_h1")
     assert gpt_neo.attention_layers == ["global", "local"] and gpt_neo.num_layers == 2
@@ -81,9 +81,7 @@ def test_a_folded_model_computes_what_it_did(model_type: str) -> None:
         ("DINOv3ViTModel", "dinov3_vit"),  # its base model is given hidden states
     ],
 )
-def test_a_result_of_an_unusual_stock_class_loads_and_runs_rms_norm(
-    model_class: str, model_type: str
-) -> None:
+def test_a_result_of_an_unusual_class_runs_rms_norm(model_class: str, model_type: str) -> None:
     row = census.examine(model_class, model_type)
     assert row["status"] == "ok" and row["loaded"] == "ok" and row["folded"], row
 
@@ -109,7 +107,7 @@ def test_a_result_that_computes_something_else_is_reported() -> None:
 
     assert row(plan, census.differing)["loaded"] == "ok"
     assert row(plan, lambda *_: 1e-3)["loaded"] == "differs"
-    less = replace(plan, writers=plan.writers[1:])
+    less = replace(plan, centred_weights=plan.centred_weights[1:])
     assert row(less, census.differing)["loaded"] == "differs"
     other = replace(plan, classes=("GPT2Model",))
     assert "proven for GPT2Model" in row(other, census.differing)["loaded"]

@@ -28,7 +28,7 @@ def test_the_steps_take_nine_minutes_at_most() -> None:
     assert sum(seconds for seconds, _ in STEPS.values()) == gpu_check.MINUTES * 60 == 540
 
 
-def test_more_minutes_are_shared_out_and_a_step_that_fails_leaves_its_error() -> None:
+def test_minutes_are_shared_and_a_failed_step_leaves_its_error() -> None:
     written: list[dict[str, Any]] = []
 
     def fails(seconds: float) -> None:

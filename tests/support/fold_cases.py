@@ -15,7 +15,8 @@ from stored_files import opened
 from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.edits.linear_steps import CentreAxis
 from enjoyln_cli.plan.axis import Axis, blocks, centre
-from enjoyln_cli.plan.plan import CentredWeight, Centring, Plan, Verdict
+from enjoyln_cli.plan.edited_tensors import CentredWeight
+from enjoyln_cli.plan.plan import MeanSubtraction, Plan, Verdict
 from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
 
 CONFIG = {"model_type": "gpt2", "n_embd": 24, "dtype": "float32", "zebra": [1, {"a": None}]}
@@ -128,16 +129,20 @@ def sharded(tmp_path: Path) -> Path:
 
 def plan_for(tensors: dict[str, torch.Tensor], edits: dict[str, tuple[Axis, ...]]) -> Plan:
     writers = [
-        CentredWeight(f"transformer.{name}", name, axis, tuple(tensors[name].shape))
+        CentredWeight(f"transformer.{name}", axis, tuple(tensors[name].shape), name)
         for name, axes in edits.items()
         for axis in axes
     ]
     norms = (
-        Verdict("transformer.ln_1", "static"),
-        Verdict("transformer.ln_2", "centred", ops=("transformer.wte",)),
-        Verdict("transformer.ln_f", "kept", reason="the head reads it", culprit="lm_head"),
+        Verdict("transformer.ln_1", "in_weights"),
+        Verdict("transformer.ln_2", "with_subtraction", subtractions=("transformer.wte",)),
+        Verdict(
+            "transformer.ln_f", "stays_layernorm", reason="the head reads it", culprit="lm_head"
+        ),
     )
-    op = Centring("transformer.wte", "output", Axis(-1, 0, 1, 24, 1), "tied to lm_head.weight")
+    op = MeanSubtraction(
+        "transformer.wte", "output", Axis(-1, 0, 1, 24, 1), "tied to lm_head.weight"
+    )
     return Plan(
         "gpt2",
         "GPT2LMHeadModel",

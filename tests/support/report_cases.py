@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.plan import CentredWeight, Centring, Plan, Verdict
+from enjoyln_cli.plan.edited_tensors import CentredWeight
+from enjoyln_cli.plan.plan import MeanSubtraction, Plan, Verdict
 from enjoyln_cli.verification.verify import Verification
 
 REASON = "the output of a LayerNorm with weights is not zero-mean"
@@ -14,18 +15,24 @@ PLAN = Plan(
     model_class="MadeUpModel",
     classes=("MadeUpModel", "MadeUpForCausalLM"),
     norms=(
-        Verdict("h.0.ln", "static"),
-        Verdict("h.1.ln", "centred", ops=("wte",)),
-        Verdict("h.2.ln", "kept", reason=REASON, culprit="embed.ln", path=("h.2", "embed.ln")),
-        Verdict("h.3.ln", "kept", reason=REASON, culprit="embed.ln", path=("h.3", "embed.ln")),
-        Verdict("head.ln", "kept", reason="gelu | tanh", culprit="head.act"),
+        Verdict("h.0.ln", "in_weights"),
+        Verdict("h.1.ln", "with_subtraction", subtractions=("wte",)),
+        Verdict(
+            "h.2.ln", "stays_layernorm", reason=REASON, culprit="embed.ln", path=("h.2", "embed.ln")
+        ),
+        Verdict(
+            "h.3.ln", "stays_layernorm", reason=REASON, culprit="embed.ln", path=("h.3", "embed.ln")
+        ),
+        Verdict("head.ln", "stays_layernorm", reason="gelu | tanh", culprit="head.act"),
     ),
-    writers=(
-        CentredWeight("h.0.proj.weight", "h.0.proj.weight", Axis(1, 0, 1, 6, 1), (6, 6)),
-        CentredWeight("h.0.proj.weight", "copy.weight", Axis(1, 0, 1, 6, 1), (6, 6)),
-        CentredWeight("h.0.proj.bias", "h.0.proj.bias", Axis(0, 0, 1, 6, 1), (6,)),
+    centred_weights=(
+        CentredWeight("h.0.proj.weight", Axis(1, 0, 1, 6, 1), (6, 6)),
+        CentredWeight("h.0.proj.weight", Axis(1, 0, 1, 6, 1), (6, 6), "copy.weight"),
+        CentredWeight("h.0.proj.bias", Axis(0, 0, 1, 6, 1), (6,)),
     ),
-    ops=(Centring("wte", "output", Axis(-1, 0, 1, 6, 1), "it is tied to the head"),),
+    subtractions=(
+        MeanSubtraction("wte", "output", Axis(-1, 0, 1, 6, 1), "it is tied to the head"),
+    ),
     unproven=("inputs_embeds",),
     other_norms=(("SomeRMSNorm", 2),),
 )

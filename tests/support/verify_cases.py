@@ -15,8 +15,9 @@ from enjoyln_cli.checkpoint.config import load_config
 from enjoyln_cli.checkpoint.reader import open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.edited_tensors import CentredWeight
 from enjoyln_cli.plan.fold_options import WriteOptions
-from enjoyln_cli.plan.plan import CentredWeight, Centring, Plan, Verdict
+from enjoyln_cli.plan.plan import MeanSubtraction, Plan, Verdict
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.rewrite.directory import fold_checkpoint
@@ -63,9 +64,12 @@ def right_plan() -> Plan:
         "gpt2",
         "GPT2LMHeadModel",
         ("GPT2LMHeadModel",),
-        tuple(Verdict(n, "centred", ("transformer.wte",)) for n in [*norms, "transformer.ln_f"]),
-        tuple(CentredWeight(n, n, feature_axis(s), s) for n, s in shapes.items()),
-        (Centring("transformer.wte", "output", Axis(-1, 0, 1, D, 1), "tied"),),
+        tuple(
+            Verdict(n, "with_subtraction", ("transformer.wte",))
+            for n in [*norms, "transformer.ln_f"]
+        ),
+        tuple(CentredWeight(n, feature_axis(s), s) for n, s in shapes.items()),
+        (MeanSubtraction("transformer.wte", "output", Axis(-1, 0, 1, D, 1), "tied"),),
         ("inputs_embeds",),
     )
 

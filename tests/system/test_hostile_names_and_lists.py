@@ -40,10 +40,9 @@ def test_a_path_with_a_nul_character_in_python(use: Callable[[], Any]) -> None:
 
 
 REPEATED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "rmsnorm": lambda entry: entry.update(rmsnorm=entry["rmsnorm"] * MANY),
-    "centered": lambda entry: entry.update(centered=entry["centered"] * MANY),
-    "parameters": lambda entry: entry["centered"][0].update(parameters=["wte.weight"] * MANY),
-    "forms": lambda entry: entry.update(
+    "norms": lambda plan: plan.update(norms=plan["norms"] * MANY),
+    "centred_weights": lambda plan: plan.update(centred_weights=plan["centred_weights"] * MANY),
+    "forms": lambda plan: plan.update(
         covered={"forms": [{"owner": "Net", "arguments": [["x", {"value": 1}]]}] * MANY}
     ),
 }
@@ -52,7 +51,7 @@ REPEATED: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("name", REPEATED)
 def test_a_marker_that_repeats_an_entry_is_refused(outs: dict[str, Path], name: str) -> None:
     config: dict[str, Any] = json.loads((outs["gpt2"] / "config.json").read_text())
-    REPEATED[name](config["enjoyln"])
+    REPEATED[name](config["enjoyln"]["plan"])
     config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
     with pytest.raises(BadCheckpoint, match=f"malformed: .*{name}: .*is repeated") as caught:
         read_marker(config)

@@ -214,9 +214,7 @@ def test_on_a_terminal_the_user_decides_and_sees_it_go(hub: Hub, home: Path, out
 
 
 @pytest.mark.slow
-def test_a_hub_that_cannot_be_reached_is_one_line_and_no_matter_to_a_dry_run(
-    home: Path, out: Path
-) -> None:
+def test_a_hub_that_cannot_be_reached_is_one_line(home: Path, out: Path) -> None:
     with nobody() as closed, connected(closed, home):
         error = no_push(out, "me/x", "--yes")
         table = push(out, "me/x", "--dry-run")
@@ -369,9 +367,7 @@ def test_a_repository_keeps_whether_it_is_private(hub: Hub, out: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_result_on_the_hub_is_verified_and_its_cache_left_alone(
-    hub: Hub, out: Path, tmp_path: Path
-) -> None:
+def test_a_result_on_the_hub_is_verified(hub: Hub, out: Path, tmp_path: Path) -> None:
     private = {path.name: path.read_bytes() for path in out.iterdir()}
     hub.add("me/verified", private, private=True)
     cache = ["--cache-dir", tmp_path / "cache", "--token", TOKEN]

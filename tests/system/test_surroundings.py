@@ -71,9 +71,7 @@ for words in (["report", {GPT2!r}], {fold}):
     assert "\x1b[3" not in text, "a colour"
 
 
-def test_tests_use_one_thread_in_a_process_and_the_cores_that_are_there(
-    pytestconfig: pytest.Config, tmp_path: Path
-) -> None:
+def test_tests_use_one_thread_in_a_process(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]) == (1, "1")
     plugins = pytestconfig.pluginmanager
     workers = plugins.subset_hook_caller("pytest_xdist_auto_num_workers", [])
@@ -120,9 +118,7 @@ def test_warnings_of_libraries_do_not_stand_in_the_output(debug: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["report", "fold", "rotate"])
-def test_every_command_refuses_what_is_quantised_in_the_same_words(
-    command: str, tmp_path: Path
-) -> None:
+def test_commands_refuse_quantised_models_in_the_same_words(command: str, tmp_path: Path) -> None:
     shutil.copytree(GPT2, tmp_path / "gpt2-4bit")
     file = tmp_path / "gpt2-4bit" / "config.json"
     config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq"}}

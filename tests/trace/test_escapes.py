@@ -115,7 +115,7 @@ def test_what_a_hook_collects_counts_as_an_output(before: bool) -> None:
     assert not plan.folded and not collected
 
 
-def test_a_function_that_reads_the_model_around_it_reads_the_copy() -> None:
+def test_a_function_that_reads_its_model_reads_the_copy() -> None:
     model = leaving(nowhere)
     model.forward = lambda tokens: model.norm(model.emb(tokens))
     found = fold_in_place(model, ids())
@@ -222,7 +222,7 @@ BLOCKS: dict[str, tuple[type[Block], Callable[..., torch.Tensor], str]] = {
 
 
 @pytest.mark.parametrize("how", BLOCKS)
-def test_the_first_input_of_a_block_is_the_one_that_the_call_takes(how: str) -> None:
+def test_the_first_input_of_a_block_is_what_the_call_takes(how: str) -> None:
     """If a block cannot be used so, there is the module inside it that holds the norms."""
     kind, call, place = BLOCKS[how]
 
@@ -231,13 +231,13 @@ def test_the_first_input_of_a_block_is_the_one_that_the_call_takes(how: str) -> 
 
     blocks = nn.ModuleList([kind()])
     model = randomised(Computing(run, emb=nn.Embedding(VOCAB, D), blocks=blocks))
-    (op,) = analyze_module(model, ids()).plan.ops
+    (op,) = analyze_module(model, ids()).plan.subtractions
     assert (op.module, op.place) == (place, "input")
     found = fold_in_place(model, ids())
     assert found.error < 1e-12 and len(found.folded) == 3
 
 
-def test_a_forward_that_is_called_directly_is_a_call_of_the_place() -> None:
+def test_a_forward_called_directly_is_a_call_of_the_place() -> None:
     def run(m: Any, tokens: torch.Tensor) -> torch.Tensor:
         h, direct = m.emb(tokens), m.emb.forward(tokens.flip(-1))
         return sum(norm(h) for norm in m.norms) * direct.mean() @ m.emb.weight.T

@@ -239,7 +239,7 @@ ONE_DEVICE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("op", ONE_DEVICE)
-def test_an_op_that_wants_all_operands_on_one_device_reads_inputs_and_weights(op: str) -> None:
+def test_an_op_that_wants_operands_on_one_device(op: str) -> None:
     class Reading(Code):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.norm(self.linear(ONE_DEVICE[op](x, self.linear.weight).sum(-1) + x))

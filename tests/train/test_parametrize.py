@@ -92,11 +92,11 @@ def test_an_mlp_trains_as_with_layer_norm(
 
 
 @pytest.mark.slow
-def test_a_tied_model_with_attention_dropout_trains_as_with_layer_norm(
+def test_a_tied_model_with_dropout_trains_as_with_layer_norm(
     gpt2: Any, gpt2_plan: Plan, ids: list[torch.Tensor]
 ) -> None:
     """The embedding is tied to the head, so its mean is subtracted by an explicit operation."""
-    assert gpt2.config.attn_pdrop == 0.1 and len(gpt2_plan.ops) == 1
+    assert gpt2.config.attn_pdrop == 0.1 and len(gpt2_plan.subtractions) == 1
     losses, weights, plan = differences(gpt2, language_loss, ids, "AdamW", 1.0, plan=gpt2_plan)
     assert len(plan.folded) == 5
     assert losses < EXACT and weights < EXACT
@@ -111,13 +111,13 @@ def test_convolutions_and_raw_parameters_are_centred() -> None:
         return F.cross_entropy(one(pixel_values=x).logits, torch.tensor([0, 1]))
 
     losses, weights, plan = differences(model, loss, [given, -given], "SGD")
-    centred = {writer.parameter.rpartition(".")[2] for writer in plan.writers}
+    centred = {writer.parameter.rpartition(".")[2] for writer in plan.centred_weights}
     assert {"cls_token", "position_embeddings", "weight", "bias"} <= centred
-    assert any("projection" in writer.parameter for writer in plan.writers)
+    assert any("projection" in writer.parameter for writer in plan.centred_weights)
     assert losses < EXACT and weights < EXACT
 
 
-def test_the_norms_compute_rms_norm_with_gradients_in_training_mode(
+def test_norms_compute_rms_norm_in_training_mode(
     mlp: Mlp, mlp_plan: Plan, xs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = copy.deepcopy(mlp)
@@ -259,7 +259,7 @@ def test_blocks_of_a_fused_projection_are_centred() -> None:
         moved(Fused()), square_loss, batches, "AdamW", example=batches[0]
     )
     assert len(plan.folded) == 1
-    assert {writer.axis.size for writer in plan.writers} == {4}
+    assert {writer.axis.size for writer in plan.centred_weights} == {4}
     assert losses < EXACT and weights < EXACT
 
 
@@ -330,7 +330,7 @@ def test_another_dropout_makes_the_norms_compute_layer_norm(
     xs: list[torch.Tensor], mlp: Mlp, mlp_plan: Plan, change: Any, words: str
 ) -> None:
     """A dropout of rate zero is no obstacle."""
-    assert len(mlp_plan.folded) == 2 and not mlp_plan.ops
+    assert len(mlp_plan.folded) == 2 and not mlp_plan.subtractions
     model = copy.deepcopy(mlp)
     reparametrize(model, mlp_plan)
     model.train()
@@ -361,7 +361,7 @@ def test_what_cannot_be_parametrised_is_refused(xs: list[torch.Tensor], mlp_plan
         reparametrize(sparse, example=torch.tensor([1, 2]))
 
 
-def test_a_norm_that_computes_something_else_in_training_mode_is_refused() -> None:
+def test_a_norm_that_differs_in_training_mode_is_refused() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -79,8 +79,8 @@ def test_norms_of_pre_activations_train_as_with_layer_norm(
     losses, weights, plan = differences(
         moved(cell), square_loss, sequences, "AdamW", example=sequences[0]
     )
-    assert [verdict.status for verdict in plan.norms] == ["static"]
-    centred = {writer.parameter: writer.axis for writer in plan.writers}
+    assert [verdict.status for verdict in plan.norms] == ["in_weights"]
+    centred = {writer.parameter: writer.axis for writer in plan.centred_weights}
     assert centred == dict.fromkeys(["reads.weight", "reads.bias", "recurs.weight"], axis)
     assert losses < EXACT and weights < EXACT
 

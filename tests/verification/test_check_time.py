@@ -88,7 +88,7 @@ def test_a_run_stops_before_the_batch_that_does_not_fit() -> None:
     assert pace.run(one) == [0, 1, 2], "what is left is shared among fewer runs"
 
 
-def test_a_run_in_a_slower_dtype_does_less_and_so_do_those_after_it() -> None:
+def test_a_run_in_a_slower_dtype_does_less() -> None:
     hands = Hands()
     pace = paced(60.0, [1] * 8, hands)
     seconds = [1.0, 1.0, 1.0, 9.0, 1.0, 1.0]
@@ -139,7 +139,7 @@ def test_the_progress_counts_up_to_the_time_that_is_expected(
 # What a short check never leaves out.
 
 
-def test_a_short_check_runs_the_identity_and_says_how_much_it_ran(outs: dict[str, Path]) -> None:
+def test_a_short_check_says_how_much_it_ran(outs: dict[str, Path]) -> None:
     found = verify(outs["gpt2"], write=False, seconds=SOON)
     assert found.passed and found.identity_error < 1e-12
     assert found.rows == 1 and found.full_rows == 16 and found.is_partial

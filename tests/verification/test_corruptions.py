@@ -157,7 +157,7 @@ CONVERTED: dict[str, Corruption] = {
     "plan: layout alone": bytes_of("enjoyln_plan.json", lambda d: d.extend(b" ")),
     "plan truncated": bytes_of("enjoyln_plan.json", lambda d: d.__delitem__(slice(100, None))),
     "plan deleted": deleted("enjoyln_plan.json"),
-    "marker: a norm": json_of("config.json", lambda c: c["enjoyln"].update(rmsnorm=["x"])),
+    "marker: a norm": json_of("config.json", lambda c: c["enjoyln"]["plan"].update(norms=[])),
     "marker: the tool": json_of("config.json", lambda c: c["enjoyln"].update(tool="by hand")),
     "marker deleted": json_of("config.json", lambda c: c.pop("enjoyln")),
 }  # fmt: skip

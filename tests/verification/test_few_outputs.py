@@ -78,7 +78,7 @@ def test_no_seed_refuses_an_exact_fold(made: Any) -> None:
 
 
 def first_writer(plan: Plan) -> str:
-    return next(writer.tensor for writer in plan.writers if len(writer.shape) > 1)
+    return next(writer.tensor for writer in plan.centred_weights if len(writer.shape) > 1)
 
 
 WRONG: dict[str, Callable[[Tensors, Tensors, Plan], object]] = {
@@ -110,7 +110,9 @@ def test_every_seed_finds_a_wrong_fold(wrong: str, name: str, made: Any, tmp_pat
         old = load_file(source / "model.safetensors")
         out = changed(out, tmp_path / "wrong", lambda new: WRONG[wrong](new, old, plan))
     else:
-        left = tuple(writer for writer in plan.writers if writer.tensor != first_writer(plan))
-        out = folded(source, tmp_path / "wrong", replace(plan, writers=left))
+        left = tuple(
+            writer for writer in plan.centred_weights if writer.tensor != first_writer(plan)
+        )
+        out = folded(source, tmp_path / "wrong", replace(plan, centred_weights=left))
     for seed in range(2):
         assert not verify(out, samples=1 + seed, seed=seed, write=False).passed, seed

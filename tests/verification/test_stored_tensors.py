@@ -166,7 +166,7 @@ def test_another_seed_another_matrix_and_none_are_found(tmp_path: Path) -> None:
     assert check_tensors(original, original, {"table": rotated(1, rotation)})[1]
 
 
-def test_a_sum_in_another_order_may_fall_on_the_other_side_of_a_tie(tmp_path: Path) -> None:
+def test_a_sum_in_another_order_may_fall_beyond_a_tie(tmp_path: Path) -> None:
     """``1 + 2**-9`` is halfway between two bfloat16 numbers, and rounding makes it either."""
     half = Rotation(4, 0, "stream", fixes_ones=True)
     q = matrix(half)

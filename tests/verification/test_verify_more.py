@@ -209,9 +209,9 @@ def test_a_writer_that_matters_at_the_last_position_alone(tmp_path: Path) -> Non
         table[-1] += 1e-3
     model.save_pretrained(tmp_path / "in")
     plan = right_plan()
-    left = tuple(w for w in plan.writers if w.parameter != "transformer.wpe.weight")
+    left = tuple(w for w in plan.centred_weights if w.parameter != "transformer.wpe.weight")
     found = verify(
-        folded(tmp_path / "in", tmp_path / "out", replace(plan, writers=left)), write=False
+        folded(tmp_path / "in", tmp_path / "out", replace(plan, centred_weights=left)), write=False
     )
     assert not found.passed
     assert found.identity_error > 1e-9 and "the edits change the function" in found.summary
@@ -266,7 +266,7 @@ def test_a_float64_checkpoint(tmp_path: Path) -> None:
     assert found.compute_dtype == "float64"
     assert 0.1 < found.ratio < 1.25 and 0.1 < found.stock_ratio < 1.25
     assert 0 < found.original_error < 1e-13
-    tensor = next(w.tensor for w in plan.writers if len(w.shape) > 1)
+    tensor = next(w.tensor for w in plan.centred_weights if len(w.shape) > 1)
     wrong = changed(out, tmp_path / "wrong", lambda t: t[tensor].mul_(1 + 1e-9))
     found = verify(wrong, write=False)
     assert not found.passed

@@ -1,0 +1,93 @@
+"""The stored tensors that a plan edits, and the parameters that they hold, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.option_field import InRange
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter that is stored once, in the layout that the class uses."""
+
+    parameter: str
+    """Name in the model class of the plan."""
+    tensor: str = ""
+    """Name of the stored tensor; by default ``parameter``."""
+
+    def __post_init__(self) -> None:
+        """Set the default of ``tensor``."""
+        object.__setattr__(self, "tensor", self.tensor or self.parameter)
+
+
+@dataclass(frozen=True)
+class BakedNorm:
+    """The norm behind an embedding table that takes its place: see ``edits.baked_rows``."""
+
+    weight: NamedParameter
+    """The norm's weight, which becomes one number."""
+    bias: NamedParameter
+    """The norm's bias, which becomes zeros."""
+    eps: float
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` without a positive ``eps``, which scales the rows."""
+        if not self.eps > 0:
+            raise ValueError(f"eps is {self.eps}, but must be above 0")
+
+
+@dataclass(frozen=True)
+class EditedTensor:
+    """A stored tensor that holds a parameter, or a part of it, and the axis of an edit."""
+
+    parameter: str
+    """Name in the model class of the plan, e.g. ``transformer.h.0.attn.c_proj.weight``."""
+    axis: Axis
+    """Axis of the stored tensor: ``Axis(1, 0, 1, d, 1)`` for a Conv1D weight."""
+    shape: tuple[int, ...] = ()
+    """Shape of the stored tensor; empty where only the parameter matters."""
+    tensor: str = ""
+    """Name of the stored tensor, by default ``parameter``; a parameter stored under several names
+    has an entry for each."""
+    module_axis: Axis | None = None
+    """Axis of the parameter, if the class uses another layout than the file."""
+    scale: NamedParameter | None = None
+    """A vector (LayerScale) that is fused in along ``axis.dim`` first, into all writers of a layer
+    or none, and then set to ones."""
+    baked: BakedNorm | None = None
+    """Baked into this table. ``axis`` is that of the rows, which are those of the norm's result."""
+
+    def __post_init__(self) -> None:
+        """Set the default of ``tensor``."""
+        object.__setattr__(self, "tensor", self.tensor or self.parameter)
+
+
+@dataclass(frozen=True)
+class CentredWeight(EditedTensor):
+    """A parameter whose values are centred: ``W <- P W`` over ``axis``, or ``P diag(scale) W``."""
+
+
+@dataclass(frozen=True)
+class RotatedTensor(EditedTensor):
+    """A stored tensor that is multiplied by the matrix of a group: ``W <- Q W`` over ``axis``.
+
+    The tensors that write the group are rotated over their outputs, and those that read it over
+    their inputs. For an orthogonal ``Q`` both are the same product. Every group of the axis is
+    rotated by the same matrix.
+    """
+
+    writes: bool = True
+    """Whether the features are computed from it."""
+    reads: bool = False
+    """Whether it is multiplied by the features. One that is tied may do both."""
+
+
+@dataclass(frozen=True)
+class GrownParameter(NamedParameter):
+    """A parameter of a widened MLP; entries for the new hidden units are appended to it."""
+
+    dim: Annotated[int, InRange(0, 1)] = 0
+    """The dimension of hidden units."""
