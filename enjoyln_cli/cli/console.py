@@ -264,6 +264,11 @@ def write_quantised(result: Quantised) -> None:
     _show(table)
     as_original = "; no other form is clearly better" if result.chosen == "original" else ""
     say(f"wrote {result.scheme} as {result.format} to {result.out}: {result.chosen}{as_original}")
+    if result.finer:
+        table = _table("layer with more bits", "bits", "cost of rounding it alone")
+        for layer in result.finer:
+            table.add_row(layer.layer, layer.what, number(layer.cost))
+        _show(table)
     say(f"on the held-out data ({counted(result.inputs, 'input')}):")
     table = _table("", "quantised", "original, quantised", "float32")
     _add_differences(table, [result.held_out, result.plain], result.perplexity)

@@ -151,7 +151,14 @@ def verify(
     type=click.FloatRange(min=0, min_open=True),
     metavar="R",
     group="Measuring",
-    help="Fail above this relative error of the outputs (default: that of the scheme).",
+    help="The largest relative error of the outputs (default: that of the scheme).",
+)
+@option(
+    "--max-size",
+    callback=parse_size,
+    metavar="S",
+    group="Measuring",
+    help="The largest size of the result, such as 40MB.",
 )
 @option("--force", is_flag=True, help="Replace OUT if it exists.")
 @quiet_option
@@ -174,7 +181,8 @@ def quantize(
 
     The original and its rotated forms are compared on one half of your data (calibration data), in
     the program that the format is for. The result is measured on the other half (held-out data).
-    Exit status 1 if its error is too large.
+    If its error is too large, the layers that cost most get more bits. Exit status 1 if it remains
+    too large.
     """
     from enjoyln_cli.cli.progress import watch_job
 

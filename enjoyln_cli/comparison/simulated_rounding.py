@@ -27,6 +27,8 @@ class Scheme:
     input_bits: int | None
     per_token: bool = True
     """Whether each token has a scale of its own; otherwise all tokens of a call share one."""
+    group: int | None = None
+    """How many neighbouring inputs of a weight share a scale; ``None``: all inputs of an output."""
 
 
 def input_dimension(module: nn.Module) -> int | None:
@@ -38,9 +40,14 @@ def input_dimension(module: nn.Module) -> int | None:
     return 0 if isinstance(module, Conv1D) else None
 
 
+def head_of(model: Any) -> Any:
+    """The layer that computes the logits; ``None`` if there is none."""
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
 def linear_layers(model: Any) -> dict[str, nn.Module]:
     """The linear layers of ``model`` by path, without the one that computes the logits."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = head_of(model)
     return {
         name: module
         for name, module in model.named_modules()
@@ -48,9 +55,16 @@ def linear_layers(model: Any) -> dict[str, nn.Module]:
     }
 
 
-def round_to(x: torch.Tensor, bits: int, dim: int | None) -> torch.Tensor:
-    """``x`` rounded to symmetric integers of ``bits`` bits, with one scale for each slice of
-    ``dim`` (for all of ``x`` if it is ``None``), and multiplied by the scale again."""
+def round_to(x: torch.Tensor, bits: int, dim: int | None, group: int | None = None) -> torch.Tensor:
+    """``x`` rounded to symmetric integers of ``bits`` bits, and multiplied by the scale again.
+
+    There is one scale for each slice of ``dim``, or for ``group`` neighbours in it if they divide
+    it, and for all of ``x`` if ``dim`` is ``None``.
+    """
+    if group and dim is not None and x.shape[dim] % group == 0:
+        in_groups = x.unflatten(dim, (-1, group))
+        inner = dim % x.dim() + 1
+        return round_to(in_groups, bits, inner).flatten(inner - 1, inner)
     top = 2 ** (bits - 1) - 1
     wide = x.float()
     largest = wide.abs().amax() if dim is None else wide.abs().amax(dim, keepdim=True)
@@ -65,15 +79,16 @@ def round_to(x: torch.Tensor, bits: int, dim: int | None) -> torch.Tensor:
 def simulated(model: Any, scheme: Scheme, only: str | None = None) -> Iterator[None]:
     """Within the block, the linear layers of ``model`` compute with rounded weights and inputs.
 
-    ``only`` is the path of a single layer to round. A weight is rounded in each call of its layer,
-    and is back afterwards.
+    ``only`` is the path of a single layer to round, which may be the head. A weight is rounded in
+    each call of its layer, and is back afterwards.
     """
 
     def begin(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         weight, dim = module.weight, input_dimension(module)
         assert isinstance(weight, torch.Tensor) and dim is not None
         originals[module] = weight
-        module._parameters["weight"] = round_to(weight, scheme.weight_bits, dim)  # type: ignore[assignment]
+        rounded = round_to(weight, scheme.weight_bits, dim, scheme.group)
+        module._parameters["weight"] = rounded  # type: ignore[assignment]
         if scheme.input_bits is None or not args:
             return args
         dim = -1 if scheme.per_token else None
@@ -83,10 +98,9 @@ def simulated(model: Any, scheme: Scheme, only: str | None = None) -> Iterator[N
         module._parameters["weight"] = originals.pop(module)
 
     originals: dict[nn.Module, Any] = {}
+    layers = linear_layers(model) if only is None else {only: model.get_submodule(only)}
     with ExitStack() as stack:
-        for name, module in linear_layers(model).items():
-            if only not in (None, name):
-                continue
+        for module in layers.values():
             stack.callback(module.register_forward_pre_hook(begin).remove)
             stack.callback(module.register_forward_hook(end).remove)
         try:

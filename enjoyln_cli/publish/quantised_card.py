@@ -55,6 +55,8 @@ def values(out: Path, source: Source, final: Path, card: str, state: str) -> Jso
         "scheme": scheme,
         "program": PROGRAMS[form],
         "chosen": str(record["chosen"]),
+        "is_original": str(record["chosen"]).startswith("original"),
+        "finer": [f"`{layer}`" for layer in dict.fromkeys(one["layer"] for one in record["finer"])],
         "command": shlex.join([*words, *(["--keep", ",".join(kept)] if kept else [])]),
         "versions": ", ".join(f"{name} {version}" for name, version in versions(*BESIDE).items()),
         "begin": BEGIN,

@@ -19,6 +19,7 @@ from enjoyln_cli.events import Event
 from enjoyln_cli.models.classes import classes_for
 from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.plan.plan import Plan, RotationGroup
+from enjoyln_cli.quantisation.layer_bits import FinerLayer, in_words
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 
 ORIGINAL = "original"
@@ -35,6 +36,13 @@ class RotatedForm:
     """The edits; ``None`` for the original."""
     rounding: RoundingMethod = "nearest"
     """How weights of 4 bits are rounded: each to the nearest integer, or by ``quantisers.gptq``."""
+    finer: tuple[FinerLayer, ...] = ()
+    """Layers that get more bits than the scheme says."""
+
+    @property
+    def title(self) -> str:
+        """The name, with the number of finer layers: ``original, 2 layers in float``."""
+        return f"{self.name}, {in_words(self.finer)}" if self.finer else self.name
 
     @property
     def is_rotated(self) -> bool:

@@ -1,5 +1,4 @@
-"""How far the outputs of a quantised model are from those of the original in float32, and which
-layers cost most."""
+"""How far the outputs of a quantised model are from those of the original in float32."""
 
 from __future__ import annotations
 
@@ -33,13 +32,11 @@ from enjoyln_cli.comparison.output_meaning import (
     sums,
 )
 from enjoyln_cli.comparison.run import choose_outputs, run
-from enjoyln_cli.comparison.simulated_rounding import Scheme, linear_layers, simulated
 from enjoyln_cli.comparison.text_scores import perplexity_of, text_loss
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event
 from enjoyln_cli.models.outputs import match_names
 from enjoyln_cli.quantisation.examples import Example, split
-from enjoyln_cli.quantisers.schemes import QuantisationScheme
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 
 Outputs = dict[str, torch.Tensor]
@@ -48,8 +45,6 @@ Compute = Callable[[Batch], Outputs]
 EmbedOutputs = Callable[[Outputs, Batch], Outputs]
 ERROR = "error"
 """The relative error among the measures of an output."""
-TRIED_ON = 2
-"""Inputs that each layer is rounded on: the order of layers is clear with few."""
 CHANCE = 0.2
 """The probability that another form is taken for better although its savings are chance."""
 DIRECTIONS = 20_000
@@ -263,21 +258,3 @@ def perplexity_in(exact: ExactOutputs) -> float | None:
     if not scores:
         return None
     return perplexity_of(sum(loss for loss, _ in scores), sum(count for _, count in scores))
-
-
-def costly_layers(
-    model: Any, scheme: QuantisationScheme, exact: ExactOutputs, on_progress: Progress
-) -> list[str]:
-    """The linear layers of ``model`` by path, the costliest first.
-
-    Each is rounded alone (simulated: one scale for each output of a weight, and for all inputs).
-    """
-    rounding = Scheme(scheme.weight_bits, scheme.input_bits, per_token=False)
-    few = replace(exact, examples=exact.examples[:TRIED_ON], outputs=exact.outputs[:TRIED_ON])
-    layers, costs = list(linear_layers(model)), {}
-    countdown = Countdown(len(layers), on_progress)
-    for layer in layers:
-        with simulated(model, rounding, only=layer):
-            costs[layer] = differences(lambda batch: run(model, [batch])[0], few).cost
-        countdown.count()
-    return sorted(costs, key=lambda layer: -costs[layer])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from enjoyln_cli.quantisation.layer_bits import FinerLayer
 from enjoyln_cli.quantisation.measure import Differences
 from enjoyln_cli.quantisation.speed import Speed
 from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount
@@ -64,7 +65,10 @@ class Quantised:
     threads: int
     max_error: float
     kept: tuple[str, ...]
-    """Patterns of the layers that were kept more precise."""
+    """Patterns of the layers that the user wanted to keep more precise."""
+    finer: tuple[FinerLayer, ...]
+    """Layers that got more bits than the scheme says, the costliest first."""
+    max_size: int | None
     seconds: float
     version: str = __version__
 

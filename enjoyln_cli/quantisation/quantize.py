@@ -1,9 +1,10 @@
 """``enjoyln quantize``: choose a form of the model, quantise it, and measure what was written.
 
 The order of the steps: read the data and run the original on it; write each candidate in the chosen
-format and scheme, and run it in the program that the format is for, on the calibration data;
-take the best one; measure it on the held-out data, beside the original quantised in the same way.
-Nothing is simulated: what is compared is what users would run.
+format and scheme, and run it in the program that the format is for, on the calibration data; take
+the best one, and give more bits to some of its layers if its error is too large; measure it on the
+held-out data, beside the original quantised as the scheme says.
+What is compared is what users would run; only the order in which layers get more bits is simulated.
 """
 
 from __future__ import annotations
@@ -33,28 +34,21 @@ from enjoyln_cli.quantisation.candidates import (
     RotatedForm,
     candidates,
     rotation_plan,
-    rounded_by_error,
     stored_class,
 )
+from enjoyln_cli.quantisation.choice import Comparison
 from enjoyln_cli.quantisation.examples import require_every_input
-from enjoyln_cli.quantisation.measure import (
-    clearly_cheaper,
-    costly_layers,
-    differences,
-    exact_halves,
-    perplexity_in,
-)
-from enjoyln_cli.quantisation.quantised import Compared, Quantised
+from enjoyln_cli.quantisation.layer_bits import in_words
+from enjoyln_cli.quantisation.measure import ExactOutputs, exact_halves, perplexity_in
+from enjoyln_cli.quantisation.quantised import Quantised
 from enjoyln_cli.quantisation.workshop import FLOAT, Measured, Workshop, measure
 from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, OPENVINO, require_scheme
 from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.rewrite.opened_model import open_model
 from enjoyln_cli.rewrite.written_files import record_files
-from enjoyln_cli.text import counted, number
+from enjoyln_cli.text import counted, number, size
 
 INPUTS_IN_A_HALF = 16
-NAMED = 3
-"""How many of the layers that cost most are named."""
 
 
 def quantize(
@@ -67,6 +61,7 @@ def quantize(
     seeds: Sequence[int] = (0, 1, 2),
     keep: Sequence[str] = (),
     max_error: float | None = None,
+    max_size: int | None = None,
     inputs: int = INPUTS_IN_A_HALF,
     force: bool = False,
     opening: OpenOptions = OPENED_PLAINLY,
@@ -80,14 +75,17 @@ def quantize(
     * ``form`` and ``scheme`` are names of ``schemes.FORMATS`` and ``schemes.SCHEMES``.
     * ``keep``: paths of layers, or patterns, to leave in floating point (in ONNX in 8 bits if
       weights have 4).
-    * ``max_error``: the largest relative error of the outputs; by default that of the scheme.
+    * ``max_error``: the largest relative error of the outputs; by default that of the scheme. If
+      the scheme costs more, the layers that need it get 8 bits or stay in floating point.
+    * ``max_size``: the largest number of bytes of the program and its weights. Without
+      ``max_error``, layers get more bits as long as they fit.
     * ``inputs``: use at most this many inputs in each half.
 
     ``on_event`` receives stages and warnings, and ``on_progress``, after each input and each
     form, the seconds that this stage has taken so far and those that it takes in all.
 
     Raises ``UnsupportedModel`` for a model, a format or data that cannot be used, and
-    ``VerificationFailed``, with the layers that cost most, if the error is too large. ``out``
+    ``VerificationFailed`` if no bits of single layers keep within the limits. ``out``
     appears only if everything has succeeded.
     """
     begin, event = time.perf_counter(), on_event or default_listener
@@ -108,7 +106,8 @@ def quantize(
         staged_output(Path(out), source=source.root, force=force) as staged,
         TemporaryDirectory(dir=staged.parent) as scratch,
     ):
-        work = Workshop(Path(scratch), form, settings, tuple(keep), original)
+        bits = dict.fromkeys(keep, settings.bits_to_keep(form))
+        work = Workshop(Path(scratch), form, settings, bits, original)
         event("stage", "running the original on the data")
         float_model = original.load(torch.float32)
         require_layers(float_model, keep)
@@ -123,42 +122,15 @@ def quantize(
             work.trace(float_model, choosing.examples, event)
         del float_model
         forms = candidates(plan, seeds, settings.rounds_untied_heads(form))
-        countdown, compared = Countdown(len(forms) + 2, on_progress), []
-
-        def compare(candidate: RotatedForm) -> None:
-            event("stage", f"quantising: {candidate.name}{countdown.in_words}")
-            weights = work.write(candidate, choosing.examples, on_progress)
-            apart = differences(work.load(candidate.name), choosing)
-            compared.append(Compared(candidate.name, apart, work.size(candidate.name), weights))
-            countdown.count()
-
-        for candidate in forms:
-            compare(candidate)
-        float_size = work.size(FLOAT)
-        if form == ONNX and settings.weight_bits == 4:
-            forms += rounded_by_error(forms[best(compared, float_size)])
-            for candidate in forms[-2:]:
-                compare(candidate)
-        chosen = forms[best(compared, float_size)]
-        event("stage", f"measuring on the held-out data: {chosen.name}{countdown.in_words}")
+        countdown = Countdown(len(forms) + 2, on_progress)
+        comparison = Comparison(work, choosing, countdown, event, on_progress, max_size, forms)
         limit = settings.max_error if max_error is None else max_error
-        measured = measure(work, chosen, held_out, limit, event)
-        if not measured.chosen.error <= limit:
-            event("stage", "finding the layers that cost most")
-            layers = costly_layers(
-                original.load(torch.float32, chosen.plan), settings, choosing, on_progress
-            )
-            worst = ",".join(layers[:NAMED])
-            way = f"leave the layers that cost most more precise with --keep {worst}"
-            if form == OPENVINO:
-                way = f"choose another --scheme (the layers that cost most are {worst})"
-            raise VerificationFailed(
-                f"{scheme} costs too much: error {number(measured.chosen.error)} of the outputs "
-                f"(limit {limit:g}), so nothing was written; {way}, or raise the limit with "
-                "--max-error"
-            )
-        size = work.size(chosen.name)
-        require_gain(measured, size, float_size)
+        chosen = comparison.choose()
+        if max_size is not None and max_error is None:
+            chosen = comparison.filled(chosen, max_size)
+        chosen, measured = within_limits(comparison, chosen, held_out, scheme, limit, max_size)
+        written, float_size = comparison.measured(chosen).size, work.size(FLOAT)
+        require_gain(measured, written, float_size)
         result = Quantised(
             out=str(out),
             source=str(source.root.resolve()) if source.revision is None else source.model,
@@ -167,8 +139,8 @@ def quantize(
             outputs=held_out.names,
             format=form,
             scheme=scheme,
-            chosen=chosen.name,
-            candidates=tuple(compared),
+            chosen=chosen.title,
+            candidates=tuple(comparison.found.values()),
             held_out=measured.chosen,
             plain=measured.plain,
             inputs=len(held_out.examples),
@@ -176,17 +148,74 @@ def quantize(
             chosen_by=tuple(example.digest for example in choosing.examples),
             measured_on=tuple(example.digest for example in held_out.examples),
             perplexity=perplexity_in(held_out),
-            size=size,
+            size=written,
             float_size=float_size,
             speed=measured.speed,
             float_speed=measured.float_speed,
             threads=torch.get_num_threads(),
             max_error=limit,
+            max_size=max_size,
             kept=tuple(keep),
+            finer=chosen.finer,
             seconds=time.perf_counter() - begin,
         )
         store(work, result, staged)
     return result
+
+
+def within_limits(
+    comparison: Comparison,
+    chosen: RotatedForm,
+    held_out: ExactOutputs,
+    scheme: str,
+    max_error: float,
+    max_size: int | None,
+) -> tuple[RotatedForm, Measured]:
+    """The candidate to write: ``chosen``, with as many finer layers as ``max_error`` needs.
+
+    The held-out data choose no layers. If the error is too large on them, the limit for the
+    calibration data becomes lower. Raises ``VerificationFailed`` if all finer layers are not
+    enough, or if the candidate has more bytes than ``max_size``.
+    """
+    work, limit, error = comparison.work, max_error, comparison.error(chosen)
+    while True:
+        if not comparison.error(chosen) <= limit:
+            finer = comparison.within(limit, chosen)
+            if finer is None:
+                raise _too_inexact(comparison, chosen, scheme, error, max_error)
+            chosen = finer
+        found = comparison.measured(chosen)
+        if max_size is not None and found.size > max_size:
+            raise VerificationFailed(
+                f"{scheme} takes {size(found.size)}, with an error of "
+                f"{number(found.differences.error)} of the outputs, which is more than --max-size "
+                f"{size(max_size)}, so nothing was written; "
+                "choose a --scheme with fewer bits, or a larger --max-error"
+            )
+        if chosen.finer:
+            work.write(chosen, comparison.exact.examples)
+        comparison.event("stage", f"measuring on the held-out data: {chosen.title}")
+        measured = measure(work, chosen, held_out, max_error, comparison.event)
+        error = measured.chosen.error
+        if error <= max_error:
+            return chosen, measured
+        limit = comparison.error(chosen) * max_error / error
+
+
+def _too_inexact(
+    comparison: Comparison, chosen: RotatedForm, scheme: str, error: float, limit: float
+) -> VerificationFailed:
+    """The refusal of a result that no finer layers bring within the limit."""
+    reachable = ""
+    if comparison.steps:
+        least = comparison.error(comparison.finer(chosen, len(comparison.steps)))
+        words = in_words(comparison.steps)
+        reachable = f", and still {number(least)} with {words}"
+    return VerificationFailed(
+        f"{scheme} costs too much: error {number(error)} of the outputs (limit {limit:g})"
+        f"{reachable}, so nothing was written; choose another --scheme, or raise the limit with "
+        "--max-error"
+    )
 
 
 def require_gain(measured: Measured, size: int, float_size: int) -> None:
@@ -226,22 +255,3 @@ def require_layers(model: Any, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in paths):
             raise UnsupportedModel(f"--keep {pattern}: no layer has such a path")
-
-
-def best(compared: Sequence[Compared], float_size: int) -> int:
-    """Which candidate to write: the cheapest of those that are clearly cheaper than the original.
-
-    The original is the first one. Others have to be smaller than the model in float32, of
-    ``float_size`` bytes: an untied head can take more than rounding saves. A form that is larger
-    than the original has to earn it: at ``n`` times the size it may have ``1 / n`` of the cost.
-    """
-    first = compared[0]
-    original, *others = (candidate.differences for candidate in compared)
-    cheaper = [
-        at
-        for at, is_cheaper in enumerate(clearly_cheaper(others, original), 1)
-        if is_cheaper
-        and compared[at].size < float_size
-        and compared[at].size * others[at - 1].cost <= first.size * original.cost
-    ]
-    return min(cheaper, key=lambda at: compared[at].differences.cost, default=0)

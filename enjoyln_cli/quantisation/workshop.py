@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import torch
 
 from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.comparison.batches import Batch
-from enjoyln_cli.comparison.simulated_rounding import linear_layers
+from enjoyln_cli.comparison.simulated_rounding import head_of, linear_layers
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.events import Event
 from enjoyln_cli.onnx_export import exporting
 from enjoyln_cli.onnx_export.programs import save
 from enjoyln_cli.quantisation.candidates import ORIGINAL, RotatedForm
 from enjoyln_cli.quantisation.examples import Example, traced_batch
+from enjoyln_cli.quantisation.layer_bits import bits_of
 from enjoyln_cli.quantisation.measure import Compute, Differences, ExactOutputs, differences
 from enjoyln_cli.quantisation.speed import Speed, speeds, speeds_of_programs
 from enjoyln_cli.quantisers import onnx_forms, openvino_program, quantised_checkpoints
@@ -27,13 +28,15 @@ from enjoyln_cli.quantisers.gptq import RoundedWeight, round_model
 from enjoyln_cli.quantisers.onnx_forms import OnnxForms
 from enjoyln_cli.quantisers.onnxruntime_quantiser import GROUP
 from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount
-from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, QuantisationScheme
+from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, QuantisationScheme, bits_at
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.text import first_line
 from enjoyln_cli.verification.verify import compute_dtype
 
 FLOAT = "float"
 """The folder of the original in float32."""
+HEAD_BITS = 8
+"""A head needs so many in an ONNX file. If it is tied to the embedding, it has the embedding's."""
 
 
 @dataclass
@@ -43,14 +46,26 @@ class Workshop:
     folder: Path
     form: str
     scheme: QuantisationScheme
-    keep: tuple[str, ...]
+    bits: Mapping[str, int]
+    """Of the weights of layers, by paths or patterns, where the user has chosen them."""
     original: OpenedModel
     forms: OnnxForms | None = field(default=None, init=False)
     """What ONNX files are made from."""
+    rounded: dict[str, dict[str, RoundedWeight]] = field(default_factory=dict, init=False)
+    """Weights that were rounded by error, by the names of candidates and the paths of layers."""
+
+    @property
+    def rounds_by_error(self) -> bool:
+        """Whether weights can be rounded by ``quantisers.gptq``."""
+        return self.form == ONNX and self.scheme.weight_bits == 4
 
     def place(self, name: str) -> Path:
         """The folder of a candidate."""
         return self.folder / name.replace(" ", "_")
+
+    def remove(self, name: str) -> None:
+        """Remove the files of a candidate."""
+        rmtree(self.place(name))
 
     def suffix(self, name: str) -> str:
         """What the names of a candidate's ONNX files end with."""
@@ -73,24 +88,25 @@ class Workshop:
         on_progress: Progress = no_progress,
     ) -> WeightCount | None:
         """Write a candidate, quantised; of the original also what it is in float32."""
-        model, folder = (
-            self.original.load(torch.float32, candidate.plan),
-            self.place(candidate.name),
-        )
-        float_folder = self.place(FLOAT) if candidate.plan is None else None
+        model = self.original.load(torch.float32, candidate.plan)
+        folder = self.place(candidate.title)
+        float_folder = self.place(FLOAT) if candidate.title == ORIGINAL else None
+        bits = {**self.bits, **bits_of(candidate.finer)}
         if FORMATS[self.form].is_checkpoint:
             dtype = compute_dtype(self.original.checkpoint, None)
             return quantised_checkpoints.write(
-                model, self.form, self.scheme, dtype, self.keep, folder, float_folder
+                model, self.form, self.scheme, dtype, bits, folder, float_folder
             )
         calibration = [example.batch for example in examples]
         if self.forms:
-            keep = (*self.keep, *head_of(model)) if self.scheme.weight_bits == 4 else self.keep
+            if self.scheme.weight_bits < HEAD_BITS:
+                bits = {**dict.fromkeys(path_of_head(model), HEAD_BITS), **bits}
             rounded = self.round_by_error(model, candidate, calibration, on_progress)
+            rounded = {path: one for path, one in rounded.items() if not bits_at(path, bits, 0)}
             programs = self.forms.programs(model, candidate.plan)
-            if float_folder and not rounded:
+            if float_folder:
                 save(programs, float_folder)
-            small = onnx_forms.quantised(programs, self.scheme, calibration, keep, rounded)
+            small = onnx_forms.quantised(programs, self.scheme, calibration, bits, rounded)
             save(small, folder, self.scheme.suffix)
             return None
         batch = traced_batch(model, examples[0])
@@ -110,16 +126,19 @@ class Workshop:
         calibration: Sequence[Batch],
         on_progress: Progress,
     ) -> dict[str, RoundedWeight]:
-        """The weights of ``model`` in 4 bits, rounded in place, if the candidate asks for it."""
+        """The weights of ``model`` in 4 bits, if the candidate has them rounded by error.
+
+        They are computed once for a form, whichever of its layers are finer.
+        """
         if candidate.rounding == "nearest":
             return {}
-        layers = [
-            path
-            for path in linear_layers(model)
-            if not any(fnmatchcase(path, pattern) for pattern in self.keep)
-        ]
-        symmetric = candidate.rounding == "gptq"
-        return round_model(model, layers, calibration, GROUP, symmetric, on_progress)
+        if candidate.name not in self.rounded:
+            layers = [path for path in linear_layers(model) if not bits_at(path, self.bits, 0)]
+            symmetric = candidate.rounding == "gptq"
+            self.rounded[candidate.name] = round_model(
+                model, layers, calibration, GROUP, symmetric, on_progress
+            )
+        return self.rounded[candidate.name]
 
     def load(self, name: str) -> Compute:
         """A candidate, or ``FLOAT``, in the program that runs it."""
@@ -151,12 +170,9 @@ def load_result(folder: Path, form: str, model_class: Any, suffix: str) -> Compu
         raise BadCheckpoint(f"{folder} cannot be loaded: {first_line(error)}") from error
 
 
-def head_of(model: Any) -> list[str]:
-    """The path of the layer that computes the logits, which needs 8 bits; empty if there is none.
-
-    A head that is tied to the embedding has the embedding's 8 bits.
-    """
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+def path_of_head(model: Any) -> list[str]:
+    """The path of the layer that computes the logits; empty if there is none."""
+    head = head_of(model)
     return [name for name, module in model.named_modules() if module is head]
 
 
@@ -186,10 +202,10 @@ def measure(
 
     Nothing is timed if the error is above the ``limit``.
     """
-    found = {name: differences(work.load(name), held_out) for name in {ORIGINAL, chosen.name}}
-    measured, plain = found[chosen.name], found[ORIGINAL]
+    found = {name: differences(work.load(name), held_out) for name in {ORIGINAL, chosen.title}}
+    measured, plain = found[chosen.title], found[ORIGINAL]
     if not (FORMATS[work.form].is_timed and measured.error <= limit):
         return Measured(measured, plain)
     event("stage", "timing")
-    times = work.speeds((FLOAT, chosen.name), held_out.examples[0])
-    return Measured(measured, plain, times[chosen.name], times[FLOAT])
+    times = work.speeds((FLOAT, chosen.title), held_out.examples[0])
+    return Measured(measured, plain, times[chosen.title], times[FLOAT])

@@ -89,14 +89,19 @@ def round_weights(
 ) -> None:
     """Round the tables of an ``onnx_ir.Model`` and, with ``products``, its products, in place.
 
-    ``kept`` are names of nodes that stay in float32, ``reduced`` says that weights get 7 bits. What
-    else reads a rounded table reads it as numbers again.
+    ``kept`` are names of nodes that stay in float32, and with them the weights that they read.
+    ``reduced`` says that weights get 7 bits. What else reads a rounded table reads it as numbers
+    again.
     """
     rounding = Rounding(program.graph, REDUCED_TOP if reduced else TOP)
-    for node in list(program.graph.all_nodes()):
+    nodes = list(program.graph.all_nodes())
+    in_float = {_weight_of(node) for node in nodes if node.name in kept} - {None}
+    for node in nodes:
+        if _weight_of(node) in in_float:
+            continue
         if node.op_type == "Gather" and _is_weight(node.inputs[0]) and _axis(node) == 0:
             _round_table(node, rounding)
-        elif products and node.name not in kept:
+        elif products:
             _round_product(node, rounding)
     _read_integers(rounding)
 
@@ -154,6 +159,12 @@ def _round_product(node: Any, rounding: Rounding) -> None:
     if node.op_type == "Gemm" and len(node.inputs) > 2:
         after = [rounding.node("Add", [result.outputs[0], node.inputs[2]])]
     _replace(node, [*before, sums, wide, both, result, *after])
+
+
+def _weight_of(node: Any) -> Any:
+    """The stored matrix that a product or a table multiplies by or reads; ``None`` for others."""
+    found = _matrix_of(node)
+    return found[0] if found else node.inputs[0] if node.op_type == "Gather" else None
 
 
 def _matrix_of(node: Any) -> tuple[Any, int] | None:

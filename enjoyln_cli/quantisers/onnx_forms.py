@@ -144,21 +144,19 @@ def quantised(
     programs: Programs,
     scheme: QuantisationScheme,
     calibration: Sequence[Batch],
-    keep: Sequence[str],
+    bits: Mapping[str, int],
     rounded: Mapping[str, RoundedWeight] | None = None,
 ) -> Programs:
     """The programs, quantised by ``scheme``.
 
-    ``rounded`` are weights of linear layers as integers already, by the paths of their layers.
-
-    ``keep`` are paths of layers, or patterns, that stay in float32 (in 8 bits if ``scheme`` has
-    4). ``calibration`` are inputs of the model, for a static scheme. Raises ``UnsupportedModel`` if
-    no program has a layer that would be quantised.
+    ``bits`` and ``rounded`` are those of ``onnxruntime_quantiser.quantised``. ``calibration`` are
+    inputs of the model, for a static scheme. Raises ``UnsupportedModel`` if no program has a layer
+    that would be quantised.
     """
     calls = _calls(programs, calibration) if scheme.is_static else {}
     small = {
         name: onnxruntime_quantiser.quantised(
-            program.clone(), scheme, calls.get(name, ()), keep, rounded or {}
+            program.clone(), scheme, calls.get(name, ()), bits, rounded or {}
         )
         for name, program in programs.models.items()
     }

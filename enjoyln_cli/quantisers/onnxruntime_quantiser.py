@@ -6,7 +6,6 @@ import io
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from enjoyln_cli.onnx_export.onnx_program import module_of
 from enjoyln_cli.quantisers.dynamic_int8 import round_weights
 from enjoyln_cli.quantisers.gptq import RoundedWeight
 from enjoyln_cli.quantisers.products_in_groups import write_rounded
-from enjoyln_cli.quantisers.schemes import QuantisationScheme
+from enjoyln_cli.quantisers.schemes import FLOAT_BITS, QuantisationScheme, bits_at
 from enjoyln_cli.rewrite.inserted_rotation import NAME
 
 PRODUCTS = ("MatMul", "Gemm")
@@ -31,24 +30,23 @@ def quantised(
     program: Any,
     scheme: QuantisationScheme,
     calibration: Sequence[Batch],
-    keep: Sequence[str],
+    bits: Mapping[str, int],
     rounded: Mapping[str, RoundedWeight],
 ) -> Any:
     """An ``onnx_ir.Model`` in float32, quantised; it may be changed in place.
 
-    ``keep`` are paths of layers, or patterns, that stay in float32 (in 8 bits if ``scheme`` has
-    4). ``calibration`` are inputs of the program, for a static scheme. ``rounded`` are weights of
-    linear layers as integers in groups already, by the paths of their layers. Embeddings are
-    rounded to 8 bits as well: they are most of a small model's bytes.
+    ``bits`` are of the weights of layers, by paths or patterns (see ``schemes.bits_at``), where
+    they differ from those of ``scheme``. ``calibration`` are inputs of the program, for a static
+    scheme. ``rounded`` are weights of linear layers as integers in groups already, by the paths of
+    their layers. Embeddings are rounded to 8 bits as well: they are most of a small model's bytes.
     """
-    kept = _nodes_in(program, (*keep, f"*.{NAME}"))
-    in_groups = bool(scheme.group) or scheme.weight_bits == 4 or scheme.input_bits is None
-    dynamic = not (in_groups or scheme.is_static)
+    kept = _nodes_with(FLOAT_BITS, program, {f"*.{NAME}": FLOAT_BITS, **bits})
+    dynamic = not (scheme.is_in_groups or scheme.is_static)
     round_weights(program, products=dynamic, kept=kept, reduced=sums_saturate())
     with silent(), redirect_stdout(io.StringIO()):
-        if in_groups:
+        if scheme.is_in_groups:
             write_rounded(program, rounded, _accuracy(scheme))
-            program = _in_groups(program, scheme, kept)
+            program = _in_groups(program, scheme, kept, _nodes_with(8, program, bits))
         elif scheme.is_static:
             program = _static(program, calibration, kept)
     program.graph.sort()  # onnxruntime's order does not know what a branch reads
@@ -69,16 +67,16 @@ def sums_saturate() -> bool:
     return is_x86 and not torch.cpu._is_vnni_supported()
 
 
-def _nodes_in(program: Any, patterns: Sequence[str]) -> list[str]:
-    """The names of the products in the modules that match one of the patterns.
+def _nodes_with(count: int, program: Any, bits: Mapping[str, int]) -> list[str]:
+    """The names of the products and embeddings in the modules that ``bits`` gives so many bits.
 
     Each ``Gemm`` becomes a ``MatMul`` in onnxruntime's quantisers, which gets a longer name.
     """
-    products = (node for node in program.graph.all_nodes() if node.op_type in PRODUCTS)
+    nodes = (node for node in program.graph.all_nodes() if node.op_type in (*PRODUCTS, "Gather"))
     return [
         name
-        for node in products
-        if any(fnmatchcase(module_of(node).removeprefix("model."), one) for one in patterns)
+        for node in nodes
+        if bits_at(module_of(node).removeprefix("model."), bits, 0) == count
         for name in (str(node.name), f"{node.name}_MatMul")
     ]
 
@@ -107,18 +105,20 @@ def _accuracy(scheme: QuantisationScheme) -> int:
     return 4 if scheme.input_bits else 0
 
 
-def _in_groups(program: Any, scheme: QuantisationScheme, kept: list[str]) -> Any:
+def _in_groups(
+    program: Any, scheme: QuantisationScheme, kept: list[str], in_eight_bits: list[str]
+) -> Any:
     """The program with weights in groups with one scale each.
 
-    If weights get 4 bits, the ``kept`` products get 8; otherwise they stay in float32.
+    The ``kept`` products stay in float32, and those ``in_eight_bits`` get 8 bits if others get 4.
     """
     import onnx_ir
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
     proto = onnx_ir.to_proto(program)
-    passes = [(scheme.weight_bits, kept)]
-    if scheme.weight_bits == 4:
-        passes.append((8, []))
+    passes = [(scheme.weight_bits, [*kept, *in_eight_bits])]
+    if scheme.weight_bits < 8:
+        passes.append((8, kept))
     for bits, excluded in passes:
         quantizer = MatMulNBitsQuantizer(
             proto,

@@ -9,10 +9,9 @@ from __future__ import annotations
 import io
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,14 +25,15 @@ from enjoyln_cli.comparison.simulated_rounding import linear_layers
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export.runtimes import RunProgram
-from enjoyln_cli.quantisers.schemes import TORCHAO, QuantisationScheme
+from enjoyln_cli.quantisers.schemes import FLOAT_BITS, TORCHAO, QuantisationScheme, bits_at
 from enjoyln_cli.runtime.adapters import quantisation_of
 
 GROUPS = (128, 64, 32)
 """How many inputs of a 4-bit weight share a scale: the first of these that divides the width."""
 
-Groups = dict[int | None, list[str]]
-"""The paths of layers by how many of their inputs share a scale; ``None``: all of them."""
+Groups = dict[tuple[int, int | None], list[str]]
+"""The paths of layers by the bits of their weights, and by how many of their inputs share a scale;
+``None``: all of them."""
 
 LIBRARIES = ("llmcompressor", "compressed_tensors")
 """They write progress to loguru."""
@@ -52,21 +52,22 @@ def write(
     form: str,
     scheme: QuantisationScheme,
     dtype: torch.dtype,
-    keep: Sequence[str],
+    bits: Mapping[str, int],
     folder: Path,
     float_folder: Path | None,
 ) -> WeightCount:
     """Write ``model``, quantised, to ``folder``, and in float32 to ``float_folder`` if it is given.
 
-    ``keep`` are paths of layers, or patterns, that are not rounded. What is not rounded is stored
-    as ``dtype``. Raises ``UnsupportedModel`` if the model has no layer that would be rounded.
+    ``bits`` are of the weights of layers, by paths or patterns (see ``schemes.bits_at``), where
+    they differ from those of ``scheme``. What is not rounded is stored as ``dtype``. Raises
+    ``UnsupportedModel`` if the model has no layer that would be rounded.
     """
-    layers = _layers_to_round(model, form, keep)
+    layers = _layers_to_round(model, form, bits)
     if form == TORCHAO:
         _require_input_embeddings(model)
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     skipped = [name for name in linear if name not in layers]
-    groups = _groups(layers, GROUPS if scheme.weight_bits == 4 else ())
+    groups = _groups(layers, scheme, bits)
     with TemporaryDirectory(dir=folder.parent) as scratch, _quiet():
         source, model_class = float_folder or Path(scratch), type(model)
         model.save_pretrained(source)
@@ -85,12 +86,12 @@ def write(
     return WeightCount(total, total - count)
 
 
-def _layers_to_round(model: Any, form: str, keep: Sequence[str]) -> Mapping[str, nn.Linear]:
+def _layers_to_round(model: Any, form: str, bits: Mapping[str, int]) -> Mapping[str, nn.Linear]:
     """The layers that are rounded, by path."""
     layers = {
         name: layer
         for name, layer in linear_layers(model).items()
-        if isinstance(layer, nn.Linear) and not any(fnmatchcase(name, pattern) for pattern in keep)
+        if isinstance(layer, nn.Linear) and bits_at(name, bits, 0) != FLOAT_BITS
     }
     if layers:
         return layers
@@ -100,12 +101,16 @@ def _layers_to_round(model: Any, form: str, keep: Sequence[str]) -> Mapping[str,
     )
 
 
-def _groups(layers: Mapping[str, nn.Linear], sizes: Sequence[int]) -> Groups:
-    """The layers by the first of these ``sizes`` that divides their width."""
+def _groups(
+    layers: Mapping[str, nn.Linear], scheme: QuantisationScheme, bits: Mapping[str, int]
+) -> Groups:
+    """The layers by their bits and, with 4, by the first of ``GROUPS`` that divides their width."""
     found: Groups = {}
     for name, layer in layers.items():
+        count = bits_at(name, bits, scheme.weight_bits)
+        sizes = GROUPS if count == 4 else ()
         group = next((size for size in sizes if layer.in_features % size == 0), None)
-        found.setdefault(group, []).append(name)
+        found.setdefault((count, group), []).append(name)
     return found
 
 
@@ -128,18 +133,21 @@ def _torchao_config(scheme: QuantisationScheme, groups: Groups) -> Any:
     from torchao.quantization import FqnToConfig
 
     if len(groups) == 1:
-        return _config_of_layers(scheme, *groups)
+        return _config_of_layers(scheme, *next(iter(groups)))
     return FqnToConfig(
         OrderedDict(
-            (f"{name}.weight", _config_of_layers(scheme, group))
-            for group, names in groups.items()
+            (f"{name}.weight", _config_of_layers(scheme, *kind))
+            for kind, names in groups.items()
             for name in names
         )
     )
 
 
-def _config_of_layers(scheme: QuantisationScheme, group: int | None) -> Any:
-    """The scheme for layers with the same ``group``; ``None`` if each output has one scale."""
+def _config_of_layers(scheme: QuantisationScheme, bits: int, group: int | None) -> Any:
+    """The scheme for layers with the same ``bits`` and ``group``.
+
+    ``None`` if each output has one scale.
+    """
     from torchao.quantization import (
         Int8DynamicActivationInt8WeightConfig,
         Int8DynamicActivationIntxWeightConfig,
@@ -149,15 +157,14 @@ def _config_of_layers(scheme: QuantisationScheme, group: int | None) -> Any:
         PerGroup,
     )
 
-    if scheme.weight_bits == 8 and scheme.input_bits:
-        return Int8DynamicActivationInt8WeightConfig()
-    if scheme.weight_bits == 8:
-        return Int8WeightOnlyConfig()
-    bits = getattr(torch, f"int{scheme.weight_bits}")
+    if bits == 8:
+        both = Int8DynamicActivationInt8WeightConfig
+        return both() if scheme.input_bits else Int8WeightOnlyConfig()
+    dtype = getattr(torch, f"int{bits}")
     scales: Any = PerGroup(group) if group else PerAxis(0)
     if scheme.input_bits:
-        return Int8DynamicActivationIntxWeightConfig(bits, scales)
-    return IntxWeightOnlyConfig(bits, scales)
+        return Int8DynamicActivationIntxWeightConfig(dtype, scales)
+    return IntxWeightOnlyConfig(dtype, scales)
 
 
 def _oneshot(
@@ -169,9 +176,9 @@ def _oneshot(
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from loguru import logger
 
-    name = f"W{scheme.weight_bits}A{scheme.input_bits or 16}"
     config_groups: dict[str, Any] = {}
-    for at, (group, layers) in enumerate(groups.items()):
+    for at, ((bits, group), layers) in enumerate(groups.items()):
+        name = f"W{bits}A{scheme.input_bits or 16}"
         preset: Any = preset_name_to_scheme(name, ["Linear"] if len(groups) == 1 else layers)
         scales = {"group_size": group, "strategy": "group" if group else "channel"}
         preset.weights = preset.weights.model_copy(update=scales)

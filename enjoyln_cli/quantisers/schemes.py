@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export.requirements import require_packages, require_transformers
+
+FLOAT_BITS = 32
+"""Of layers that are not rounded, whatever the dtype is that they are stored in."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,29 @@ class QuantisationScheme:
     group: int | None = None
     """How many weights, or inputs, share a scale, if the name of the scheme says so."""
 
+    @property
+    def is_in_groups(self) -> bool:
+        """Whether a few weights of an output share a scale; otherwise all of them do."""
+        return bool(self.group) or self.weight_bits == 4 or self.input_bits is None
+
+    @property
+    def rounds_tied_heads(self) -> bool:
+        """Whether an ONNX file multiplies by a rounded embedding in a head that is tied to it."""
+        return not (self.is_in_groups or self.is_static)
+
     def rounds_untied_heads(self, form: str) -> bool:
         """Whether a head is rounded in another way if it has a copy of the embedding's weights."""
-        is_dynamic = self.input_bits and not (self.is_static or self.group or self.weight_bits == 4)
-        return not (FORMATS[form].is_checkpoint or (form == ONNX and is_dynamic))
+        return not (FORMATS[form].is_checkpoint or (form == ONNX and self.rounds_tied_heads))
+
+    def finer_bits(self, form: str) -> tuple[int, ...]:
+        """The bits that single layers may have instead, the fewest first."""
+        if form == OPENVINO:
+            return ()
+        return (8, FLOAT_BITS) if self.weight_bits == 4 else (FLOAT_BITS,)
+
+    def bits_to_keep(self, form: str) -> int:
+        """The bits of a layer that a user keeps more precise."""
+        return 8 if form == ONNX and self.weight_bits == 4 else FLOAT_BITS
 
 
 SCHEMES: Mapping[str, QuantisationScheme] = {
@@ -85,6 +108,15 @@ FORMATS: Mapping[str, TargetFormat] = {
         is_timed=False,
     ),
 }
+
+
+def bits_at(path: str, bits: Mapping[str, int], otherwise: int) -> int:
+    """How many bits the layer at this path gets; ``bits`` has paths or patterns, the last counts.
+
+    ``otherwise`` is for a layer that none of them matches.
+    """
+    found = [count for pattern, count in bits.items() if fnmatchcase(path, pattern)]
+    return found[-1] if found else otherwise
 
 
 def require_scheme(scheme: str, form: str, to_run: bool = False) -> QuantisationScheme:

@@ -48,7 +48,7 @@ def test_the_product_in_an_onnx_file_stays_in_float32(tmp_path: Path) -> None:
     static, forms, keys = SCHEMES["w8a8-static"], OnnxForms(batch, batch, ignore), []
     for form in (original, rotated, added):
         model = opened.as_class(name).load(torch.float32, form.plan)
-        small = quantised(forms.programs(model, form.plan), static, [batch], ())
+        small = quantised(forms.programs(model, form.plan), static, [batch], {})
         keys.append(len(forms.traced))
     assert keys == [1, 1, 2]  # only the product has another structure
     save(small, tmp_path / "out", static.suffix)

@@ -33,7 +33,7 @@ from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.quantisation.candidates import candidates, stored_class
 from enjoyln_cli.quantisation.workshop import load_result
 from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount, write
-from enjoyln_cli.quantisers.schemes import FORMATS, SCHEMES, require_scheme
+from enjoyln_cli.quantisers.schemes import FLOAT_BITS, FORMATS, SCHEMES, require_scheme
 from enjoyln_cli.rewrite.opened_model import open_model
 
 LICENCE = ROOT / "LICENSE"
@@ -52,7 +52,7 @@ def small_opt(width: int = 64, hidden: int = 96) -> Any:
 def written(model: Any, form: str, scheme: str, folder: Path, **changes: Any) -> WeightCount:
     """Quantise a model; ``changes`` are other arguments of ``write``."""
     folder.mkdir()
-    arguments: dict[str, Any] = {"dtype": torch.float32, "keep": (), "float_folder": None}
+    arguments: dict[str, Any] = {"dtype": torch.float32, "bits": {}, "float_folder": None}
     return write(model, form, SCHEMES[scheme], folder=folder / "out", **{**arguments, **changes})
 
 
@@ -98,15 +98,35 @@ def test_the_class_of_a_model_that_cannot_be_analysed() -> None:
 def test_the_rest_has_the_dtype_of_the_original(form: str, tmp_path: Path) -> None:
     pytest.importorskip(LIBRARIES[form])
     model = small_opt(width=40, hidden=72).bfloat16().float()
-    count = written(
-        model, form, "w4a16", tmp_path / "work", dtype=torch.bfloat16, keep=("*.1.*", "*.fc2")
-    )
+    bits = {"*.1.*": FLOAT_BITS, "*.fc2": FLOAT_BITS}
+    count = written(model, form, "w4a16", tmp_path / "work", dtype=torch.bfloat16, bits=bits)
     assert count.total - count.in_float == 4 * 40 * 40 + 40 * 72
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "work" / "out")
     for name in ("embed_tokens.weight", "layers.1.fc1.weight", "layers.0.fc2.weight"):
         stored = loaded.model.decoder.get_parameter(name)
         assert stored.dtype == torch.bfloat16
         assert torch.equal(stored.float(), model.model.decoder.get_parameter(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", LIBRARIES)
+def test_layers_with_more_bits_are_near_the_original(form: str, tmp_path: Path) -> None:
+    pytest.importorskip(LIBRARIES[form])
+    model = small_opt(width=64, hidden=128)
+    written(model, form, "w4a16", tmp_path / "work", bits={"*.1.*": 8, "*.1.fc2": FLOAT_BITS})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "work" / "out")
+    loaded(torch.arange(3, 33)[None])  # unpacks the weights
+
+    def error(layer: str) -> float:
+        module = loaded.model.decoder.layers.get_submodule(layer)
+        weight = (
+            module.weight.dequantize() if form == "torchao" and layer != "1.fc2" else module.weight
+        )
+        exact = model.model.decoder.layers.get_submodule(layer).weight
+        return float((weight - exact).norm() / exact.norm())
+
+    assert error("1.fc2") == 0
+    assert 0 < error("1.fc1") < 0.02 < error("0.fc1") < 0.3
 
 
 @pytest.mark.slow
@@ -178,7 +198,7 @@ def test_a_model_with_no_layer_to_round_is_refused(form: str, tmp_path: Path) ->
         written(gpt2, form, "w8a8", tmp_path / "work")
     assert not list((tmp_path / "work").iterdir())
     with pytest.raises(UnsupportedModel, match="OPTForCausalLM has none"):
-        written(small_opt(), form, "w8a8", tmp_path / "kept", keep=("model.*",))
+        written(small_opt(), form, "w8a8", tmp_path / "kept", bits={"model.*": FLOAT_BITS})
 
 
 def test_a_head_that_is_not_rounded_is_not_untied() -> None:

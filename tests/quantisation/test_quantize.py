@@ -37,7 +37,7 @@ from enjoyln_cli.quantisation.measure import Differences
 from enjoyln_cli.quantisation.quantised import Compared, Quantised
 from enjoyln_cli.quantisation.quantize import require_layers
 from enjoyln_cli.quantisation.speed import Speed
-from enjoyln_cli.quantisation.workshop import head_of
+from enjoyln_cli.quantisation.workshop import path_of_head
 from enjoyln_cli.quantisers import openvino_program
 from enjoyln_cli.quantisers.onnx_forms import load, quantised
 from enjoyln_cli.quantisers.schemes import SCHEMES
@@ -167,8 +167,10 @@ def test_every_scheme_is_what_onnxruntime_runs(
     tmp_path: Path,
 ) -> None:
     (model, made), rounding = phi, SCHEMES[scheme]
-    keep = (*keep, *head_of(model)) if rounding.weight_bits == 4 else keep
-    (file,) = save(quantised(made, rounding, [BATCH], keep), tmp_path, rounding.suffix)
+    bits = dict.fromkeys(keep, rounding.bits_to_keep("onnx"))
+    if rounding.weight_bits == 4:
+        bits |= dict.fromkeys(path_of_head(model), 8)
+    (file,) = save(quantised(made, rounding, [BATCH], bits), tmp_path, rounding.suffix)
     nodes = onnx.load(file).graph.node
     kinds = Counter(kind_of(node) for node in nodes)
     assert {kind: n for kind, n in kinds.items() if kind.startswith(ROUNDED)} == products
@@ -279,7 +281,9 @@ def a_result(measured: Differences) -> Quantised:
         float_speed=None,
         threads=1,
         max_error=0.1,
+        max_size=None,
         kept=(),
+        finer=(),
         seconds=1.0,
     )
 

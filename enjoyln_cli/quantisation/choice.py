@@ -1,0 +1,141 @@
+"""Which candidate is written: the form that costs least, with as few finer layers as limits allow.
+
+All is decided on the calibration data, with each candidate as it is written and run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from enjoyln_cli.clock import Countdown, Progress
+from enjoyln_cli.events import Event
+from enjoyln_cli.quantisation.candidates import RotatedForm, rounded_by_error
+from enjoyln_cli.quantisation.layer_bits import FinerLayer, fewest, finer_layers
+from enjoyln_cli.quantisation.measure import ExactOutputs, clearly_cheaper, differences
+from enjoyln_cli.quantisation.quantised import Compared
+from enjoyln_cli.quantisation.workshop import FLOAT, Workshop
+
+
+@dataclass
+class Comparison:
+    """The candidates of one model on the calibration data; each is written when it is needed."""
+
+    work: Workshop
+    exact: ExactOutputs
+    countdown: Countdown
+    event: Event
+    on_progress: Progress
+    max_size: int | None
+    forms: Sequence[RotatedForm]
+    """The forms to choose from, the original first."""
+    found: dict[str, Compared] = field(default_factory=dict, init=False)
+    """What was compared, by the titles of candidates."""
+    steps: list[FinerLayer] = field(default_factory=list, init=False)
+    """To more bits for all layers, once that is needed."""
+
+    def measured(self, form: RotatedForm) -> Compared:
+        """A candidate, written and compared with the original in float32."""
+        if form.title not in self.found:
+            self.event("stage", f"quantising: {form.title}{self.countdown.in_words}")
+            weights = self.work.write(form, self.exact.examples, self.on_progress)
+            apart = differences(self.work.load(form.title), self.exact)
+            size_of_form = self.work.size(form.title)
+            self.found[form.title] = Compared(form.title, apart, size_of_form, weights)
+            if form.finer:  # most are a step of the search only
+                self.work.remove(form.title)
+            self.countdown.count()
+        return self.found[form.title]
+
+    def best_of(self, forms: Sequence[RotatedForm]) -> RotatedForm:
+        """The form to write of ``forms``, of which the first is the original."""
+        compared = [self.measured(form) for form in forms]
+        return forms[best(compared, self.work.size(FLOAT), self.max_size)]
+
+    def choose(self) -> RotatedForm:
+        """The best form without finer layers. If weights have 4 bits, GPTQ of it is tried."""
+        chosen = self.best_of(self.forms)
+        if self.work.rounds_by_error:
+            self.forms = [*self.forms, *rounded_by_error(chosen)]
+            chosen = self.best_of(self.forms)
+        return chosen
+
+    def within(self, limit: float, chosen: RotatedForm) -> RotatedForm | None:
+        """The best form with fewest finer layers whose error is at most ``limit``.
+
+        It has more of them than ``chosen`` if that has any. ``None`` if all of them are not enough.
+        """
+        self._find_steps(chosen)
+        count = self._fewest(chosen, limit, len(self.steps), least=len(chosen.finer) + 1)
+        if count is None:
+            return None
+        other = self.best_of([self.finer(form, count) for form in self.forms])
+        fewer = None
+        if other.name != chosen.name and self.error(other) <= limit:
+            fewer = self._fewest(other, limit, count, least=len(chosen.finer) + 1)
+        return self.finer(chosen, count) if fewer is None else self.finer(other, fewer)
+
+    def filled(self, chosen: RotatedForm, max_size: int) -> RotatedForm:
+        """The chosen form with as many finer layers as ``max_size`` bytes have room for."""
+        self._find_steps(chosen)
+        left, count = max_size - self.measured(chosen).size, len(chosen.finer)
+        while count < len(self.steps) and self.steps[count].size <= left:
+            left -= self.steps[count].size
+            count += 1
+        while count > len(chosen.finer):
+            finer = self.finer(chosen, count)
+            found, before = self.measured(finer), self.measured(chosen)
+            if found.size <= max_size:
+                return finer if found.differences.cost < before.differences.cost else chosen
+            count -= 1
+        return chosen
+
+    def error(self, form: RotatedForm) -> float:
+        """The relative error of the outputs."""
+        return self.measured(form).differences.error
+
+    def finer(self, form: RotatedForm, count: int) -> RotatedForm:
+        """The form after so many steps to more bits."""
+        return replace(form, finer=tuple(self.steps[:count]))
+
+    def _find_steps(self, chosen: RotatedForm) -> None:
+        if not self.steps and self.work.scheme.finer_bits(self.work.form):
+            self.event("stage", "finding the layers that need more bits")
+            model = self.work.original.load(torch.float32, chosen.plan)
+            self.steps = finer_layers(
+                model,
+                self.work.form,
+                self.work.scheme,
+                [*self.work.bits],
+                self.exact,
+                self.on_progress,
+            )
+
+    def _fewest(self, form: RotatedForm, limit: float, most: int, least: int) -> int | None:
+        def is_enough(count: int) -> bool:
+            return self.error(self.finer(form, count)) <= limit
+
+        return fewest(most, is_enough, least)
+
+
+def best(compared: Sequence[Compared], float_size: int, max_size: int | None = None) -> int:
+    """Which candidate to write: the cheapest of those that are clearly cheaper than the original.
+
+    The original is the first one. Others have to be smaller than the model in float32, of
+    ``float_size`` bytes, and no larger than ``max_size``: an untied head can take more than
+    rounding saves. A form that is larger than the original has to earn it: at ``n`` times the size
+    it may have ``1 / n`` of the cost.
+    """
+    first = compared[0]
+    original, *others = (candidate.differences for candidate in compared)
+    cheaper = [
+        at
+        for at, is_cheaper in enumerate(clearly_cheaper(others, original), 1)
+        if is_cheaper
+        and compared[at].size < float_size
+        and (max_size is None or compared[at].size <= max_size)
+        and compared[at].size * others[at - 1].cost <= first.size * original.cost
+    ]
+    return min(cheaper, key=lambda at: compared[at].differences.cost, default=0)

@@ -1,0 +1,141 @@
+"""Which layers get more bits than the scheme says, so that the outputs are near enough.
+
+Each layer is rounded alone, and the others compute in float32 (simulated). More bits for a layer
+save what that costs, and take bytes. The layers that save most for each byte come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import inf, isinf
+from typing import Any
+
+from enjoyln_cli.clock import Countdown, Progress
+from enjoyln_cli.comparison.run import run
+from enjoyln_cli.comparison.simulated_rounding import Scheme, head_of, linear_layers, simulated
+from enjoyln_cli.quantisation.measure import ExactOutputs, differences
+from enjoyln_cli.quantisers.schemes import FLOAT_BITS, FORMATS, QuantisationScheme
+from enjoyln_cli.text import counted
+
+TRIED_ON = 2
+"""Inputs that each layer is rounded on: the order of layers is clear with few."""
+GROUP = 32
+"""Weights that share a scale, for schemes with groups."""
+
+
+@dataclass(frozen=True)
+class FinerLayer:
+    """A layer that gets more bits than the scheme, or an earlier step, gives it."""
+
+    layer: str
+    """The path of the layer."""
+    bits: int
+    """Of its weight; with ``FLOAT_BITS``, its inputs are not rounded either."""
+    cost: float
+    """What rounding this layer alone, to fewer bits, costs (simulated): KL divergence or error."""
+    size: int
+    """Bytes that the bits add."""
+
+    @property
+    def what(self) -> str:
+        """``8 bits`` or ``float``."""
+        return "float" if self.bits == FLOAT_BITS else f"{self.bits} bits"
+
+
+def finer_layers(
+    model: Any,
+    form: str,
+    scheme: QuantisationScheme,
+    kept: Sequence[str],
+    exact: ExactOutputs,
+    on_progress: Progress,
+) -> list[FinerLayer]:
+    """The steps from ``scheme`` to more bits for all layers of ``model``, the best first.
+
+    ``kept`` are patterns of layers that the user has chosen the bits of. A layer gets 8 bits before
+    it is left in floating point. At least one layer stays rounded after all steps.
+    """
+    few = replace(exact, examples=exact.examples[:TRIED_ON], outputs=exact.outputs[:TRIED_ON])
+    layers = {
+        path: layer
+        for path, layer in _rounded_layers(model, form, scheme).items()
+        if not any(fnmatchcase(path, pattern) for pattern in kept)
+    }
+    head, levels = head_of(model), (scheme.weight_bits, *scheme.finer_bits(form))
+    countdown = Countdown(len(layers) * (len(levels) - 1), on_progress)
+
+    def cost(path: str, bits: int) -> float:
+        if bits == FLOAT_BITS:
+            return 0.0
+        rounding = Scheme(
+            bits, scheme.input_bits, per_token=False, group=GROUP if scheme.is_in_groups else None
+        )
+        with simulated(model, rounding, only=path):
+            found = differences(lambda batch: run(model, [batch])[0], few).cost
+        countdown.count()
+        return found
+
+    ranked = []
+    for path, layer in layers.items():
+        first = 8 if layer is head and 8 in levels else levels[0]
+        bits = [level for level in levels if level >= first]
+        costs, worth = [cost(path, level) for level in bits], inf
+        weights = layer.weight.numel()
+        for at in range(1, len(bits)):
+            size = weights * (bits[at] - bits[at - 1]) // 8
+            saved = inf if isinf(costs[at - 1]) else costs[at - 1] - costs[at]
+            worth = min(worth, saved / size)
+            ranked.append((-worth, FinerLayer(path, bits[at], costs[at - 1], size)))
+    steps = [step for _, step in sorted(ranked, key=lambda each: each[0])]
+    while steps and steps[-1].bits == FLOAT_BITS and _are_all_in_float(steps, layers):
+        steps.pop()
+    return steps
+
+
+def _are_all_in_float(steps: Sequence[FinerLayer], layers: Any) -> bool:
+    return sum(step.bits == FLOAT_BITS for step in steps) == len(layers)
+
+
+def _rounded_layers(model: Any, form: str, scheme: QuantisationScheme) -> dict[str, Any]:
+    """The layers that are rounded in a format, by path."""
+    head, layers = head_of(model), linear_layers(model)
+    if head is None or FORMATS[form].is_checkpoint:
+        return layers
+    is_tied = head.weight is model.get_input_embeddings().weight
+    if is_tied and not scheme.rounds_tied_heads:
+        return layers
+    (path,) = (name for name, module in model.named_modules() if module is head)
+    return {**layers, path: head}
+
+
+def fewest(count: int, is_enough: Callable[[int], bool], least: int = 1) -> int | None:
+    """The smallest number from ``least`` to ``count`` that is enough, by doubling and halving.
+
+    If a number is enough, all larger numbers count as enough. ``None`` if even ``count`` is not.
+    """
+    low, high = least - 1, least
+    while high < count and not is_enough(high):
+        low, high = high, min(2 * high, count)
+    if high > count or (high == count and not is_enough(count)):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
+
+
+def bits_of(steps: Sequence[FinerLayer]) -> dict[str, int]:
+    """The bits of each layer after some steps."""
+    return {step.layer: step.bits for step in steps}
+
+
+def in_words(steps: Sequence[FinerLayer]) -> str:
+    """``2 layers in 8 bits, 1 layer in float``."""
+    bits = [*bits_of(steps).values()]
+    return ", ".join(
+        f"{counted(bits.count(level), 'layer')} in {'float' if level == FLOAT_BITS else '8 bits'}"
+        for level in (8, FLOAT_BITS)
+        if level in bits
+    )

@@ -1,0 +1,162 @@
+"""Layers that cost too much get more bits, until the result is within its limits."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import good, refused
+from live_models import CHECKPOINTS, ROOT
+from stored_files import shallow
+from tiny_models import one_layer
+from transformers import AutoModelForCausalLM
+
+from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
+from enjoyln_cli.comparison.output_meaning import Kind, Meaning
+from enjoyln_cli.quantisation.examples import Example
+from enjoyln_cli.quantisation.layer_bits import FinerLayer, bits_of, fewest, finer_layers, in_words
+from enjoyln_cli.quantisation.measure import ExactOutputs
+from enjoyln_cli.quantisers.schemes import FLOAT_BITS, SCHEMES
+
+TEXT = ("--text", ROOT / "LICENSE", "--rotations", 0, "--inputs", 4)
+COSTLY = "transformer.h.1.mlp.c_proj"
+
+
+@pytest.fixture(scope="module")
+def exact() -> tuple[Any, ExactOutputs]:
+    """A GPT-2 with a layer that rounding hurts, and its outputs."""
+    model = copy.deepcopy(AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2").eval())
+    with torch.no_grad():  # one large weight, on a feature that is mostly small, sets the scale
+        model.get_submodule(COSTLY).weight[0] *= 200.0
+    ids = torch.randint(3, 500, (3, 40), generator=torch.Generator().manual_seed(1))
+    examples = [Example({"input_ids": row[None]}) for row in ids]
+    with torch.no_grad():
+        outputs = [{"logits": model(**example.batch).logits} for example in examples]
+    return model, ExactOutputs({"logits": Meaning(Kind.ONE_OF)}, examples, outputs)
+
+
+def steps_of(exact: tuple[Any, ExactOutputs], scheme: str, *kept: str, **bits: int) -> Any:
+    changed = replace(SCHEMES[scheme], **bits)
+    return finer_layers(exact[0], "onnx", changed, kept, exact[1], lambda done, total: None)
+
+
+def test_the_layer_that_rounding_hurts_most_comes_first(exact: tuple[Any, ExactOutputs]) -> None:
+    steps = steps_of(exact, "w8a8", weight_bits=3)
+    assert steps[0].layer == COSTLY and steps[0].bits == FLOAT_BITS
+    assert len(steps) == 12  # the tied head is the thirteenth layer: the last one stays rounded
+    worth = [step.cost / step.size for step in steps]
+    assert worth == sorted(worth, reverse=True)
+    assert COSTLY not in bits_of(steps_of(exact, "w8a8", "*.h.1.*"))
+
+
+def test_a_layer_gets_eight_bits_before_it_is_left_in_float(
+    exact: tuple[Any, ExactOutputs],
+) -> None:
+    steps = steps_of(exact, "w4a16")
+    assert len(steps) == 2 * 12 - 1
+    for layer in bits_of(steps):
+        own = [step for step in steps if step.layer == layer]
+        assert [step.bits for step in own] in ([8, FLOAT_BITS], [8])
+        assert own[0].size * 6 == own[-1].size or len(own) == 1
+        assert own[0].cost > own[-1].cost or len(own) == 1
+
+
+def test_openvino_has_no_bits_for_single_layers(exact: tuple[Any, ExactOutputs]) -> None:
+    assert SCHEMES["w4a16"].finer_bits("openvino") == ()
+    assert SCHEMES["w4a16"].finer_bits("torchao") == (8, FLOAT_BITS)
+
+
+@pytest.mark.parametrize("least", [1, 4])
+@pytest.mark.parametrize("enough", [1, 2, 3, 5, 8, 11, 13])
+def test_the_fewest_are_found(enough: int, least: int) -> None:
+    asked: list[int] = []
+
+    def is_enough(count: int) -> bool:
+        assert least <= count <= 13
+        asked.append(count)
+        return count >= enough
+
+    assert fewest(13, is_enough, least) == max(enough, least)
+    assert len(asked) == len(set(asked)) <= 8
+    assert fewest(13, lambda count: False, least) is None
+    assert fewest(0, is_enough) is None and fewest(3, is_enough, 4) is None
+
+
+def test_finer_layers_in_words() -> None:
+    steps = [FinerLayer(layer, bits, 0.1, 8) for layer, bits in (("a", 8), ("b", 8), ("a", 32))]
+    assert bits_of(steps) == {"a": FLOAT_BITS, "b": 8}
+    assert in_words(steps) == "1 layer in 8 bits, 1 layer in float"
+    assert in_words(steps[:2]) == "2 layers in 8 bits"
+
+
+def record(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / QUANTISATION_FILE).read_text())
+    return found
+
+
+def hurt(folder: Path) -> Path:
+    """Two layers of GPT-2, with one layer whose rounding costs much."""
+    shallow("gpt2", folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        layer = model.get_submodule(COSTLY)
+        layer.weight[0] *= 300.0
+        layer.weight[1:, 1:] *= 0.5
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "costly"), [("w8a8", COSTLY), ("w4a16", "transformer.h.0.attn.c_proj")]
+)
+def test_a_limit_of_the_error_is_met_by_itself(scheme: str, costly: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model, out = hurt(tmp_path / "model"), tmp_path / "out"
+    words = ("--scheme", scheme, *TEXT)
+    good("quantize", model, "-o", tmp_path / "first", *words, "--max-error", 9)
+    first = record(tmp_path / "first")
+    assert not first["finer"]
+    limit = 0.6 * first["held_out"]["error"]
+    said = good("quantize", model, "-o", out, *words, "--max-error", limit)
+    found = record(out)
+    assert found["held_out"]["error"] <= limit and found["plain"] == first["plain"]
+    layers = [step["layer"] for step in found["finer"]]
+    assert layers[0] == costly and costly in said  # in groups, the smallest layer gains most
+    assert f"wrote {scheme} as onnx" in said and found["chosen"] in said
+    assert re.search(r", \d+ layers? in (float|8 bits)", found["chosen"])
+    assert found["size"] > first["size"]
+    assert f"`{costly}`" in (out / "README.md").read_text()
+    good("verify", out, "--text", ROOT / "LICENSE")
+
+
+@pytest.mark.slow
+def test_a_size_is_filled_with_the_layers_that_need_it(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model, words = hurt(tmp_path / "model"), ("--scheme", "w4a16", *TEXT)
+    good("quantize", model, "-o", tmp_path / "first", *words)
+    first = record(tmp_path / "first")
+    room = first["size"] + 40_000
+    good("quantize", model, "-o", tmp_path / "out", *words, "--max-size", room)
+    found = record(tmp_path / "out")
+    assert first["size"] < found["size"] <= room
+    assert found["held_out"]["kl"] < first["held_out"]["kl"]
+    small = ("--max-size", first["size"] - 20_000)
+    said = refused("quantize", model, "-o", tmp_path / "none", *words, *small)
+    assert re.search(r"w4a16 takes .* which is more than --max-size .*, so nothing was", said)
+
+
+@pytest.mark.slow
+def test_a_limit_that_no_bits_reach_is_refused_with_a_number(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model = one_layer(tmp_path / "phi")
+    said = refused("quantize", model, "-o", tmp_path / "out", *TEXT, "--max-error", 1e-7)
+    error = r"error: w8a8 costs too much: error 0\.\d+ of the outputs \(limit 1e-07\), and still"
+    assert re.search(rf"{error} [\de.-]+ with \d+ layers in float, so nothing was written", said)
+    assert not (tmp_path / "out").exists()
