@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -28,12 +27,13 @@ from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.call import call_to_export
 from enjoyln_cli.onnx_export.image_parts import VISION, image_inputs
 from enjoyln_cli.onnx_export.onnx_program import fold_transposed_weights
-from enjoyln_cli.onnx_export.programs import Programs, programs_of, save, with_weights
-from enjoyln_cli.onnx_export.runtimes import LoadedProgram, RunProgram
+from enjoyln_cli.onnx_export.programs import Programs, programs_of, with_weights
+from enjoyln_cli.onnx_export.runtimes import RunProgram
 from enjoyln_cli.plan.plan import Plan, Setting
 from enjoyln_cli.quantisers import onnxruntime_quantiser
 from enjoyln_cli.quantisers.gptq import RoundedWeight
 from enjoyln_cli.quantisers.schemes import QuantisationScheme
+from enjoyln_cli.quantisers.static_ranges import ranges_of
 
 Structure = tuple[Any, ...]
 
@@ -153,10 +153,10 @@ def quantised(
     inputs of the model, for a static scheme. Raises ``UnsupportedModel`` if no program has a layer
     that would be quantised.
     """
-    calls = _calls(programs, calibration) if scheme.is_static else {}
+    ranges = ranges_of(programs, calibration) if scheme.is_static else {}
     small = {
         name: onnxruntime_quantiser.quantised(
-            program.clone(), scheme, calls.get(name, ()), bits, rounded or {}
+            program.clone(), scheme, ranges.get(name, {}), bits, rounded or {}
         )
         for name, program in programs.models.items()
     }
@@ -165,26 +165,6 @@ def quantised(
     if not any(map(onnxruntime_quantiser.is_rounded, small.values())):
         raise UnsupportedModel("the model has no linear layer that this scheme quantises")
     return replace(programs, models=small)
-
-
-def _calls(programs: Programs, batches: Sequence[Batch]) -> dict[str, list[Batch]]:
-    """The inputs that each program gets if they compute ``batches`` one after the other."""
-    found: dict[str, list[Batch]] = {name: [] for name in programs.models}
-
-    def noting(name: str, program: LoadedProgram) -> LoadedProgram:
-        def noted(batch: Batch) -> Batch:
-            found[name].append({one: batch[one] for one in program.inputs})
-            return program.run(batch)
-
-        return replace(program, run=noted)
-
-    with TemporaryDirectory() as folder:
-        save(programs, Path(folder))
-        loaded = load_programs(Path(folder), threads=torch.get_num_threads())
-        compute = whole_rows({name: noting(name, one) for name, one in loaded.items()})
-        for batch in batches:
-            compute(batch)
-    return found
 
 
 def load(folder: Path, suffix: str) -> RunProgram:

@@ -1,20 +1,19 @@
-"""ONNX programs, quantised: dynamic products by ``dynamic_int8``, others by onnxruntime's tools."""
+"""ONNX programs, quantised: in groups by onnxruntime's tools, else by ``integer_products``."""
 
 from __future__ import annotations
 
 import io
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
 import torch
 
-from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export.onnx_program import module_of
-from enjoyln_cli.quantisers.dynamic_int8 import round_weights
 from enjoyln_cli.quantisers.gptq import RoundedWeight
+from enjoyln_cli.quantisers.integer_products import FixedScales, Range, round_weights
 from enjoyln_cli.quantisers.products_in_groups import write_rounded
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, QuantisationScheme, bits_at
 from enjoyln_cli.rewrite.inserted_rotation import NAME
@@ -29,26 +28,27 @@ ROUNDED = ("MatMulInteger", "MatMulNBits", "QuantizeLinear")
 def quantised(
     program: Any,
     scheme: QuantisationScheme,
-    calibration: Sequence[Batch],
+    ranges: Mapping[str, Range],
     bits: Mapping[str, int],
     rounded: Mapping[str, RoundedWeight],
 ) -> Any:
     """An ``onnx_ir.Model`` in float32, quantised; it may be changed in place.
 
     ``bits`` are of the weights of layers, by paths or patterns (see ``schemes.bits_at``), where
-    they differ from those of ``scheme``. ``calibration`` are inputs of the program, for a static
-    scheme. ``rounded`` are weights of linear layers as integers in groups already, by the paths of
-    their layers. Embeddings are rounded to 8 bits as well: they are most of a small model's bytes.
+    they differ from those of ``scheme``. ``ranges`` are of values by name, for a static scheme (see
+    ``static_ranges``). ``rounded`` are weights of linear layers as integers already, by the paths
+    of their layers. Embeddings get 8 bits as well: they are most of a small model's bytes.
     """
     kept = _nodes_with(FLOAT_BITS, program, {f"*.{NAME}": FLOAT_BITS, **bits})
-    dynamic = not (scheme.is_in_groups or scheme.is_static)
-    round_weights(program, products=dynamic, kept=kept, reduced=sums_saturate())
-    with silent(), redirect_stdout(io.StringIO()):
-        if scheme.is_in_groups:
-            write_rounded(program, rounded, _accuracy(scheme))
+    fixed, is_wide = None, scheme.input_bits == 16
+    if scheme.is_static:
+        fixed = FixedScales(16 if is_wide else 8, ranges, with_outputs=is_wide)
+    reduced, products = sums_saturate() and not is_wide, not scheme.is_in_groups
+    round_weights(program, products=products, kept=kept, reduced=reduced, fixed=fixed)
+    if scheme.is_in_groups:
+        write_rounded(program, rounded, _accuracy(scheme))
+        with silent(), redirect_stdout(io.StringIO()):
             program = _in_groups(program, scheme, kept, _nodes_with(8, program, bits))
-        elif scheme.is_static:
-            program = _static(program, calibration, kept)
     program.graph.sort()  # onnxruntime's order does not know what a branch reads
     return program
 
@@ -79,25 +79,6 @@ def _nodes_with(count: int, program: Any, bits: Mapping[str, int]) -> list[str]:
         if bits_at(module_of(node).removeprefix("model."), bits, 0) == count
         for name in (str(node.name), f"{node.name}_MatMul")
     ]
-
-
-def _static(program: Any, calibration: Sequence[Batch], kept: list[str]) -> Any:
-    """The program with weights and inputs of products in 8 bits, scaled by ``calibration``."""
-    from transformers.exporters import (
-        ExportFormat,
-        OnnxRuntimeQuantizer,
-        OnnxRuntimeStaticConfig,
-    )
-
-    fixed = OnnxRuntimeStaticConfig(
-        op_types_to_quantize=[*PRODUCTS],
-        per_channel=True,
-        reduce_range=sums_saturate(),
-        nodes_to_exclude=kept,
-        extra_options={"MatMulConstBOnly": True},
-    )
-    quantizer = OnnxRuntimeQuantizer(fixed, list(calibration))
-    return quantizer.quantize(program, calibration[0], ExportFormat.ONNX)
 
 
 def _accuracy(scheme: QuantisationScheme) -> int:

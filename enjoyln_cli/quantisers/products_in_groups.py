@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from enjoyln_cli.onnx_export.programs import TRANSPOSED
-from enjoyln_cli.quantisers.dynamic_int8 import constant
 from enjoyln_cli.quantisers.gptq import BITS, RoundedWeight
+from enjoyln_cli.quantisers.integer_products import constant
 
 DOMAIN = "com.microsoft"
 

@@ -35,12 +35,14 @@ class QuantisationScheme:
     @property
     def is_in_groups(self) -> bool:
         """Whether a few weights of an output share a scale; otherwise all of them do."""
+        if self.is_static:
+            return False
         return bool(self.group) or self.weight_bits == 4 or self.input_bits is None
 
     @property
     def rounds_tied_heads(self) -> bool:
         """Whether an ONNX file multiplies by a rounded embedding in a head that is tied to it."""
-        return not (self.is_in_groups or self.is_static)
+        return not self.is_in_groups
 
     def rounds_untied_heads(self, form: str) -> bool:
         """Whether a head is rounded in another way if it has a copy of the embedding's weights."""
@@ -60,6 +62,7 @@ class QuantisationScheme:
 SCHEMES: Mapping[str, QuantisationScheme] = {
     "w8a8": QuantisationScheme(8, 8, False, 0.15, "_quantized"),
     "w8a8-static": QuantisationScheme(8, 8, True, 0.15, "_int8"),
+    "w8a16-static": QuantisationScheme(8, 16, True, 0.05, "_w8a16_static"),
     "w8a8-g32": QuantisationScheme(8, 8, False, 0.05, "_w8a8_g32", group=32),
     "w8a16": QuantisationScheme(8, None, False, 0.05, "_w8a16"),
     "w4a8": QuantisationScheme(4, 8, False, 0.3, "_w4a8"),
@@ -95,7 +98,7 @@ ONNX, OPENVINO, TORCHAO, COMPRESSED = "onnx", "openvino", "torchao", "compressed
 FORMATS: Mapping[str, TargetFormat] = {
     ONNX: TargetFormat(
         ("onnx", "onnxscript", "onnxruntime"),
-        ("w8a8", "w8a8-static", "w8a8-g32", "w8a16", "w4a8", "w4a16"),
+        ("w8a8", "w8a8-static", "w8a16-static", "w8a8-g32", "w8a16", "w4a8", "w4a16"),
     ),
     OPENVINO: TargetFormat(("nncf", "openvino"), ("w8a8-static", "w8a16", "w4a16")),
     TORCHAO: TargetFormat(("torchao",), ("w8a8", "w8a16", "w4a8", "w4a16"), is_checkpoint=True),

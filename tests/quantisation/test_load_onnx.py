@@ -26,7 +26,7 @@ from transformers import (
 import enjoyln_cli
 from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
 from enjoyln_cli.onnx_export.programs import programs_of, save
-from enjoyln_cli.quantisers.dynamic_int8 import round_weights
+from enjoyln_cli.quantisers.integer_products import round_weights
 
 pytestmark = pytest.mark.slow
 TEXTS = ["You may copy and distribute the", "This licence"]

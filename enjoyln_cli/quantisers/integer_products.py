@@ -1,17 +1,20 @@
-"""ONNX programs with weights of 8 bits, and inputs of products that are rounded in each call.
+"""ONNX programs with weights of 8 bits, and with inputs of products that are rounded as well.
 
 A weight ``W`` of shape ``(inputs, outputs)`` becomes integers ``Q`` and one scale for each output:
 
     s_j = max_i |W_ij| / top,    Q_ij = round(W_ij / s_j),    x W = (x_q Q) * (s_x s_j)
 
 A table that is read by rows has one scale for each row. A head that is tied to it reads the same
-integers: what is a row to the one is an output to the other. So nothing is stored twice. The
-operators are those that onnxruntime fuses into one: ``DynamicQuantizeLinear``, ``MatMulInteger``.
+integers: what is a row to the one is an output to the other. So nothing is stored twice.
+
+The scale of an input is that of its values in each call, or a fixed one. The operators are those
+that onnxruntime fuses into one: ``DynamicQuantizeLinear`` and ``MatMulInteger``, or for fixed
+scales ``QuantizeLinear`` and ``DequantizeLinear`` in front of a product (QDQ).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -24,6 +27,22 @@ ROWS, COLUMNS = 0, 1
 """The dimension of a stored weight that has one scale for each of its elements."""
 FLOAT = 1
 """``onnx.TensorProto.FLOAT``."""
+MICROSOFT = "com.microsoft"
+"""The domain of operators that read 16-bit and 4-bit integers before opset 21."""
+Range = tuple[float, float]
+"""The smallest and the largest value."""
+
+
+@dataclass(frozen=True)
+class FixedScales:
+    """How the inputs of products are rounded if their scales are fixed."""
+
+    bits: int
+    """8 or 16, without a sign."""
+    ranges: Mapping[str, Range]
+    """By the names of values. A product whose input is not among them is not rounded."""
+    with_outputs: bool
+    """Whether results of products are rounded as well, as NPUs need them."""
 
 
 @dataclass
@@ -33,8 +52,12 @@ class Rounding:
     graph: Any
     """The ``onnx_ir.Graph`` that owns the weights."""
     top: int
+    fixed: FixedScales | None = None
+    """``None`` if inputs are scaled in each call."""
     stored: dict[tuple[Any, int], tuple[Any, Any]] = field(default_factory=dict)
     """The integers and the scales, by the weight in float32 and its dimension."""
+    scales_in_a_row: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
+    """The scales of rounded weights in one dimension and their zero points, by the integers."""
     inputs: dict[tuple[Any, Any], Any] = field(default_factory=dict)
     """The node that rounds an input of products, by the graph that it stands in."""
     numbers: Iterator[int] = field(default_factory=count)
@@ -50,13 +73,26 @@ class Rounding:
             )
         return self.stored[value, dimension]
 
-    def node(self, kind: str, inputs: list[Any], outputs: int = 1, **attributes: Any) -> Any:
+    def in_a_row(self, integers: Any, scales: Any) -> tuple[Any, Any]:
+        """The scales of a weight in one dimension, and as many zero points."""
+        if integers not in self.scales_in_a_row:
+            flat = scales.const_value.numpy().reshape(-1)
+            zeros = np.zeros(flat.shape, integers.const_value.numpy().dtype)
+            self.scales_in_a_row[integers] = (
+                constant(self.graph, f"{scales.name}s", flat),
+                constant(self.graph, f"{integers.name}.zeros", zeros),
+            )
+        return self.scales_in_a_row[integers]
+
+    def node(
+        self, kind: str, inputs: list[Any], outputs: int = 1, domain: str = "", **attributes: Any
+    ) -> Any:
         """A new node, whose name no other graph of the program has."""
         import onnx_ir
 
         name = f"int8.{kind}.{next(self.numbers)}"
         results = [onnx_ir.Value(name=f"{name}.{at}") for at in range(outputs)]
-        return onnx_ir.node(kind, inputs, attributes, outputs=results, name=name)
+        return onnx_ir.node(kind, inputs, attributes, domain=domain, outputs=results, name=name)
 
 
 def constant(graph: Any, name: str, array: np.ndarray[Any, Any]) -> Any:
@@ -85,7 +121,12 @@ def rounded(
 
 
 def round_weights(
-    program: Any, *, products: bool, kept: Container[str] = (), reduced: bool = False
+    program: Any,
+    *,
+    products: bool,
+    kept: Container[str] = (),
+    reduced: bool = False,
+    fixed: FixedScales | None = None,
 ) -> None:
     """Round the tables of an ``onnx_ir.Model`` and, with ``products``, its products, in place.
 
@@ -93,7 +134,9 @@ def round_weights(
     ``reduced`` says that weights get 7 bits. What else reads a rounded table reads it as numbers
     again.
     """
-    rounding = Rounding(program.graph, REDUCED_TOP if reduced else TOP)
+    rounding = Rounding(program.graph, REDUCED_TOP if reduced else TOP, fixed)
+    if fixed and fixed.bits == 16:
+        program.graph.opset_imports.setdefault(MICROSOFT, 1)
     nodes = list(program.graph.all_nodes())
     in_float = {_weight_of(node) for node in nodes if node.name in kept} - {None}
     for node in nodes:
@@ -134,10 +177,14 @@ def _round_table(node: Any, rounding: Rounding) -> None:
 
 def _round_product(node: Any, rounding: Rounding) -> None:
     """Multiply integers, if a node is a product with a stored matrix."""
-    found = _matrix_of(node)
+    found = matrix_of(node)
     if found is None:
         return
     weight, dimension = found
+    if rounding.fixed:
+        if node.inputs[0].name in rounding.fixed.ranges:
+            _with_fixed_scales(node, weight, dimension, rounding, rounding.fixed)
+        return
     integers, scales = rounding.weight(weight, dimension)
     before = []
     if dimension == ROWS:  # stored with an output in each row
@@ -161,13 +208,61 @@ def _round_product(node: Any, rounding: Rounding) -> None:
     _replace(node, [*before, sums, wide, both, result, *after])
 
 
+def _with_fixed_scales(
+    node: Any, weight: Any, dimension: int, rounding: Rounding, fixed: FixedScales
+) -> None:
+    """Multiply numbers that were rounded with fixed scales."""
+    integers, scales = rounding.weight(weight, dimension)
+    row = rounding.in_a_row(integers, scales)
+    before, source = [], node.inputs[0]
+    if dimension == ROWS:
+        before = [rounding.node("Transpose", [integers], perm=[1, 0])]
+        (integers,) = before[0].outputs
+    matrix = rounding.node("DequantizeLinear", [integers, *row], axis=1)
+    if (node.graph, source) not in rounding.inputs:
+        made = _rounded_value(source, source.name, rounding, fixed)
+        rounding.inputs[node.graph, source] = made[-1]
+        before += made
+    inputs = [rounding.inputs[node.graph, source].outputs[0], matrix.outputs[0]]
+    nodes = [*before, matrix, rounding.node("MatMul", inputs)]
+    if node.op_type == "Gemm" and len(node.inputs) > 2:
+        nodes.append(rounding.node("Add", [nodes[-1].outputs[0], node.inputs[2]]))
+    if fixed.with_outputs:
+        nodes += _rounded_value(nodes[-1].outputs[0], node.outputs[0].name, rounding, fixed)
+    _replace(node, nodes)
+
+
+def _rounded_value(value: Any, name: str, rounding: Rounding, fixed: FixedScales) -> list[Any]:
+    """The nodes that round a value by the range of ``name``; the last one has the result."""
+    scale, zero = scale_of(fixed.ranges[name], fixed.bits)
+    numbers = [
+        constant(rounding.graph, f"{name}.scale", scale),
+        constant(rounding.graph, f"{name}.zero", zero),
+    ]
+    domain = MICROSOFT if fixed.bits == 16 else ""
+    quantize = rounding.node("QuantizeLinear", [value, *numbers], domain=domain)
+    return [
+        quantize,
+        rounding.node("DequantizeLinear", [quantize.outputs[0], *numbers], domain=domain),
+    ]
+
+
+def scale_of(values: Range, bits: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The scale and the zero point of integers without a sign for such values; 0 is exact."""
+    low, high = min(values[0], 0.0), max(values[1], 0.0)
+    top = 2**bits - 1
+    scale = np.float32((high - low) / top if high > low else 1.0)
+    zero = np.clip(np.rint(-low / scale), 0, top)
+    return np.asarray(scale), np.asarray(zero, f"uint{bits}")
+
+
 def _weight_of(node: Any) -> Any:
     """The stored matrix that a product or a table multiplies by or reads; ``None`` for others."""
-    found = _matrix_of(node)
+    found = matrix_of(node)
     return found[0] if found else node.inputs[0] if node.op_type == "Gather" else None
 
 
-def _matrix_of(node: Any) -> tuple[Any, int] | None:
+def matrix_of(node: Any) -> tuple[Any, int] | None:
     """The stored matrix of a product, and the dimension of its outputs; ``None`` for others."""
     if node.op_type not in ("MatMul", "Gemm"):
         return None
@@ -208,5 +303,6 @@ def _read_integers(rounding: Rounding) -> None:
             first = next(iter(rounding.graph))
             rounding.graph.insert_before(first, [numbers, result])
             value.replace_all_uses_with(result.outputs[0])
-        if not value.uses() and value.name in rounding.graph.initializers:
-            del rounding.graph.initializers[value.name]
+        for one in (value, scales):
+            if not one.uses() and one.name in rounding.graph.initializers:
+                del rounding.graph.initializers[one.name]

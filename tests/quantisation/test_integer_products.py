@@ -1,4 +1,4 @@
-"""Weights of 8 bits, and inputs that are rounded in each call, as onnxruntime computes them."""
+"""Weights of 8 bits, and inputs that are rounded as well, as onnxruntime computes them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,24 @@ import onnx
 import onnx_ir
 import onnxruntime
 import pytest
+import torch
+from live_models import shaken
+from tiny_models import BERT
+from transformers import ViTConfig, ViTForImageClassification
 
-from enjoyln_cli.quantisers.dynamic_int8 import COLUMNS, ROWS, round_weights, rounded
+from enjoyln_cli.onnx_export.onnx_program import module_of
+from enjoyln_cli.onnx_export.programs import programs_of
+from enjoyln_cli.onnx_export.runtimes import session_options
+from enjoyln_cli.quantisers.integer_products import (
+    COLUMNS,
+    ROWS,
+    FixedScales,
+    matrix_of,
+    round_weights,
+    rounded,
+    scale_of,
+)
+from enjoyln_cli.quantisers.static_ranges import ranges_of
 
 Array = np.ndarray[Any, Any]
 GRAPH = """<ir_version: 9, opset_import: ["" : 20]>
@@ -48,7 +64,7 @@ def toy(product: str = "MatMul") -> tuple[Any, dict[str, Array]]:
 def computed(program: Any) -> Array:
     proto = onnx_ir.to_proto(program)
     onnx.checker.check_model(proto)
-    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), session_options())
     return np.asarray(session.run(["logits"], {"ids": IDS})[0])
 
 
@@ -69,7 +85,7 @@ def floats_of(program: Any) -> list[str]:
     return [
         name
         for name, value in program.graph.initializers.items()
-        if value.const_value.dtype == onnx_ir.DataType.FLOAT and min(value.const_value.shape) > 1
+        if value.const_value.dtype == onnx_ir.DataType.FLOAT and value.const_value.size > 20
     ]
 
 
@@ -122,3 +138,82 @@ def test_seven_bits_where_sums_saturate() -> None:
     round_weights(program, products=True, reduced=True)
     integers = [program.graph.initializers[name].const_value.numpy() for name in ("w.int8",)]
     assert [int(np.abs(one.astype(int)).max()) for one in integers] == [64]
+
+
+def with_fixed(x: Array, low: float, high: float, bits: int) -> Array:
+    """Values as a fixed scale rounds them; what is beyond the range is cut off."""
+    scale, zero = scale_of((low, high), bits)
+    steps = np.rint(x / scale) + float(zero)
+    return (np.clip(steps, 0, 2**bits - 1) - float(zero)) * scale
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize(("bits", "with_outputs"), [(8, False), (16, True)])
+def test_inputs_with_fixed_scales(product: str, bits: int, with_outputs: bool) -> None:
+    program, weights = toy(product)
+    ends = {"x": (-1.5, 2.0), "h": (-9.0, 7.0), "logits": (-30.0, 25.0)}
+    fixed = FixedScales(bits, ends, with_outputs)
+    round_weights(program, products=True, fixed=fixed)
+    is_turned = "transposed" in product
+    matrix = with_scales(weights["w"], ROWS if is_turned else COLUMNS)
+    table = with_scales(weights["table"], ROWS)
+
+    def output(name: str, value: Array) -> Array:
+        return with_fixed(value, *ends[name], bits) if with_outputs else value
+
+    hidden = with_fixed(table[IDS], *ends["x"], bits) @ (matrix.T if is_turned else matrix)
+    hidden = output("h", hidden + (weights["b"] if product != "MatMul" else 0))
+    logits = output("logits", with_fixed(hidden, *ends["h"], bits) @ table.T)
+    steps = sum((high - low) / (2**bits - 1) for low, high in ends.values())
+    np.testing.assert_allclose(computed(program), logits, rtol=1e-4, atol=2 * steps * with_outputs)
+    assert not floats_of(program)
+
+
+def test_a_product_of_an_unknown_range_is_not_rounded() -> None:
+    program, weights = toy()
+    round_weights(program, products=True, fixed=FixedScales(8, {"h": (-9.0, 7.0)}, False))
+    hidden = with_scales(weights["table"], ROWS)[IDS] @ weights["w"]
+    expected = with_fixed(hidden, -9.0, 7.0, 8) @ with_scales(weights["table"], ROWS).T
+    np.testing.assert_allclose(computed(program), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ends", "scale", "zero"),
+    [
+        ((-1.0, 3.0), 4 / 255, 64),
+        ((0.5, 2.55), 0.01, 0),
+        ((-2.55, -1.0), 0.01, 255),
+        ((0, 0), 1, 0),
+    ],
+)
+def test_zero_is_exact_in_any_range(ends: tuple[float, float], scale: float, zero: int) -> None:
+    found, at = scale_of(ends, 8)
+    assert float(found) == pytest.approx(scale) and int(at) == zero and at.dtype == np.uint8
+
+
+def test_ranges_of_inputs_of_different_lengths() -> None:
+    torch.manual_seed(4)
+    config = ViTConfig(**{**BERT, "image_size": 8, "patch_size": 4, "num_channels": 1})
+    model = shaken(ViTForImageClassification(config), 0.05)
+    rows = [torch.randn(count, 1, 8, 8) * scale for count, scale in ((1, 1.0), (3, 4.0), (2, 0.1))]
+    seen: dict[str, list[torch.Tensor]] = {}
+    layer = model.get_submodule("vit.layers.1.mlp.fc1")
+    layer.register_forward_pre_hook(lambda _, args: seen.setdefault("x", []).append(args[0]))
+    programs = programs_of(model, torch.float32)
+    seen.clear()
+    (found,) = ranges_of(programs, [{"pixel_values": one} for one in rows]).values()
+    with torch.no_grad():
+        for one in rows:
+            model(one)
+    ends = (float(min(x.min() for x in seen["x"])), float(max(x.max() for x in seen["x"])))
+    (program,) = programs.models.values()
+    (name,) = [
+        node.inputs[0].name
+        for node in program.graph
+        if module_of(node).endswith("layers.1.mlp.fc1") and matrix_of(node)
+    ]
+    assert found[name] == pytest.approx(ends, rel=1e-4)
+    products = [node for node in program.graph if matrix_of(node)]
+    assert {value.name for node in products for value in (node.inputs[0], node.outputs[0])} == set(
+        found
+    )
