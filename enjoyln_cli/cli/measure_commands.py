@@ -36,7 +36,16 @@ from enjoyln_cli.cli.options import (
 )
 from enjoyln_cli.comparison.data_files import DataFiles
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, OPENVINO, SCHEMES, require_scheme
+from enjoyln_cli.quantisers.schemes import (
+    FORMATS,
+    ONNX,
+    OPENVINO,
+    SCHEMES,
+    TARGETS,
+    require_scheme,
+    require_target,
+)
+from enjoyln_cli.text import bytes_in
 from enjoyln_cli.verification.verify_options import VerifyOptions
 
 USED_FOR_QUANTISED = {
@@ -120,6 +129,12 @@ def verify(
     show_default=True,
     help="What the result is stored as.",
 )
+@option(
+    "--for",
+    "target",
+    type=click.Choice(list(TARGETS)),
+    help="What runs an ONNX file (default: a processor like this one).",
+)
 @options_of(DataFiles, "data", without=("samples",))
 @option(
     "--inputs",
@@ -155,7 +170,7 @@ def verify(
 )
 @option(
     "--max-size",
-    callback=parse_size,
+    type=Parsed(bytes_in),
     metavar="S",
     group="Measuring",
     help="The largest size of the result, such as 40MB.",
@@ -169,6 +184,7 @@ def quantize(
     out: Path,
     scheme: str,
     form: str,
+    target: str | None,
     data: DataFiles,
     rotations: int,
     keep: Names,
@@ -193,6 +209,7 @@ def quantize(
     require_model(model, config.require_unquantised)
     require_new_folder(out, model, force=options["force"])
     require_scheme(scheme, form)
+    require_target(target, scheme, form)
     if keep and form == OPENVINO:
         raise UnsupportedModel(f"--keep does not work for {form}")
     own = read_data(data)
@@ -207,6 +224,7 @@ def quantize(
             own,
             scheme=scheme,
             form=form,
+            target=target,
             seeds=range(rotations),
             keep=keep,
             opening=opening,

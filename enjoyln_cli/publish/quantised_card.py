@@ -48,6 +48,7 @@ def values(out: Path, source: Source, final: Path, card: str, state: str) -> Jso
     form, scheme = str(record["format"]), str(record["scheme"])
     place = display_name(source) if source.revision else f"./{display_name(source)}"
     words = ["enjoyln", "quantize", place, "-o", final.name, "--scheme", scheme, "--format", form]
+    words += ["--for", str(record["target"])] if record["target"] else []
     kept = [*map(str, record["kept"])]
     return {
         "title": final.name,

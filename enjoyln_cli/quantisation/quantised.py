@@ -38,6 +38,8 @@ class Quantised:
     """The outputs that were compared."""
     format: str
     scheme: str
+    target: str | None
+    """What runs the ONNX file; ``None`` for a processor like the one that it was made on."""
     chosen: str
     """The name of the candidate that was written."""
     candidates: tuple[Compared, ...]

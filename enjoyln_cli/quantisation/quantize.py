@@ -42,7 +42,15 @@ from enjoyln_cli.quantisation.layer_bits import in_words
 from enjoyln_cli.quantisation.measure import ExactOutputs, exact_halves, perplexity_in
 from enjoyln_cli.quantisation.quantised import Quantised
 from enjoyln_cli.quantisation.workshop import FLOAT, Measured, Workshop, measure
-from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, OPENVINO, require_scheme
+from enjoyln_cli.quantisers.onnxruntime_quantiser import sums_saturate
+from enjoyln_cli.quantisers.schemes import (
+    FORMATS,
+    ONNX,
+    OPENVINO,
+    for_target,
+    require_scheme,
+    require_target,
+)
 from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.rewrite.opened_model import open_model
 from enjoyln_cli.rewrite.written_files import record_files
@@ -58,6 +66,7 @@ def quantize(
     *,
     scheme: str = "w8a8",
     form: str = "onnx",
+    target: str | None = None,
     seeds: Sequence[int] = (0, 1, 2),
     keep: Sequence[str] = (),
     max_error: float | None = None,
@@ -73,6 +82,8 @@ def quantize(
     * ``data``: at least eight inputs. The original, the model with rotated values, and rotations
       with these ``seeds`` are compared on the first half; the result is measured on the second.
     * ``form`` and ``scheme`` are names of ``schemes.FORMATS`` and ``schemes.SCHEMES``.
+    * ``target``: a name of ``schemes.TARGETS``, which runs an ONNX file; by default a processor
+      like this one.
     * ``keep``: paths of layers, or patterns, to leave in floating point (in ONNX in 8 bits if
       weights have 4).
     * ``max_error``: the largest relative error of the outputs; by default that of the scheme. If
@@ -90,7 +101,8 @@ def quantize(
     """
     begin, event = time.perf_counter(), on_event or default_listener
     require_data(data)
-    settings = require_scheme(scheme, form)
+    require_target(target, scheme, form)
+    settings = for_target(require_scheme(scheme, form), target, sums_saturate())
     if keep and form == OPENVINO:
         raise UnsupportedModel(f"--keep does not work for {form}")
     require_float(str(model))
@@ -139,6 +151,7 @@ def quantize(
             outputs=held_out.names,
             format=form,
             scheme=scheme,
+            target=target,
             chosen=chosen.title,
             candidates=tuple(comparison.found.values()),
             held_out=measured.chosen,

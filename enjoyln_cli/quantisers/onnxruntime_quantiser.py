@@ -40,10 +40,10 @@ def quantised(
     of their layers. Embeddings get 8 bits as well: they are most of a small model's bytes.
     """
     kept = _nodes_with(FLOAT_BITS, program, {f"*.{NAME}": FLOAT_BITS, **bits})
-    fixed, is_wide = None, scheme.input_bits == 16
+    fixed = None
     if scheme.is_static:
-        fixed = FixedScales(16 if is_wide else 8, ranges, with_outputs=is_wide)
-    reduced, products = sums_saturate() and not is_wide, not scheme.is_in_groups
+        fixed = FixedScales(scheme.input_bits or 8, ranges, with_outputs=scheme.rounds_results)
+    products, reduced = not scheme.is_in_groups, scheme.is_reduced
     round_weights(program, products=products, kept=kept, reduced=reduced, fixed=fixed)
     if scheme.is_in_groups:
         write_rounded(program, rounded, _accuracy(scheme))

@@ -6,7 +6,7 @@ Imports nothing slow, so that a command can refuse wrong names at once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from enjoyln_cli.errors import UnsupportedModel
@@ -31,6 +31,10 @@ class QuantisationScheme:
     """What the names of ONNX files end with: those of transformers.js, where it has the scheme."""
     group: int | None = None
     """How many weights, or inputs, share a scale, if the name of the scheme says so."""
+    is_reduced: bool = False
+    """Whether weights of 8 bits use 7 of them, for programs whose sums would saturate."""
+    rounds_results: bool = False
+    """Whether results of products are rounded as well, as NPUs need them."""
 
     @property
     def is_in_groups(self) -> bool:
@@ -62,7 +66,7 @@ class QuantisationScheme:
 SCHEMES: Mapping[str, QuantisationScheme] = {
     "w8a8": QuantisationScheme(8, 8, False, 0.15, "_quantized"),
     "w8a8-static": QuantisationScheme(8, 8, True, 0.15, "_int8"),
-    "w8a16-static": QuantisationScheme(8, 16, True, 0.05, "_w8a16_static"),
+    "w8a16-static": QuantisationScheme(8, 16, True, 0.05, "_w8a16_static", rounds_results=True),
     "w8a8-g32": QuantisationScheme(8, 8, False, 0.05, "_w8a8_g32", group=32),
     "w8a16": QuantisationScheme(8, None, False, 0.05, "_w8a16"),
     "w4a8": QuantisationScheme(4, 8, False, 0.3, "_w4a8"),
@@ -71,7 +75,7 @@ SCHEMES: Mapping[str, QuantisationScheme] = {
 
 
 SIMULATED: Mapping[str, QuantisationScheme] = {
-    **{name: scheme for name, scheme in SCHEMES.items() if scheme.group is None},
+    **{name: s for name, s in SCHEMES.items() if s.group is None and s.input_bits != 16},
     "w4a4": QuantisationScheme(4, 4, False, 0.5, "_w4a4"),
 }
 """What ``enjoyln rotate`` can simulate: schemes without groups, and one that no format stores."""
@@ -111,6 +115,58 @@ FORMATS: Mapping[str, TargetFormat] = {
         is_timed=False,
     ),
 }
+
+
+@dataclass(frozen=True)
+class Target:
+    """What runs an ONNX file, as far as the numbers that it computes depend on it."""
+
+    saturates: bool
+    """Whether it adds products of 8-bit numbers in 16 bits, so that sums may saturate."""
+    is_npu: bool = False
+    """Whether it computes with fixed scales alone, and rounds results of products."""
+
+
+TARGETS: Mapping[str, Target] = {
+    "vnni": Target(saturates=False),
+    "avx2": Target(saturates=True),
+    "wasm": Target(saturates=False),
+    "qnn": Target(saturates=False, is_npu=True),
+}
+"""The processors and engines that results can be made for."""
+
+
+def require_target(target: str | None, scheme: str, form: str) -> None:
+    """Raise ``UnsupportedModel`` if a target does not run what the format and scheme store."""
+    if target and form != ONNX:
+        raise UnsupportedModel(f"--for is for --format {ONNX}; leave it out for {form}")
+    if target and TARGETS[target].is_npu and not SCHEMES[scheme].is_static:
+        static = ", ".join(name for name in FORMATS[ONNX].schemes if SCHEMES[name].is_static)
+        raise UnsupportedModel(f"{target} computes with fixed scales alone; choose one of {static}")
+
+
+def for_target(
+    scheme: QuantisationScheme, target: str | None, saturates_here: bool
+) -> QuantisationScheme:
+    """The scheme as it is for a target, by default for this processor.
+
+    Weights of 7 bits have the same sums everywhere, so that a target that saturates can be measured
+    on any processor. Raises ``UnsupportedModel`` for weights of 8 bits that this one would saturate
+    and the target would not.
+    """
+    saturates = TARGETS[target].saturates if target else saturates_here
+    is_affected = scheme.weight_bits == 8 and scheme.input_bits == 8 and not scheme.group
+    if is_affected and saturates_here and not saturates:
+        raise UnsupportedModel(
+            f"8-bit sums saturate on this processor, so what {target} would compute cannot be "
+            "measured here; leave --for out, or use a processor with VNNI"
+        )
+    is_npu = bool(target) and TARGETS[target or ""].is_npu
+    return replace(
+        scheme,
+        is_reduced=saturates and is_affected,
+        rounds_results=scheme.rounds_results or is_npu,
+    )
 
 
 def bits_at(path: str, bits: Mapping[str, int], otherwise: int) -> int:

@@ -266,6 +266,7 @@ def a_result(measured: Differences) -> Quantised:
         outputs=tuple(measured.outputs),
         format="onnx",
         scheme="w8a8",
+        target=None,
         chosen="original",
         candidates=(Compared("original", measured, 10_000),),
         held_out=measured,
