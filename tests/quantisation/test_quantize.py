@@ -154,6 +154,7 @@ def kind_of(node: onnx.NodeProto) -> str:
         ("w8a8", ("*.mlp.*",), {"MatMulInteger": 17}),
         ("w8a8-g32", ("*.mlp.*",), {"8 bits": 17}),
         ("w8a8-static", (), {}),
+        ("w8a16-static", (), {}),
         ("w4a8", (), {"4 bits": 24, "8 bits": 1}),  # the head has 8 bits
         ("w4a16", ("*.self_attn.*",), {"4 bits": 8, "8 bits": 17}),
         ("w8a16", ("*.self_attn.*",), {"8 bits": 9}),
