@@ -266,7 +266,7 @@ def write_quantised(result: Quantised) -> None:
     say(f"wrote {result.scheme} as {result.format} to {result.out}: {result.chosen}{as_original}")
     if result.finer:
         table = _table("layer with more bits", "bits", "cost of rounding it alone")
-        for layer in result.finer:
+        for layer in {step.layer: step for step in result.finer}.values():
             table.add_row(layer.layer, layer.what, number(layer.cost))
         _show(table)
     say(f"on the held-out data ({counted(result.inputs, 'input')}):")

@@ -16,13 +16,12 @@ from enjoyln_cli.clock import Countdown, Progress
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import Scheme, head_of, linear_layers, simulated
 from enjoyln_cli.quantisation.measure import ExactOutputs, differences
+from enjoyln_cli.quantisers.onnxruntime_quantiser import GROUP
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, FORMATS, QuantisationScheme
 from enjoyln_cli.text import counted
 
 TRIED_ON = 2
 """Inputs that each layer is rounded on: the order of layers is clear with few."""
-GROUP = 32
-"""Weights that share a scale, for schemes with groups."""
 
 
 @dataclass(frozen=True)
