@@ -117,7 +117,7 @@ def test_each_part_is_quantised(scheme: str, exported: Exported) -> None:
     inputs = two_rows(name)
     told = {**inputs, "position_ids": generated_positions(model, inputs)}
     settings = SCHEMES[scheme]
-    small_ones = quantised(programs, settings, [told], ())
+    small_ones = quantised(programs, settings, [told], {})
     rounded = [part for part, one in small_ones.models.items() if is_rounded(one)]
     assert {*rounded} >= {"vision_encoder", "decoder_model_merged"}
     save(small_ones, folder, settings.suffix)
