@@ -7,8 +7,8 @@ from typing import Any
 
 from enjoyln_cli.quantisation.layer_bits import FinerLayer
 from enjoyln_cli.quantisation.measure import Differences
-from enjoyln_cli.quantisation.speed import Speed
 from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount
+from enjoyln_cli.quantisers.speed import Speed
 from enjoyln_cli.text import number
 from enjoyln_cli.version import __version__
 

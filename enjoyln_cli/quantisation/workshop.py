@@ -22,13 +22,13 @@ from enjoyln_cli.quantisation.candidates import ORIGINAL, RotatedForm
 from enjoyln_cli.quantisation.examples import Example, traced_batch
 from enjoyln_cli.quantisation.layer_bits import bits_of
 from enjoyln_cli.quantisation.measure import Compute, Differences, ExactOutputs, differences
-from enjoyln_cli.quantisation.speed import Speed, speeds, speeds_of_programs
 from enjoyln_cli.quantisers import onnx_forms, openvino_program, quantised_checkpoints
 from enjoyln_cli.quantisers.gptq import RoundedWeight, round_model
 from enjoyln_cli.quantisers.onnx_forms import OnnxForms
 from enjoyln_cli.quantisers.onnxruntime_quantiser import GROUP
 from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount
 from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, QuantisationScheme, bits_at
+from enjoyln_cli.quantisers.speed import Speed, speeds, speeds_of_programs
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.text import first_line
 from enjoyln_cli.verification.verify import compute_dtype

@@ -26,8 +26,8 @@ from enjoyln_cli.quantisation.measure import (
 )
 from enjoyln_cli.quantisation.quantised import Compared
 from enjoyln_cli.quantisation.quantize import require_gain
-from enjoyln_cli.quantisation.speed import Speed
 from enjoyln_cli.quantisation.workshop import Measured
+from enjoyln_cli.quantisers.speed import Speed
 from enjoyln_cli.rewrite.opened_model import open_model
 
 FLOAT_SIZE = 1000

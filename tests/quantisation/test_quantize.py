@@ -36,11 +36,11 @@ from enjoyln_cli.quantisation.load_onnx import load_onnx
 from enjoyln_cli.quantisation.measure import Differences
 from enjoyln_cli.quantisation.quantised import Compared, Quantised
 from enjoyln_cli.quantisation.quantize import require_layers
-from enjoyln_cli.quantisation.speed import Speed
 from enjoyln_cli.quantisation.workshop import path_of_head
 from enjoyln_cli.quantisers import openvino_program
 from enjoyln_cli.quantisers.onnx_forms import load, quantised
 from enjoyln_cli.quantisers.schemes import SCHEMES
+from enjoyln_cli.quantisers.speed import Speed
 from enjoyln_cli.text import number
 
 LICENCE = ROOT / "LICENSE"
