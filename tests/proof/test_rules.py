@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from enjoyln_cli.graph.nodes import packet, reads_no_values, shape_of
 from enjoyln_cli.plan.axis import Axis, centre
-from enjoyln_cli.proof.flow import Absorbed, push
+from enjoyln_cli.proof.flow import Absorbed, _hides_values, push
 from enjoyln_cli.proof.pullback import WRITTEN, Opaque, pull
 from enjoyln_cli.proof.views import through_view
 
@@ -507,3 +507,21 @@ def test_a_shape_that_values_decide_is_no_ground_for_a_rule() -> None:
     norm = graph.call_function(aten.layer_norm.default, (node.args[0], [12]))
     norm.meta["val"] = node.meta["val"]
     assert isinstance(push(norm, node.args[0], Axis(1, 0, 1, 12, 1)), Opaque)
+
+
+@pytest.mark.parametrize(
+    ("op", "result", "hides"),
+    [
+        (aten.add.Tensor, torch.ones(2, 3), True),
+        (aten.add_.Tensor, torch.ones(2, 3), False),  # it writes to its first operand
+        (aten.nonzero.default, torch.ones(2, 3), False),  # its shape tells values
+        (aten.item.default, 1.5, False),
+        (aten.split.Tensor, [torch.ones(1, 3), torch.ones(1, 3)], False),
+        (torch.add, torch.ones(2, 3), False),
+    ],
+)
+def test_an_op_hides_values_if_it_only_returns_a_tensor(op: Any, result: Any, hides: bool) -> None:
+    graph = Graph()
+    node = graph.call_function(op, (graph.placeholder("x"), 1))
+    node.meta["val"] = result
+    assert _hides_values(node) is hides
