@@ -92,7 +92,7 @@ def _option(name: str, hint: Any, default: Any, text: OptionText) -> Decorator:
     """The option of the command line for a field."""
     flags = text.flags or (f"--{name.replace('_', '-')}",)
     written: dict[str, Any] = {"help": text.help, "group": text.group}
-    if isinstance(default, bool):
+    if isinstance(default, bool) or "/" in flags[0]:
         is_off = default and "/" not in flags[0]
         written |= {"default": default} | ({"flag_value": False} if is_off else {"is_flag": True})
     else:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
-from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import require_folded
 from enjoyln_cli.cli.group import show_transfers
-from enjoyln_cli.cli.options import FOLDER, json_option, option, quiet_option
+from enjoyln_cli.cli.options import FOLDER, json_option, option, options_of, quiet_option
+from enjoyln_cli.publish.push_options import PushOptions
 
 hub = partial(option, group="The Hub")
 
@@ -38,22 +37,19 @@ def ask(upload: str, yes: bool) -> None:
 @help.command()
 @click.argument("out", type=FOLDER)
 @click.argument("repo_id")
-@hub(
-    "--private/--no-private",
-    default=None,
-    help="Visibility of a new repository (default: public).",
-)
-@hub("--create-pr", is_flag=True, help="Push as a pull request.")
-@hub("--commit-message", metavar="TEXT", help="First line of the commit.")
+@options_of(PushOptions, "options")
 @hub("--yes", "-y", is_flag=True, help="Push without asking.")
-@hub("--revision", metavar="REV", help="Branch to push to; created if missing.")
-@hub("--token", metavar="TOKEN", help="Hub token that may write.")
 @option("--dry-run", is_flag=True, help="List the files that would be sent.")
-@option("--force", is_flag=True, help="Push although OUT is not verified; the model card says so.")
 @quiet_option
 @json_option
 def push(
-    out: Path, repo_id: str, dry_run: bool, quiet: bool, as_json: bool, **options: Any
+    out: Path,
+    repo_id: str,
+    options: PushOptions,
+    yes: bool,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
     """Upload a verified OUT to the Hub as REPO_ID. Continues an interrupted upload."""
     from enjoyln_cli.cli.output_lines import say
@@ -70,16 +66,14 @@ def push(
     from enjoyln_cli.cli.console import upload_line, write_doubts, write_json, write_push
     from enjoyln_cli.publish import push as pushing
 
-    yes, message = options.pop("yes"), options.pop("commit_message")
-    opening = OpenOptions(token=options.pop("token"))
     if "/" not in repo_id and not dry_run:
-        repo_id = full_name(repo_id, opening)
-    upload = pushing.prepare(out, repo_id, **options)
+        repo_id = full_name(repo_id, options.opening)
+    upload = pushing.prepare(out, repo_id, options)
     if chatty:
         write_doubts(upload)
     if not dry_run:
         ask(upload_line(upload), yes)
-        upload = pushing.send(upload, commit_message=message, opening=opening)
+        upload = pushing.send(upload, options)
     if as_json:
         write_json(upload.to_json())
     elif not quiet:

@@ -25,13 +25,15 @@ from typing import Any
 from enjoyln_cli.checkpoint.config import raw_config
 from enjoyln_cli.checkpoint.file_roles import CONFIG, is_housekeeping
 from enjoyln_cli.checkpoint.marker import read_marker
-from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions, require_token
+from enjoyln_cli.checkpoint.open_options import require_token
 from enjoyln_cli.checkpoint.result_files import CARD_FILE, QUANTISATION_FILE, VERIFY_FILE
 from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, PushRefused
 from enjoyln_cli.fs.whole_file import read_object, write_whole
 from enjoyln_cli.plan import schema
+from enjoyln_cli.plan.option_field import keywords_of
 from enjoyln_cli.publish import card
+from enjoyln_cli.publish.push_options import PushOptions
 from enjoyln_cli.publish.repository import (
     AGAIN,
     PULLS,
@@ -97,22 +99,14 @@ def publishing_objection(result: Source) -> str:
     return changed if changed or "passed" in report else "it was never verified"
 
 
-def prepare(
-    out: str | Path,
-    repo_id: str,
-    *,
-    private: bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    force: bool = False,
-) -> Upload:
+def prepare(out: str | Path, repo_id: str, options: PushOptions) -> Upload:
     """Decide what pushing ``out`` to ``repo_id`` would send. Sends and writes nothing.
 
     Needs neither a token nor a network. Raises ``PushRefused`` if the present files were not
     verified (unless ``force``), ``ModelNotFound`` or ``BadCheckpoint`` if ``out`` is no result.
     """
     require_repo_id(repo_id)
-    if create_pr and revision is not None:
+    if options.create_pr and options.revision is not None:
         raise PushRefused("a pull request starts from the main branch; drop --revision")
     out = Path(out).expanduser()
     require_directory(out)
@@ -127,7 +121,7 @@ def prepare(
         made_from, classes = {CONFIG: marker.source}, marker.plan.classes
     complaint = publishing_objection(source)
     check = f"run `enjoyln verify {out}`{' with your data' if is_quantised else ''}"
-    if complaint and not force:
+    if complaint and not options.force:
         raise PushRefused(
             f"{out} is not pushed: {complaint}; {check}, or push it anyway with --force"
         )
@@ -147,8 +141,17 @@ def prepare(
             f"{out} is not pushed: {complaint}, and its {CARD_FILE} no longer has the enjoyln "
             f"section, where --force must say so; {check}"
         )
-    files = _files(out, text)
-    return Upload(out, repo_id, private, revision, create_pr, files, text, complaint, warnings)
+    return Upload(
+        out,
+        repo_id,
+        options.private,
+        options.revision,
+        options.create_pr,
+        _files(out, text),
+        text,
+        complaint,
+        warnings,
+    )
 
 
 def published_paths(result: Source, made_from: Mapping[str, str]) -> dict[str, list[str]]:
@@ -183,21 +186,16 @@ def _files(out: Path, text: str | None) -> tuple[File, ...]:
 # The Hub.
 
 
-def send(
-    upload: Upload,
-    *,
-    commit_message: str | None = None,
-    opening: OpenOptions = OPENED_PLAINLY,
-) -> Upload:
+def send(upload: Upload, options: PushOptions) -> Upload:
     """Carry out what ``prepare`` returned: write the card, create the repository, upload.
 
     Returns it with ``url`` and ``commit`` set. Raises ``PushRefused`` if the Hub refuses or fails.
     A second push need not send again what the Hub has received.
     """
-    require_token(opening)
+    require_token(options.opening)
     _renew_card(upload)
     try:
-        return _send(upload, commit_message, opening)
+        return _send(upload, options)
     except KeyboardInterrupt:
         left = f"{upload.repo_id} may now exist without all of its files"
         raise KeyboardInterrupt(f"{left}; {_how_to_continue(upload)}") from None
@@ -223,10 +221,10 @@ def _renew_card(upload: Upload) -> None:
         ) from error
 
 
-def _send(upload: Upload, commit_message: str | None, opening: OpenOptions) -> Upload:
+def _send(upload: Upload, options: PushOptions) -> Upload:
     from huggingface_hub import HfApi
 
-    api = HfApi(token=opening.token or True)  # True: a stored token is needed
+    api = HfApi(token=options.token or True)  # True: a stored token is needed
     open_repository(api, upload.repo_id, upload.private, upload.revision, upload.create_pr)
     done = api.upload_folder(
         repo_id=upload.repo_id,
@@ -234,7 +232,7 @@ def _send(upload: Upload, commit_message: str | None, opening: OpenOptions) -> U
         allow_patterns=[glob.escape(file.name) for file in upload.files],
         revision=upload.revision,
         create_pr=upload.create_pr,
-        commit_message=commit_message or "Upload a result of enjoyln",
+        commit_message=options.commit_message or "Upload a result of enjoyln",
     )
     return replace(upload, url=done.pr_url or done.commit_url, commit=done.oid)
 
@@ -245,28 +243,11 @@ def _how_to_continue(upload: Upload) -> str:
     return f"if {upload.repo_id} has its pull request by now, push to that: --revision {PULLS}N"
 
 
-def push(
-    out: str | Path,
-    repo_id: str,
-    *,
-    private: bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    commit_message: str | None = None,
-    token: str | None = None,
-    force: bool = False,
-) -> Upload:
+@keywords_of(options=PushOptions)
+def push(out: str | Path, repo_id: str, *, options: PushOptions) -> Upload:
     """Upload the verified result ``out`` to the Hub as ``repo_id``: ``prepare``, then ``send``.
 
-    The user that ``token`` belongs to owns a ``repo_id`` without an owner.
+    The user that ``token`` belongs to owns a ``repo_id`` without an owner. The other keywords:
     """
-    opening = OpenOptions(token=token)
-    upload = prepare(
-        out,
-        repo_id if "/" in repo_id else full_name(repo_id, opening),
-        private=private,
-        revision=revision,
-        create_pr=create_pr,
-        force=force,
-    )
-    return send(upload, commit_message=commit_message, opening=opening)
+    name = repo_id if "/" in repo_id else full_name(repo_id, options.opening)
+    return send(prepare(out, name, options), options)

@@ -25,6 +25,7 @@ from enjoyln_cli.plan.option_field import (
     option,
     options_in,
 )
+from enjoyln_cli.publish.push_options import PushOptions
 from enjoyln_cli.text import bytes_in
 from enjoyln_cli.verification.verify_options import CheckOptions, VerifyOptions
 
@@ -113,6 +114,7 @@ def test_what_is_changed_is_listed_with_what_is_off_at_the_end() -> None:
     [
         ("fold", "fold", (OpenOptions, FoldOptions, WriteOptions, CheckOptions)),
         ("verify", "verify", (OpenOptions, VerifyOptions)),
+        ("push", "push", (PushOptions,)),
     ],
 )
 def test_command_and_function_have_the_same(
