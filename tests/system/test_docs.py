@@ -213,10 +213,10 @@ def test_the_page_of_a_command_has_its_options(page: Path) -> None:
     found = {name for param in main.commands[page.stem].params for name in names_of(param)}
     table = page.read_text(encoding="utf-8").rpartition("| option |")[2]
     first = "\n".join(row.split("|")[1] for row in table.splitlines() if row.count("|") > 2)
-    assert set(re.findall(r"`(--[a-z-]+)`", first)) == found - {"--help"}
+    assert set(re.findall(r"`(--[a-z0-9-]+)`", first)) == found - {"--help"}
 
 
-OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 OPTIONS = {
     name: {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
