@@ -10,7 +10,8 @@ original quantised in the same way, both on the half of the data that had no par
 ``--words`` counts the words that Whisper gets wrong, on all recordings; OpenVINO's programs do not
 generate. The directory has a ``text.json`` with the spoken sentences, in the order of the names of
 the recordings. ``--faster-whisper FOLDER`` transcribes them with that library, too, if it is
-installed; FOLDER has the same model as it loads it.
+installed; FOLDER has the same model as it loads it. ``--seconds N`` joins recordings to longer
+ones of at most N seconds, of which Whisper reads 30 at once.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
@@ -33,7 +35,8 @@ from enjoyln_cli.quantisation.load_onnx import load_onnx
 from enjoyln_cli.quantisation.quantize import quantize
 from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, OPENVINO
 
-MOST_TOKENS = 64
+MOST_TOKENS = 224
+RATE = 16000
 ENGLISH_ONLY = 51864
 """The vocabulary size of a Whisper without tokens for languages and tasks."""
 HEADS = ("format", "scheme", "written", "cost", "of the original", "untied (first half)", "top-1")
@@ -54,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--keep", nargs="*", default=(), help="layers to leave more precise")
     parser.add_argument("--words", action="store_true")
     parser.add_argument("--faster-whisper", type=Path, help="a folder: its words and times as well")
+    parser.add_argument("--seconds", type=float, default=0, help="join recordings to so many")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -94,7 +98,9 @@ def measured(options: argparse.Namespace, form: str, scheme: str) -> dict[str, A
         ).to_json()
         if options.words and form != OPENVINO:
             quantised = load_onnx(out, threads=1) if form == ONNX else whisper(out)
-            row |= word_errors(options.model, quantised, options.audio, options.faster_whisper)
+            row |= word_errors(
+                options.model, quantised, options.audio, options.faster_whisper, options.seconds
+            )
     return row
 
 
@@ -134,14 +140,17 @@ def whisper(folder: str | Path) -> Any:
 
 
 def word_errors(
-    model: str, quantised: Any, speech: Path, faster_whisper: Path | None = None
+    model: str,
+    quantised: Any,
+    speech: Path,
+    faster_whisper: Path | None = None,
+    joined: float = 0,
 ) -> dict[str, Any]:
     """Words that Whisper gets wrong, in percent, and its processor seconds for all recordings.
 
     Whisper in float32 and ``quantised``, both greedy, and the model that faster-whisper loads from
     a folder, in int8. They take turns.
     """
-    from transformers.audio_utils import load_audio
     from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
     processor = WhisperProcessor.from_pretrained(model)
@@ -151,7 +160,7 @@ def word_errors(
 
     def generating(one: Any) -> Transcribe:
         def transcribe(sound: Any) -> str:
-            features = processor(sound, sampling_rate=16000, return_tensors="pt").input_features
+            features = processor(sound, sampling_rate=RATE, return_tensors="pt").input_features
             with torch.no_grad():
                 tokens = one.generate(features, max_new_tokens=MOST_TOKENS, **told)
             return str(processor.tokenizer.decode(tokens[0], skip_special_tokens=True))
@@ -162,9 +171,8 @@ def word_errors(
     if faster_whisper:
         programs["faster-whisper"] = _faster_whisper(faster_whisper)
     seconds, wrong, total = dict.fromkeys(programs, 0.0), dict.fromkeys(programs, 0), 0
-    texts = json.loads((speech / "text.json").read_text())
-    for file, text in zip(sorted(speech.glob("*.wav")), texts, strict=True):
-        sound, words = load_audio(str(file), 16000), normalize(text).split()
+    for sound, text in recordings(speech, joined):
+        words = normalize(text).split()
         total += len(words)
         for name, transcribe in programs.items():
             begin = time.process_time()
@@ -173,6 +181,21 @@ def word_errors(
             wrong[name] += edit_distance(words, normalize(said).split())
     rates = {name: 100 * count / total for name, count in wrong.items()}
     return {"word_errors": rates, "transcription_seconds": seconds, "words": total}
+
+
+def recordings(speech: Path, joined: float) -> list[tuple[Any, str]]:
+    """The recordings with their texts, joined in their order to at most ``joined`` seconds."""
+    from transformers.audio_utils import load_audio
+
+    texts = json.loads((speech / "text.json").read_text())
+    found: list[tuple[Any, str]] = []
+    for file, text in zip(sorted(speech.glob("*.wav")), texts, strict=True):
+        sound = load_audio(str(file), RATE)
+        if found and len(found[-1][0]) + len(sound) <= joined * RATE:
+            before, said = found.pop()
+            sound, text = np.concatenate([before, sound]), f"{said} {text}"
+        found.append((sound, text))
+    return found
 
 
 def _faster_whisper(folder: Path) -> Transcribe:

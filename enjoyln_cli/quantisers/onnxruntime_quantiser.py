@@ -12,6 +12,7 @@ import torch
 
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export.onnx_program import module_of
+from enjoyln_cli.quantisers.fused_attention import fuse_attention
 from enjoyln_cli.quantisers.gptq import RoundedWeight
 from enjoyln_cli.quantisers.integer_products import FixedScales, Range, round_weights
 from enjoyln_cli.quantisers.products_in_groups import write_rounded
@@ -49,6 +50,8 @@ def quantised(
         write_rounded(program, rounded, _accuracy(scheme))
         with silent(), redirect_stdout(io.StringIO()):
             program = _in_groups(program, scheme, kept, _nodes_with(8, program, bits))
+    if not scheme.is_static:
+        fuse_attention(program)
     program.graph.sort()  # onnxruntime's order does not know what a branch reads
     return program
 
