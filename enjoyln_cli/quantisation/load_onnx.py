@@ -83,7 +83,8 @@ def load_onnx(
     dtype = torch.float16 if suffix == "_fp16" else torch.float32
     has_cache = any(is_cached(name) for one in programs.values() for name in one.inputs)
     model.__class__ = _class_of_programs(kind, dtype, has_cache)
-    _run_in(model, functools.partial(_forward, model, programs))
+    cache = cache_argument(kind.forward) or CACHE
+    _run_in(model, functools.partial(_forward, model, programs, cache))
     if ENCODER in programs:
         encoder = model.get_encoder()
         _run_in(encoder, functools.partial(_encode, programs[ENCODER], encoder.main_input_name))
@@ -194,8 +195,8 @@ def _features(programs: LoadedPrograms, *args: Any, **inputs: Any) -> Any:
     return BaseModelOutputWithPooling(pooler_output=apart)
 
 
-def _forward(model: Any, programs: LoadedPrograms, *args: Any, **inputs: Any) -> Any:
-    """What the model returns for one call of ``forward``."""
+def _forward(model: Any, programs: LoadedPrograms, name: str, *args: Any, **inputs: Any) -> Any:
+    """What the model returns for one call of ``forward``; its cache is the argument ``name``."""
     given = {**dict(zip((model.main_input_name,), args, strict=False)), **inputs}
     if MODEL in programs and not any(map(is_cached, programs[MODEL].inputs)):
         program = programs[MODEL]
@@ -220,7 +221,6 @@ def _forward(model: Any, programs: LoadedPrograms, *args: Any, **inputs: Any) ->
         feed = {IDS: given[f"{DECODER}{IDS}"], ENCODED: encoded[0]}
         if given.get(MASK) is not None:
             feed[ENCODED_MASK] = given[MASK]
-    name = cache_argument(type(model).forward) or CACHE
     cache = given.get(name)
     cache = _new_cache(encoded is not None) if cache is None else cache
     rows = len(feed[EMBEDS] if EMBED in programs else feed[IDS])
@@ -277,13 +277,14 @@ def _parts(cache: Any) -> dict[str, Any]:
 
 def _read(cache: Any, decoder: LoadedProgram, rows: int) -> dict[str, torch.Tensor]:
     """The cache as inputs of a program, empty where no tokens are in it."""
-    found = {name: decoder.empty(name, rows) for name in decoder.inputs if is_cached(name)}
+    found: dict[str, torch.Tensor] = {}
     for part, held in _parts(cache).items():
         for at, layer in enumerate(held.layers):
             if layer.is_initialized and layer.keys.numel():
                 found[f"{CACHE}.{at}.{part}key"] = layer.keys
                 found[f"{CACHE}.{at}.{part}value"] = layer.values
-    return found
+    missing = (name for name in decoder.inputs if is_cached(name) and name not in found)
+    return found | {name: decoder.empty(name, rows) for name in missing}
 
 
 def _write(cache: Any, found: Mapping[str, torch.Tensor]) -> None:
