@@ -27,11 +27,13 @@ def time_rounds(
     repeats: int,
     seconds: float = math.inf,
     now: Callable[[], float] = timer,
+    warm_up: int = WARM_UP,
 ) -> dict[str, list[float]]:
     """Seconds of every call in each round.
 
     There are ``repeats`` rounds, or as many as fit into ``seconds``, but at least ``ENOUGH`` if
-    ``repeats`` allows them.
+    ``repeats`` allows them. Without ``warm_up``, the calls have run before, and none is repeated
+    within its round.
     """
     begin = now()
     number: dict[str, int] = {}
@@ -45,7 +47,8 @@ def time_rounds(
         return now() - start
 
     for name, call in calls.items():
-        for _ in range(WARM_UP):
+        taken = SHORTEST
+        for _ in range(warm_up):
             taken = time(call, 1)
         number[name] = max(1, math.ceil(SHORTEST / max(taken, 1e-9)))
     for done in range(repeats):

@@ -214,5 +214,6 @@ def _of_each_shape(batches: Sequence[Batch]) -> list[Batch]:
         return [*batches[:1]]
     found: dict[tuple[torch.Size, ...], Batch] = {}
     for batch in batches:
-        found.setdefault(tuple(value.shape[1:] for value in batch.values()), batch)
+        shapes = (value.shape[1:] for value in batch.values() if value.is_floating_point())
+        found.setdefault(tuple(shapes), batch)
     return [*found.values()]

@@ -24,10 +24,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from enjoyln_cli.comparison.encoded_once import encoded_once
 from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.garbage import no_collections
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export.cached_calls import LOGITS, MODEL, generation_calls
-from enjoyln_cli.onnx_export.call import Positional, ProgramCall, call_to_export
+from enjoyln_cli.onnx_export.call import ExportedCall, Positional, ProgramCall, call_to_export
 from enjoyln_cli.onnx_export.image_parts import part_calls, reads_pictures
 from enjoyln_cli.onnx_export.onnx_program import (
     OPSET,
@@ -38,7 +40,7 @@ from enjoyln_cli.onnx_export.onnx_program import (
     scale_norms,
     traced_program,
 )
-from enjoyln_cli.runtime.call_guards import input_means
+from enjoyln_cli.runtime.call_guards import call_guards, input_means
 from enjoyln_cli.text import dtype_name, listed_briefly
 
 FOLDER = "onnx"
@@ -70,6 +72,7 @@ class Programs:
         return int(version)
 
 
+@no_collections()  # a trace makes many objects, of which few are garbage
 def programs_of(
     model: Any,
     dtype: torch.dtype,
@@ -108,7 +111,11 @@ def program_calls(
     model: Any, dtype: torch.dtype, outputs: Sequence[str] = ()
 ) -> dict[str, ProgramCall]:
     """The calls that ``programs_of`` traces, by the names of their programs."""
-    call = call_to_export(model, outputs, dtype)
+    with encoded_once(model), torch.no_grad():
+        return _program_calls(model, call_to_export(model, outputs, dtype))
+
+
+def _program_calls(model: Any, call: ExportedCall) -> dict[str, ProgramCall]:
     if not model.can_generate():
         return {MODEL: ProgramCall(Positional(model, call), call.batch, call.outputs, call.axes)}
     if LOGITS not in call.outputs:
@@ -123,7 +130,9 @@ def program_calls(
 
 
 def norms_that_run(model: nn.Module, call: Callable[[], object]) -> set[str]:
-    """The folded norms of ``model`` that a call runs."""
+    """The folded norms of ``model`` that a call runs; nothing is run if there are none."""
+    if not call_guards(model):
+        return set()
     with torch.no_grad(), silent(), input_means(model) as means:
         call()
     return set(means)

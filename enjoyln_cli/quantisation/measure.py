@@ -15,6 +15,7 @@ from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.embedding import EMBEDDING, embedder
+from enjoyln_cli.comparison.encoded_once import encoded_once
 from enjoyln_cli.comparison.metrics import distances_of, largest, pool_distances, relative
 from enjoyln_cli.comparison.output_meaning import (
     DECISIONS,
@@ -204,10 +205,13 @@ def exact_halves(
     """
     embed = embedder(opened.source, event)
     place, trusted = opened.source.path, opened.trust_remote_code
-    first, second = split(model, place, data, most, trusted, on_progress=on_progress, event=event)
-    batch = first[0].batch
-    names = compared_outputs(with_embedding(run(model, [batch])[0], batch, embed), used)
-    exact = exact_outputs(model, [*first, *second], names, folder, embed, on_progress)
+    with encoded_once(model):
+        first, second = split(
+            model, place, data, most, trusted, on_progress=on_progress, event=event
+        )
+        batch = first[0].batch
+        names = compared_outputs(with_embedding(run(model, [batch])[0], batch, embed), used)
+        exact = exact_outputs(model, [*first, *second], names, folder, embed, on_progress)
     at = len(first)
     return (
         replace(exact, examples=first, outputs=exact.outputs[:at]),

@@ -29,6 +29,7 @@ from enjoyln_cli.comparison.data_files import UserData, require_data
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, staged_output
+from enjoyln_cli.garbage import collections_of_new_objects
 from enjoyln_cli.publish.written_card import write_quantised_card
 from enjoyln_cli.quantisation.candidates import (
     RotatedForm,
@@ -59,6 +60,7 @@ from enjoyln_cli.text import counted, number, size
 INPUTS_IN_A_HALF = 16
 
 
+@collections_of_new_objects()  # it frees models, and need not pass over all of torch
 def quantize(
     model: str | Path,
     out: str | Path,

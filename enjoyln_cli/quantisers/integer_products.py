@@ -116,8 +116,9 @@ def rounded(
     """Integers of the shape of ``weight``, and scales, of size 1 in the other dimension."""
     largest = np.abs(weight).max(axis=1 - dimension, keepdims=True)
     scales = np.where(largest > 0, largest / top, 1.0).astype(np.float32)
-    integers = np.clip(np.rint(weight / scales), -top, top).astype(np.int8)
-    return integers, scales
+    numbers = weight / scales
+    np.clip(np.rint(numbers, out=numbers), -top, top, out=numbers)
+    return numbers.astype(np.int8), scales
 
 
 def round_weights(

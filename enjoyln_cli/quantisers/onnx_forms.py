@@ -17,6 +17,7 @@ import torch
 
 from enjoyln_cli.checkpoint.config import set_entry
 from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.encoded_once import encoded_once
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event
@@ -129,11 +130,12 @@ def _one_call(model: Any, batch: Batch) -> Programs:
 
 def _same_outputs(model: Any, settings: Sequence[Setting], sample: Batch) -> bool:
     """Whether a model computes the same with these flags of its config as without them."""
-    (after,) = run(model, [sample])
     try:
-        for setting in settings:
-            set_entry(model.config, setting.name, not setting.value)
-        (before,) = run(model, [sample])
+        with encoded_once(model):
+            (after,) = run(model, [sample])
+            for setting in settings:
+                set_entry(model.config, setting.name, not setting.value)
+            (before,) = run(model, [sample])
     finally:
         for setting in settings:
             set_entry(model.config, setting.name, setting.value)

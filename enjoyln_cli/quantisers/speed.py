@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from enjoyln_cli.comparison.batches import Batch
-from enjoyln_cli.comparison.timing import time_rounds
+from enjoyln_cli.comparison.timing import WARM_UP, time_rounds
 from enjoyln_cli.onnx_export.cached_run import begin, greedy, is_cached, load_programs
 from enjoyln_cli.onnx_export.call import DECODER, IDS, MASK
 from enjoyln_cli.onnx_export.image_parts import EMBED
@@ -68,11 +68,11 @@ def speeds_of_programs(places: Mapping[str, tuple[Path, str]], batch: Batch) -> 
     prompt = {**batch, f"{prefix}{IDS}": ids[:, :half]}
     if not prefix:
         prompt.pop(MASK, None)
-    generations = {name: partial(greedy, p, prompt, tokens) for name, p in programs.items()}
-    whole = _milliseconds(generations, GENERATIONS)
     states = {name: begin(p, prompt) for name, p in programs.items()}
     for state in states.values():
         state.logits(ids[:, :-1])
+    generations = {name: partial(greedy, p, prompt, tokens) for name, p in programs.items()}
+    whole = _milliseconds(generations, GENERATIONS, warm_up=0)
 
     def token(name: str) -> None:
         states[name].again().logits(ids[:, -1:])
@@ -83,7 +83,7 @@ def speeds_of_programs(places: Mapping[str, tuple[Path, str]], batch: Batch) -> 
 
 
 def _milliseconds(
-    calls: Mapping[str, Callable[[], Any]], repeats: int = ROUNDS
+    calls: Mapping[str, Callable[[], Any]], repeats: int = ROUNDS, warm_up: int = WARM_UP
 ) -> dict[str, float]:
-    rounds = time_rounds(calls, repeats, SECONDS)
+    rounds = time_rounds(calls, repeats, SECONDS, warm_up=warm_up)
     return {name: 1000 * median(seconds) for name, seconds in rounds.items()}

@@ -21,6 +21,7 @@ from enjoyln_cli.models.extents import identity_of
 from enjoyln_cli.models.load import values_of
 from enjoyln_cli.models.offload import LoadTensor, WeightsOnDemand, reader_of
 from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rewrite.edit_pieces import apply_in_pieces
 from enjoyln_cli.rewrite.editable import require_editable
 from enjoyln_cli.rewrite.inserted_rotation import insert_rotation
 
@@ -70,11 +71,10 @@ def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = F
                     reader.make(name, _lazily_edited(reader.source(name), edit))
                 tensor.data = tensor.new_empty(edit.shape(tuple(tensor.shape)))
                 continue
-            wide = edit.apply(tensor.double())
-            if wide.shape == tensor.shape:
-                tensor.copy_(wide)
+            if tensor.ndim and edit.append is None:
+                apply_in_pieces(tensor, edit, tensor, allow_nonfinite=True)
                 continue
-            grown = wide.to(tensor.dtype)
+            grown = edit.apply(tensor.double()).to(tensor.dtype)
             for name in names[key]:
                 tensors[name].data = grown
     for group in plan.rotated:
