@@ -43,16 +43,16 @@ def _fuse(softmax: Any) -> bool:
         return False
     query, key, value = (*scores.inputs, mixed.inputs[1])
     read = [(query, BY_HEAD), (key, TRANSPOSED), (value, BY_HEAD)]
-    found = [_split_by_head(*each) for each in read]
-    heads = {each[1] for each in found if each}
+    found = [part for each in read if (part := _split_by_head(*each))]
+    heads = {part[1] for part in found}
     result = joined.outputs[0]
-    if None in found or len(heads) != 1 or mixed.inputs[0] is not softmax.outputs[0]:
+    if len(found) != len(read) or len(heads) != 1 or mixed.inputs[0] is not softmax.outputs[0]:
         return False
     if _sizes(result)[:2] != _sizes(found[0][0])[:2] or len(_sizes(result)) != 3:
         return False
     node = onnx_ir.node(
         ATTENTION,
-        [each[0] for each in found],
+        [part[0] for part in found],
         {"num_heads": heads.pop(), "scale": 1.0},
         domain=DOMAIN,
         name=f"{joined.name}.fused",
