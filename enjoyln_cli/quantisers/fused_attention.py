@@ -41,8 +41,8 @@ def _fuse(softmax: Any) -> bool:
     joined = back and _reader("Reshape", back.outputs[0])
     if not (scores and joined) or _attribute(back, "perm") != BY_HEAD:
         return False
-    query, key, value = (*scores.inputs, mixed.inputs[1])
-    read = [(query, BY_HEAD), (key, TRANSPOSED), (value, BY_HEAD)]
+    query, key = scores.inputs
+    read = [(query, BY_HEAD), (key, TRANSPOSED), (mixed.inputs[1], BY_HEAD)]
     found = [part for each in read if (part := _split_by_head(*each))]
     heads = {part[1] for part in found}
     result = joined.outputs[0]
