@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from enjoyln_cli.comparison.encoded_once import encoded_once
+from enjoyln_cli.comparison.run import encoded_once
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.garbage import no_collections
 from enjoyln_cli.models.load import silent

@@ -15,7 +15,6 @@ from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.embedding import EMBEDDING, embedder
-from enjoyln_cli.comparison.encoded_once import encoded_once
 from enjoyln_cli.comparison.metrics import distances_of, largest, pool_distances, relative
 from enjoyln_cli.comparison.output_meaning import (
     DECISIONS,
@@ -32,7 +31,7 @@ from enjoyln_cli.comparison.output_meaning import (
     results,
     sums,
 )
-from enjoyln_cli.comparison.run import choose_outputs, run
+from enjoyln_cli.comparison.run import choose_outputs, encoded_once, run
 from enjoyln_cli.comparison.text_scores import perplexity_of, text_loss
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event

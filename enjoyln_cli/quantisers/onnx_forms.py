@@ -17,8 +17,7 @@ import torch
 
 from enjoyln_cli.checkpoint.config import set_entry
 from enjoyln_cli.comparison.batches import Batch
-from enjoyln_cli.comparison.encoded_once import encoded_once
-from enjoyln_cli.comparison.run import run
+from enjoyln_cli.comparison.run import encoded_once, run
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event
 from enjoyln_cli.models.classes import apply_experts, leave_out_cache

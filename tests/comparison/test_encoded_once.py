@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
-from enjoyln_cli.comparison.encoded_once import encoded_once
+from enjoyln_cli.comparison.run import encoded_once
 
 
 @pytest.fixture
