@@ -110,7 +110,7 @@ def test_seeds_take_the_place_of_the_matrices_of_a_recipe(ready: FoldJob, tokens
     given = replace(ready, plan=replace(ready.plan, rotation_groups=rotation_groups))
     with trials(ready, read_user_data(tokens=tokens), "w4a4", 8, ignore) as tried:
         expected = search_seeds(tried, 1, ignore, ignore)
-        found = search_seeds(replace(tried, ready=given), 1, ignore, ignore)
+        found = search_seeds(replace(tried, job=given), 1, ignore, ignore)
     assert found.first_half == expected.first_half
     again = given.with_plan(found.plan)
     assert (again.plan, again.options) == (ready.plan, ready.options)

@@ -129,7 +129,7 @@ def test_the_logits_survive_float16(name: str, tmp_path: Path) -> None:
     before, after = logits_in_float16(tmp_path / "plain"), logits_in_float16(tmp_path / "safe")
     error = np.abs(after - exact).max() / np.abs(exact).max()
     assert error < 0.05
-    assert not np.abs(before - exact).max() / np.abs(exact).max() < 0.5
+    assert not np.abs(before - exact).max() / np.abs(exact).max() < 0.2
     multiplications = [
         program.nodes.get("Mul", 0)
         for program in (*plain.programs.values(), *safe.programs.values())
