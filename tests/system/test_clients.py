@@ -189,8 +189,8 @@ def tensors(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Inputs as JSON."""
     return {
         name: {
-            "type": "float32" if value.is_floating_point() else "int64",
-            "data": value.flatten().tolist(),
+            "type": {torch.float32: "float32", torch.bool: "bool"}.get(value.dtype, "int64"),
+            "data": (value.int() if value.dtype == torch.bool else value).flatten().tolist(),
             "dims": list(value.shape),
         }
         for name, value in inputs.items()
