@@ -27,12 +27,16 @@ from torch.fx import Node
 
 from enjoyln_cli.graph.nodes import (
     DROPOUTS,
+    SPLITS,
     argument,
     aten,
     is_floating,
     is_part,
+    occurrences,
     packet,
+    reads_no_values,
 )
+from enjoyln_cli.proof.views import MOVES
 
 ONE, HALF = Fraction(1), Fraction(1, 2)
 
@@ -51,23 +55,22 @@ class Degrees:
     """Whether the op adds a number other than zero, which has the exponent of the result."""
 
 
-_SAME = {
-    aten.abs, aten.absolute, aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.alias,
-    aten.amax, aten.amin, aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d,
-    aten.cat, aten.chunk, aten.clone, aten.contiguous, aten.cumsum, aten.detach, aten.diagonal,
-    aten.expand, aten.expand_as, aten.flatten, aten.flip, aten.gather, aten.im2col, aten.index,
-    aten.index_select, aten.leaky_relu, aten.lift_fresh_copy, aten.masked_select,
-    aten.max_pool1d, aten.max_pool2d, aten.maximum, aten.mean, aten.minimum, aten.movedim,
-    aten.narrow, aten.neg, aten.permute, aten.pixel_shuffle, aten.pixel_unshuffle, aten.relu,
-    aten.repeat, aten.repeat_interleave, aten.reshape, aten.reshape_as, aten.roll, aten.select,
-    aten.slice, aten.split, aten.split_with_sizes, aten.squeeze, aten.stack, aten.std, aten.sub,
-    aten.sum, aten.t, aten.to, aten._to_copy, aten.transpose, aten.type_as, aten.unbind,
-    aten.unflatten, aten.unfold, aten.unsqueeze, aten._unsafe_view, aten.upsample_bicubic2d,
-    aten.upsample_bilinear2d, aten.upsample_linear1d, aten.upsample_nearest1d,
-    aten.upsample_nearest2d, aten.view, aten.view_as, aten.where, aten.index_put,
-    aten.masked_scatter, aten.scatter, aten.scatter_add, aten.index_add, aten.slice_scatter,
-    aten.select_scatter,
-} | DROPOUTS  # fmt: skip
+_INDEXED = {
+    aten.gather, aten.index, aten.index_add, aten.index_put, aten.index_select, aten.masked_scatter,
+    aten.masked_select, aten.repeat_interleave, aten.scatter, aten.scatter_add,
+}  # fmt: skip
+"""These read other numbers than floating-point ones as indices or masks."""
+_SAME = MOVES | SPLITS | DROPOUTS | _INDEXED | {
+    aten.abs, aten.absolute, aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.add,
+    aten.amax, aten.amin, aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d, aten.cat,
+    aten.cumsum, aten.detach, aten.diagonal, aten.expand, aten.expand_as, aten.flip, aten.im2col,
+    aten.leaky_relu, aten.lift_fresh_copy, aten.max_pool1d, aten.max_pool2d, aten.maximum,
+    aten.mean, aten.minimum, aten.narrow, aten.neg, aten.pixel_shuffle, aten.pixel_unshuffle,
+    aten.relu, aten.repeat, aten.roll, aten.select, aten.select_scatter, aten.slice,
+    aten.slice_scatter, aten.stack, aten.std, aten.sub, aten.sum, aten.to, aten._to_copy,
+    aten.type_as, aten.unbind, aten.unfold, aten.upsample_bicubic2d, aten.upsample_bilinear2d,
+    aten.upsample_linear1d, aten.upsample_nearest1d, aten.upsample_nearest2d, aten.where,
+}  # fmt: skip
 """Homogeneous of degree 1 in all floating-point operands at once."""
 _PRODUCTS = {
     aten.mul, aten.multiply, aten.matmul, aten.mm, aten.bmm, aten.einsum, aten.outer, aten.dot,
@@ -84,8 +87,8 @@ _LAYERS = {
 """Their arguments are an input, a weight and a bias."""
 _SUMS_OF_PRODUCTS = {aten.addmm, aten.baddbmm, aten.addbmm}
 _NORMS: Mapping[Any, tuple[int, int | None, int, float | None]] = {
-    aten.layer_norm: (2, 3, 4, 1e-5), aten.native_layer_norm: (2, 3, 4, None),
-    aten.group_norm: (2, 3, 4, 1e-5), aten.rms_norm: (2, None, 3, None),
+    aten.layer_norm: (2, 3, 4, 1e-5), aten.group_norm: (2, 3, 4, 1e-5),
+    aten.rms_norm: (2, None, 3, None),
 }  # fmt: skip
 """Where weight, bias and eps of a norm stand, and eps if it is not given."""
 _FILLS = {aten.masked_fill, aten.pad, aten.constant_pad_nd}
@@ -101,11 +104,14 @@ def degrees(node: Node) -> Degrees | None:
         return None
     if op is aten.linalg_vector_norm:
         return Degrees(alike=tensors) if argument(node, 1, "ord", 2) != 0 else None
-    if op in (aten.add, aten.sub):
-        return Degrees(alike=tensors, adds_number=any(map(_is_number, node.args[:2])))
     if op in _SAME:
-        plain = any(map(_is_number, node.args)) if op in (aten.where, aten.index_put) else False
-        return None if plain else Degrees(alike=tensors)
+        values = node.args[1:] if op is aten.where else node.all_input_nodes
+        if op not in _INDEXED and any(_is_whole_number(node, value) for value in values):
+            return None
+        is_sum, has_number = op in (aten.add, aten.sub), any(map(_is_number, node.args))
+        if op is aten.where and has_number:
+            return None
+        return Degrees(alike=tensors, adds_number=is_sum and has_number)
     if op in _PRODUCTS:
         return Degrees(factors=tuple((tensor, ONE) for tensor in tensors))
     if op in (aten.div, aten.true_divide) and not node.kwargs:
@@ -130,11 +136,10 @@ def degrees(node: Node) -> Degrees | None:
     if op in _NORMS:
         return _norm(node)
     if op in _FILLS:
-        filled = node.args[2] if len(node.args) > 2 else argument(node, 3, "value", 0)
-        if op is aten.pad:
-            mode, filled = argument(node, 2, "mode", "constant"), argument(node, 3, "value", 0)
-            filled = (filled or 0) if mode == "constant" else 0
-        return Degrees(alike=(node.args[0],)) if _is_unscaled(filled) else None
+        filled = argument(node, 3 if op is aten.pad else 2, "value", 0)
+        if op is aten.pad and argument(node, 2, "mode", "constant") != "constant":
+            filled = 0
+        return Degrees(alike=(node.args[0],)) if _is_unscaled(filled or 0) else None
     return None
 
 
@@ -157,18 +162,16 @@ def _norm(node: Node) -> Degrees:
 
 
 def _floating(node: Node) -> tuple[Node, ...]:
-    found: list[Node] = []
-    for operand in node.all_input_nodes:
-        if is_floating(operand):
-            found += [operand] * max(1, _times(node, operand))
-    return tuple(found)
+    """The floating operands, each as often as the op reads it."""
+    operands = filter(is_floating, node.all_input_nodes)
+    return tuple(x for operand in operands for x in [operand] * occurrences(node, operand))
 
 
-def _times(node: Node, operand: Node) -> int:
-    """How often an operand is an argument, by itself or in a list."""
-    given = [*node.args, *node.kwargs.values()]
-    flat = [x for arg in given for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    return sum(x is operand for x in flat)
+def _is_whole_number(node: Node, operand: Any) -> bool:
+    """Whether ``node`` reads the values of a tensor of another dtype, which has no scale."""
+    value = operand.meta.get("val") if isinstance(operand, Node) else None
+    is_other = isinstance(value, torch.Tensor) and not value.is_floating_point()
+    return is_other and not reads_no_values(node, operand)
 
 
 def _is_real(value: Any) -> bool:

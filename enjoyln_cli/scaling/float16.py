@@ -17,11 +17,9 @@ from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.user_data import batches_of
 from enjoyln_cli.plan.fold_options import Options
-from enjoyln_cli.proof.flow import Flow
 from enjoyln_cli.rewrite.opened_model import OpenedModel
-from enjoyln_cli.rotation.starts import inputs_of_norms
 from enjoyln_cli.scaling.ranges import NormRange, norm_ranges
-from enjoyln_cli.scaling.scaled_streams import ScaledStream, scaled_streams
+from enjoyln_cli.scaling.scaled_streams import ScaledStream, calls_of_norms, scaled_streams
 
 WINDOWS = 16
 """How many windows of a running text are calibration data."""
@@ -55,14 +53,8 @@ def edits_for(opened: OpenedModel, model: Any, data: UserData) -> Float16Edits:
         options=Options(fold=False, rotate=True),
     ).problem
     batches = batches_of(model, data, opened.source.path, torch.float32, WINDOWS).batches
-    ranges = norm_ranges(model, norms_of(problem.flow), batches)
+    ranges = norm_ranges(model, calls_of_norms(problem.flow), batches)
     return float16_edits(scaled_streams(problem), ranges)
-
-
-def norms_of(flow: Flow) -> tuple[str, ...]:
-    """The paths of all modules that norm over the last dimension, in the order of the calls."""
-    paths = (flow.traces[value.trace].module_of(node) for value, node in inputs_of_norms(flow))
-    return tuple(dict.fromkeys(paths))
 
 
 def float16_edits(streams: list[ScaledStream], ranges: Mapping[str, NormRange]) -> Float16Edits:

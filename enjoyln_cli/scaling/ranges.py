@@ -20,9 +20,8 @@ from enjoyln_cli.models.load import silent
 from enjoyln_cli.models.norm_modules import first_input
 
 FLOAT16_MAX = torch.finfo(torch.float16).max
-FLOAT16_LEAST = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
-"""The smallest number above zero in float16, 6e-8."""
 TOKENS = 32
+"""How many tokens are generated for each row of an encoder with its decoder."""
 MARGIN = 4.0
 """How many times larger than on the calibration data a square or a sum may be."""
 
@@ -31,8 +30,6 @@ MARGIN = 4.0
 class NormRange:
     """The largest numbers that one norm meets on calibration data."""
 
-    largest: float = 0.0
-    """The largest absolute value of its input."""
     squares: float = 0.0
     """The largest sum of the squares of a row."""
     total: float = 0.0
@@ -41,7 +38,6 @@ class NormRange:
     def include(self, x: torch.Tensor) -> None:
         """Take account of an input of shape ``(..., features)``."""
         x = x.detach().double()
-        self.largest = max(self.largest, float(x.abs().max()))
         self.squares = max(self.squares, float(x.square().sum(-1).max()))
         self.total = max(self.total, float(x.sum(-1).abs().max()))
 

@@ -23,9 +23,18 @@ from fractions import Fraction
 
 from torch.fx import Node
 
-from enjoyln_cli.graph.nodes import aten, op_name, packet, readers_of, reads_no_values, shape_of
-from enjoyln_cli.plan.axis import Axis, feature_axis
-from enjoyln_cli.proof.flow import Flow, Value, parameters_within
+from enjoyln_cli.graph.nodes import (
+    aten,
+    is_part,
+    occurrences,
+    op_name,
+    packet,
+    readers_of,
+    reads_no_values,
+    shape_of,
+)
+from enjoyln_cli.plan.axis import feature_axis
+from enjoyln_cli.proof.flow import Flow, parameters_within
 from enjoyln_cli.proof.linear_layers import parameter_nodes
 from enjoyln_cli.proof.min_cut import Parameter, Problem
 from enjoyln_cli.proof.pullback import WRITTEN
@@ -56,8 +65,6 @@ class ScaledStream:
     """For the module of each norm: the exponent of its eps, and its eps."""
     inputs: dict[str, None] = field(default_factory=dict)
     """Optional inputs of the model (``inputs_embeds``) that have to be given at the new scale."""
-    outputs: dict[str, None] = field(default_factory=dict)
-    """Optional output fields that are returned at another scale."""
     obstacle: LayerObstacle | None = None
 
     @property
@@ -65,15 +72,21 @@ class ScaledStream:
         return self.obstacle is None
 
 
+def calls_of_norms(flow: Flow) -> dict[str, list[TracedNode]]:
+    """The inputs of each module that norms over the last dimension, by its path."""
+    calls: dict[str, list[TracedNode]] = {}
+    for value, node in inputs_of_norms(flow):
+        module = flow.traces[value.trace].module_of(node)
+        calls.setdefault(module, []).append((value.trace, value.node))
+    return calls
+
+
 def scaled_streams(problem: Problem) -> list[ScaledStream]:
     """Every stream that a norm reads, in the order of the norms."""
     named, nodes = parameter_nodes(problem.flow.traces, problem.groups)
     held = [frozenset(parameters_within(trace)) for trace in problem.flow.traces]
     order = _order_of(problem.flow)
-    calls: dict[str, list[TracedNode]] = {}
-    for value, node in inputs_of_norms(problem.flow):
-        module = problem.flow.traces[value.trace].module_of(node)
-        calls.setdefault(module, []).append((value.trace, value.node))
+    calls = calls_of_norms(problem.flow)
     found: list[ScaledStream] = []
     seen: set[TracedNode] = set()
     for norm, (start, *_) in calls.items():
@@ -167,11 +180,9 @@ class _Search:
         exponent = self.stream.exponents[place]
         for reader in node.users:
             if reader.op == "output":
-                self.returned(place)
+                self.stop("the model returns it", place)
             elif reads_no_values(reader, node) or reader.meta.get("unread"):
                 continue
-            elif reader in self.flow.unneeded:
-                self.changed(position, reader)
             elif reader.meta.get("written") or node.meta.get("written"):
                 self.stop(WRITTEN, place)
             elif (rule := degrees(reader)) is None:
@@ -250,30 +261,13 @@ class _Search:
         """Note the eps of a norm, or of a mean of squares that a number is added to."""
         position, node = place
         module, eps = self.flow.traces[position].module_of(node), eps_of(node)
-        if eps is None:
-            self.stop("it adds a number that the model does not name", place)
+        if eps is None or module not in self.calls:
+            self.stop("a number is added to it that is no eps of a norm", place)
         elif self.stream.norms.setdefault(module, (exponent, eps)) != (exponent, eps):
             self.stop("a norm in it would need two values of eps", place)
         else:
-            for call in self.calls.get(module, ()):
+            for call in self.calls[module]:
                 self.visit(call, exponent / 2)
-
-    def returned(self, place: TracedNode) -> None:
-        position, node = place
-        if self.flow.is_required(Value(position, node, Axis(0, 0, 1, 1, 1))):
-            self.stop("the model returns it", place)
-        else:
-            self.changed(position, node)
-
-    def changed(self, position: int, node: Node) -> None:
-        """Note the optional output fields that hold a value, or are computed from it."""
-        returned = self.flow.traces[position].returned
-        waiting, seen = [node], {node}
-        for current in waiting:
-            self.stream.outputs.update(dict.fromkeys(returned.get(current, ())))
-            users = [u for u in current.users if u in self.flow.unneeded and u not in seen]
-            seen.update(users)
-            waiting += users
 
     def check(self) -> None:
         """Stop at the first op of a trace whose exponents do not fit together."""
@@ -295,7 +289,7 @@ class _Search:
         if node.op != "call_function":  # a parameter, or what the call returns
             is_given = self.flow.traces[position].inputs.get(node) in self.stream.inputs
             return node.op == "output" or node in self.named[position] or is_given
-        if node in self.flow.unneeded or node.meta.get("unread"):
+        if node.meta.get("unread"):
             return True
         if all(reads_no_values(node, x) for x in read) and not own:
             return True
@@ -305,7 +299,7 @@ class _Search:
         if own and rule.adds_number and node in self.held[position]:
             name = self.named[position].get(uncast(node.all_input_nodes[0]), "")
             return self.stream.shifted.get(name) == (own, eps_of(node))
-        listed = {*rule.alike, *(x for x, _ in rule.factors)}
+        listed = [*rule.alike, *(x for x, _ in rule.factors), rule.normed]
         number = rule.adds_number and own
         normed = rule.normed is not None and self.exponent(position, rule.normed)
         if number or normed:
@@ -317,7 +311,9 @@ class _Search:
             return False
         if any(self.exponent(position, x) != own for x in rule.alike):
             return False
-        return all(x in listed or x is rule.normed or reads_no_values(node, x) for x in read)
+        return is_part(node) or all(
+            listed.count(x) == occurrences(node, x) or reads_no_values(node, x) for x in read
+        )
 
 
 def _total(search: _Search, position: int, rule: Degrees) -> Fraction:

@@ -97,28 +97,47 @@ def test_eps_has_to_follow(name: str) -> None:
 
 
 class Block(nn.Module):
-    """A residual stream that a linear layer writes, and what a subclass does with it."""
+    """A residual stream that a linear layer writes, and a norm and a subclass's ``read`` read."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inp, self.norm, self.out = nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 6)
+        self.other = nn.Linear(6, 6)
 
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def forward(self, x: torch.Tensor) -> Any:
+        stream = self.inp(x)
+        return self.out(self.norm(stream)) + self.other(self.read(stream))
+
+
+class Relu(Block):
     def read(self, x: torch.Tensor) -> torch.Tensor:
         return x.relu()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        stream = self.inp(x)
-        return self.out(self.norm(stream)) + self.out(self.read(stream))
-
-
-class Activation(Block):
-    def read(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x)
 
 
 class Square(Block):
     def read(self, x: torch.Tensor) -> torch.Tensor:
         return x * x
+
+
+class Ratio(Block):
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square() / x.abs().amax(-1, keepdim=True)
+
+
+class Shared(Block):
+    """The same weight reads the norm."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        stream = self.inp(x)
+        return self.out(self.norm(stream)) + self.out(stream)
+
+
+class Activation(Block):
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
 
 
 class Number(Block):
@@ -148,20 +167,30 @@ class Written(Block):
         return self.out(self.norm(stream))
 
 
-class OwnReader(Block):
+class SameThree(Block):
+    """Scores depend on the scale of queries and keys."""
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+class NumberOfItsOwn(Block):
+    """The number is an attribute, but no eps."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.other = nn.Linear(6, 6)
+        self.offset = 1.0
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.offset
+
+
+class ByProduct(Block):
+    """A program returns this field too, though the class is not used for it."""
 
     def forward(self, x: torch.Tensor) -> Any:
         stream = self.inp(x)
-        return self.out(self.norm(stream)) + self.other(stream)
-
-
-class SquaredReader(OwnReader):
-    def forward(self, x: torch.Tensor) -> Any:
-        stream = self.inp(x)
-        return self.out(self.norm(stream)) + self.other(stream).square() / (self.other(stream) + 3)
+        return {"logits": self.out(self.norm(stream)), "encoder_last_hidden_state": stream}
 
 
 def stream_of(model: nn.Module) -> ScaledStream:
@@ -171,15 +200,15 @@ def stream_of(model: nn.Module) -> ScaledStream:
     return stream
 
 
-@pytest.mark.parametrize("kind", [OwnReader, SquaredReader])
-def test_a_linear_reader_takes_the_inverse(kind: type[Block]) -> None:
+@pytest.mark.parametrize(("kind", "power"), [(Block, 1), (Relu, 1), (Square, 2), (Ratio, 1)])
+def test_a_linear_reader_takes_the_inverse(kind: type[Block], power: int) -> None:
     model = kind().double().eval()
     x = torch.randn(4, 5, dtype=torch.float64)
     before = model(x)
     stream = stream_of(model)
     assert stream.obstacle is None
     assert stream.parameters["inp.bias"] == Fraction(-1)
-    assert stream.parameters["other.weight"] == Fraction(1)
+    assert stream.parameters["other.weight"] == Fraction(power)
     scale_stream(model, stream, 5)
     assert torch.equal(model(x), before)
 
@@ -188,13 +217,15 @@ def test_a_linear_reader_takes_the_inverse(kind: type[Block]) -> None:
     ("kind", "reason"),
     [
         (Activation, "tanh reads its scale"),
-        (Number, "scale"),
+        (Number, "no eps of a norm"),
+        (NumberOfItsOwn, "no eps of a norm"),
+        (SameThree, "does not follow from the scales of its operands"),
+        (ByProduct, "the model returns it"),
         (Clamp, "clamp reads its scale"),
         (Mask, "gt reads its scale"),
-        (Square, "scale"),
         (Returned, "the model returns it"),
         (Written, "gelu gives another function at another scale"),
-        (Block, "scale"),
+        (Shared, "held at two scales"),
     ],
 )
 def test_what_notices_a_scale_is_named(kind: type[Block], reason: str) -> None:
@@ -204,10 +235,10 @@ def test_what_notices_a_scale_is_named(kind: type[Block], reason: str) -> None:
 
 
 def test_a_weight_that_would_be_rounded_is_refused() -> None:
-    model = OwnReader().half().eval()
+    model = Block().half().eval()
     with torch.no_grad():
         model.inp.weight.fill_(169 * 2.0**-24)  # an odd number of float16's smallest steps
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(UnsupportedModel, match=r"inp\.weight would be rounded at 0\.125"):
-        scale_stream(model, stream_of(OwnReader().double().eval()), 3)
+        scale_stream(model, stream_of(Block().double().eval()), 3)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
