@@ -222,10 +222,8 @@ def write_export(result: Exported) -> None:
     for name, program in result.programs.items():
         _write_program(name, program)
     if result.overflowing:
-        say(
-            f"  {len(result.overflowing)} norms would overflow in float16, such as "
-            f"{result.overflowing[0]}; they are scaled"
-        )
+        norms = counted(len(result.overflowing), "norm")
+        say(f"  input scaled for float16: {norms}, from {result.overflowing[0]}")
     if result.biased:
         say(f"  {result.biased} RMSNorms add a bias in a second node; fold with --merge bias")
     say(f"wrote {size(result.bytes_written)} to {result.folder}/onnx in {result.seconds:.1f} s")

@@ -75,7 +75,7 @@ def run() -> None:
     """Run the command, and end the process.
 
     Python itself would look for garbage in all of torch before it ends, which takes a second, and
-    while it imports it, which takes half of one.
+    while torch is imported, which takes half a second.
     """
     gc.set_threshold(YOUNG_OBJECTS)
     end_on_signals()

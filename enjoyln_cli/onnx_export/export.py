@@ -94,7 +94,7 @@ class Exported:
     checks: tuple[RuntimeCheck, ...]
     """One for each runtime that ran the programs; empty without ``verify``."""
     overflowing: tuple[str, ...]
-    """With ``fp16_safe``: the norms that would overflow in float16, which are scaled."""
+    """With ``fp16_data``: the norms that would overflow in float16, whose input is scaled."""
     seconds: float
 
     def to_json(self) -> dict[str, Any]:

@@ -19,6 +19,19 @@ from enjoyln_cli.trace.failure_reasons import say_why_not_exported
 
 
 @contextmanager
+def quiet() -> Iterator[None]:
+    """Inside the block, transformers and other libraries print and warn of nothing."""
+    with (
+        silent(),
+        warnings.catch_warnings(),
+        redirect_stdout(io.StringIO()),
+        redirect_stderr(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
 def exporting(model: Any, exporter: str, advice: str = "") -> Iterator[None]:
     """Inside the block, an ``exporter`` runs on ``model`` and prints nothing.
 
@@ -30,14 +43,7 @@ def exporting(model: Any, exporter: str, advice: str = "") -> Iterator[None]:
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        with (
-            torch.no_grad(),
-            silent(),
-            warnings.catch_warnings(),
-            redirect_stdout(io.StringIO()),
-            redirect_stderr(io.StringIO()),
-        ):
-            warnings.simplefilter("ignore")
+        with torch.no_grad(), quiet():
             yield
     except (torch.OutOfMemoryError, MemoryError):
         raise

@@ -132,9 +132,9 @@ def bits_of(steps: Sequence[FinerLayer]) -> dict[str, int]:
 
 def in_words(steps: Sequence[FinerLayer]) -> str:
     """``2 layers in 8 bits, 1 layer in float``."""
-    bits = [*bits_of(steps).values()]
+    last = [*{step.layer: step.what for step in steps}.values()]
     return ", ".join(
-        f"{counted(bits.count(level), 'layer')} in {'float' if level == FLOAT_BITS else '8 bits'}"
-        for level in (8, FLOAT_BITS)
-        if level in bits
+        f"{counted(last.count(what), 'layer')} in {what}"
+        for what in ("8 bits", "float")
+        if what in last
     )

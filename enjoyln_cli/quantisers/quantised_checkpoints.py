@@ -6,11 +6,8 @@ logits, stay in the dtype of the original.
 
 from __future__ import annotations
 
-import io
-import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +20,7 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import linear_layers
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.models.load import silent
+from enjoyln_cli.onnx_export.exporting import quiet
 from enjoyln_cli.onnx_export.runtimes import RunProgram
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, TORCHAO, QuantisationScheme, bits_at
 from enjoyln_cli.runtime.adapters import quantisation_of
@@ -68,7 +65,7 @@ def write(
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     skipped = [name for name in linear if name not in layers]
     groups = _groups(layers, scheme, bits)
-    with TemporaryDirectory(dir=folder.parent) as scratch, _quiet():
+    with TemporaryDirectory(dir=folder.parent) as scratch, quiet():
         source, model_class = float_folder or Path(scratch), type(model)
         model.save_pretrained(source)
         if form == TORCHAO:
@@ -202,24 +199,11 @@ def _is_rounded(module: nn.Module) -> bool:
 
 def load(folder: Path, model_class: Any) -> RunProgram:
     """What was written to ``folder``, as a function that transformers computes."""
-    with _quiet():
+    with quiet():
         model = model_class.from_pretrained(folder, local_files_only=True).eval()
 
     def compute(batch: Batch) -> dict[str, torch.Tensor]:
-        with _quiet():
+        with quiet():
             return {name: value.float() for name, value in run(model, [batch])[0].items()}
 
     return compute
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside the block, transformers, torchao and llm-compressor print nothing."""
-    with (
-        silent(),
-        warnings.catch_warnings(),
-        redirect_stdout(io.StringIO()),
-        redirect_stderr(io.StringIO()),
-    ):
-        warnings.simplefilter("ignore")
-        yield
