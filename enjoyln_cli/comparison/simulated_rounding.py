@@ -45,6 +45,12 @@ def head_of(model: Any) -> Any:
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
+def path_of_head(model: Any) -> list[str]:
+    """The path of the layer that computes the logits; empty if there is none."""
+    head = head_of(model)
+    return [name for name, module in model.named_modules() if module is head]
+
+
 def linear_layers(model: Any) -> dict[str, nn.Module]:
     """The linear layers of ``model`` by path, without the one that computes the logits."""
     head = head_of(model)

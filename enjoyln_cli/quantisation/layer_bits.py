@@ -14,7 +14,13 @@ from typing import Any
 
 from enjoyln_cli.clock import Countdown, Progress
 from enjoyln_cli.comparison.run import run
-from enjoyln_cli.comparison.simulated_rounding import Scheme, head_of, linear_layers, simulated
+from enjoyln_cli.comparison.simulated_rounding import (
+    Scheme,
+    head_of,
+    linear_layers,
+    path_of_head,
+    simulated,
+)
 from enjoyln_cli.quantisation.measure import ExactOutputs, differences
 from enjoyln_cli.quantisers.onnxruntime_quantiser import GROUP
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, FORMATS, QuantisationScheme
@@ -105,8 +111,7 @@ def _rounded_layers(model: Any, form: str, scheme: QuantisationScheme) -> dict[s
     is_tied = head.weight is model.get_input_embeddings().weight
     if is_tied and not scheme.rounds_tied_heads:
         return layers
-    (path,) = (name for name, module in model.named_modules() if module is head)
-    return {**layers, path: head}
+    return {**layers, **dict.fromkeys(path_of_head(model), head)}
 
 
 def fewest(count: int, is_enough: Callable[[int], bool], least: int = 1) -> int | None:

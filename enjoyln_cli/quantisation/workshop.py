@@ -13,7 +13,7 @@ import torch
 
 from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.comparison.batches import Batch
-from enjoyln_cli.comparison.simulated_rounding import head_of, linear_layers
+from enjoyln_cli.comparison.simulated_rounding import linear_layers, path_of_head
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.events import Event
 from enjoyln_cli.onnx_export import exporting
@@ -168,12 +168,6 @@ def load_result(folder: Path, form: str, model_class: Any, suffix: str) -> Compu
         raise
     except Exception as error:  # the libraries do not check files, and may raise anything
         raise BadCheckpoint(f"{folder} cannot be loaded: {first_line(error)}") from error
-
-
-def path_of_head(model: Any) -> list[str]:
-    """The path of the layer that computes the logits; empty if there is none."""
-    head = head_of(model)
-    return [name for name, module in model.named_modules() if module is head]
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
 from enjoyln_cli.cli.console import write_quantised
 from enjoyln_cli.comparison.data_files import read_user_data
 from enjoyln_cli.comparison.run import run
+from enjoyln_cli.comparison.simulated_rounding import path_of_head
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export import exporting
 from enjoyln_cli.onnx_export.programs import programs_of, save
@@ -36,7 +37,6 @@ from enjoyln_cli.quantisation.load_onnx import load_onnx
 from enjoyln_cli.quantisation.measure import Differences
 from enjoyln_cli.quantisation.quantised import Compared, Quantised
 from enjoyln_cli.quantisation.quantize import require_layers
-from enjoyln_cli.quantisation.workshop import path_of_head
 from enjoyln_cli.quantisers import openvino_program
 from enjoyln_cli.quantisers.onnx_forms import load, quantised
 from enjoyln_cli.quantisers.schemes import SCHEMES
