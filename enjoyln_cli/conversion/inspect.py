@@ -27,7 +27,7 @@ from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.holders import holds_a_model, models_in
-from enjoyln_cli.plan.fold_options import FOLD_DEFAULTS, PLAIN, FoldOptions, Options
+from enjoyln_cli.plan.fold_options import CENTRING_ONLY, FOLD_DEFAULTS, FoldOptions, Options
 from enjoyln_cli.report.model_report import ModelReport
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Inspection:
     name: str
     config: PretrainedConfig
     analysis: Analysis
-    options: Options = PLAIN
+    options: Options = CENTRING_ONLY
 
     def report(self, paper: bool = False) -> ModelReport:
         """The report; on request with the norms that the paper's algorithm would convert."""
@@ -66,7 +66,7 @@ def analyze(
     cache_dir: str | Path | None = None,
     trust_remote_code: bool = False,
     outputs: str | Sequence[str] = (),
-    options: Options = PLAIN,
+    options: Options = CENTRING_ONLY,
     example_calls: ExampleCalls = (),
     **example_keywords: Any,
 ) -> Analysis:
