@@ -119,7 +119,7 @@ def _edit_like(
     from enjoyln_cli.cli.progress import watch_job
 
     with watch_job(quiet, f"opening {with_origin(model)}"):
-        from enjoyln_cli.conversion.relatives import edit_like  # takes seconds
+        from enjoyln_cli.conversion.edit_like import edit_like  # takes seconds
 
         edit_like(model, like, out, opening, force=force)
     if not quiet:

@@ -83,7 +83,7 @@ def install(
     state = add_guards(model, tuple(entry_inputs), unproven, fused, covered)
     for module in model.modules():
         if isinstance(module, Folded) or hasattr(module, "centrings"):
-            module._enjoyln_fold = state  # type: ignore[assignment]
+            module._enjoyln_state = state  # type: ignore[assignment]
     return model
 
 

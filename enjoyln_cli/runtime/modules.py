@@ -34,7 +34,7 @@ from enjoyln_cli.runtime.scope import NOT_INSTALLED, computes_layer_norm, runs_p
 class Folded:
     """Base class of every module that computes RMSNorm instead of LayerNorm."""
 
-    _enjoyln_fold = NOT_INSTALLED
+    _enjoyln_state = NOT_INSTALLED
     """The state shared by all norms and hooks of the model that this norm is installed in."""
     dim = -1
     """The normalised dimension; 1 for channels-first inputs."""
@@ -50,11 +50,11 @@ class Folded:
         The answer is for the call that runs in this thread. Outside of a call: whether the last
         check found changed weights or modules.
         """
-        return computes_layer_norm(self._enjoyln_fold)
+        return computes_layer_norm(self._enjoyln_state)
 
     def train(self, mode: bool = True) -> Any:
         """As for any module. After training, computes LayerNorm until the weights are checked."""
-        self._enjoyln_fold.trained += mode
+        self._enjoyln_state.trained += mode
         return super().train(mode)  # type: ignore[misc]
 
 
@@ -66,11 +66,11 @@ class RMSNorm(Folded, nn.LayerNorm):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not runs_proven(self._enjoyln_fold):
+        if not runs_proven(self._enjoyln_state):
             return super().forward(input)
         weight = None if self.weightless else self.weight
         bias = None if self.biasless else self.bias
-        literal = self._enjoyln_fold.literal
+        literal = self._enjoyln_state.literal
         return rms_norm(input, weight, bias, self.eps, len(self.normalized_shape), literal)
 
 
@@ -119,9 +119,9 @@ def rms_spelled_out(base: type, spec: LayerNormSpec) -> type:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         input = only_input(args, kwargs, name)
-        if input is None or not runs_proven(self._enjoyln_fold) or not spec.holds_for(input.ndim):
+        if input is None or not runs_proven(self._enjoyln_state) or not spec.holds_for(input.ndim):
             return plain(self, *args, **kwargs)
-        literal = self._enjoyln_fold.literal
+        literal = self._enjoyln_state.literal
         gain, bias = affine(self, spec)
         if not spec.takes_other_dtypes and _differs_in_dtype(input, gain, bias):
             return plain(self, *args, **kwargs)
@@ -173,7 +173,7 @@ def centred_subclass(base: type) -> type:
     first = first_input(inner)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not runs_proven(self._enjoyln_fold):
+        if not runs_proven(self._enjoyln_state):
             return inner(self, *args, **kwargs)
         for op in self.centrings:
             if op.place == "input":

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 from enjoyln_cli import fold_in_memory, from_pretrained, optimize
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.conversion.fold import prepare
-from enjoyln_cli.conversion.inspect import analyze
+from enjoyln_cli.conversion.open_and_analyse import analyze
 from enjoyln_cli.kernels import gpu
 from enjoyln_cli.plan.fold_options import FoldOptions, Options
 from enjoyln_cli.quantisation.measure import Differences

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class AnalysedModel:
     """The analysis of one model for ``enjoyln report``."""
 
     name: str
@@ -147,13 +147,13 @@ def _only_model_in(holder: Any) -> torch.nn.Module:
     return models[0]
 
 
-def inspect(
+def open_and_analyse(
     name: str,
     opening: OpenOptions = OPENED_PLAINLY,
     folding: FoldOptions = FOLD_DEFAULTS,
     *,
     is_type: bool = False,
-) -> Inspection:
+) -> AnalysedModel:
     """Analyse the model ``name``, or with ``is_type`` that model type's default configuration."""
     from enjoyln_cli.analysis.analyze import analyze_config
 
@@ -170,7 +170,7 @@ def inspect(
         outputs=folding.outputs,
         options=folding.options,
     )
-    return Inspection(name, config, analysis, folding.options)
+    return AnalysedModel(name, config, analysis, folding.options)
 
 
 def default_config(model_type: str) -> PretrainedConfig:
@@ -197,11 +197,15 @@ def mappings_text(
 
     fusing = Options(fold=False, rotate=True, merge="affine", untie=True)
     try:
-        inspection = inspect(name, opening, replace(folding, options=fusing), is_type=is_type)
+        analysed = open_and_analyse(
+            name, opening, replace(folding, options=fusing), is_type=is_type
+        )
     except UnsupportedModel:  # tied weights stay tied
         fusing = replace(fusing, untie=False)
-        inspection = inspect(name, opening, replace(folding, options=fusing), is_type=is_type)
-    plan = inspection.analysis.plan
+        analysed = open_and_analyse(
+            name, opening, replace(folding, options=fusing), is_type=is_type
+        )
+    plan = analysed.analysis.plan
     if form == "json":
         return mappings_json(plan)
-    return llm_compressor_text(plan, inspection.analysis.family.reference.model)
+    return llm_compressor_text(plan, analysed.analysis.family.reference.model)
