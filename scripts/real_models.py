@@ -7,8 +7,8 @@ There is one row for each scheme of each format that is installed: what was writ
 original quantised in the same way, both on the half of the data that had no part in the choice.
 ``--out FILE`` appends all numbers to a file of JSON lines.
 
-``--words`` counts the words that Whisper gets wrong, on all recordings; OpenVINO's programs do not
-generate. The directory has a ``text.json`` with the spoken sentences, in the order of the names of
+``--words`` counts the words that Whisper gets wrong, on all recordings, except in OpenVINO's
+programs. The directory has a ``text.json`` with the spoken sentences, in the order of the names of
 the recordings. ``--faster-whisper FOLDER`` transcribes them with that library, too, if it is
 installed; FOLDER has the same model as it loads it. ``--seconds N`` joins recordings to longer
 ones of at most N seconds, of which Whisper reads 30 at once.

@@ -47,7 +47,7 @@ FOLDERS = (
     "onnx_export",
     "quantisers",
     "quantisation",
-    "rotation_search",
+    "matrix_choice",
     "cli",
 )
 """Each imports itself and those before it, for type checking too."""
@@ -81,7 +81,7 @@ OWNERS = {
     "olive": {"quantisation.olive_pass"},
     "onnxruntime": {"onnx_export.runtimes", "quantisers.onnxruntime_quantiser"},
     "onnxscript": {"onnx_export.onnx_program"},
-    "openvino": {"onnx_export.runtimes"},
+    "openvino": {"onnx_export.runtimes", "quantisers.openvino_programs"},
     "pydantic": {"plan.schema"},
     "rich": {"cli.console", "cli.progress", "cli.output_lines"},
     "torchao": {"quantisers.quantised_checkpoints"},

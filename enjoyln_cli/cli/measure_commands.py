@@ -35,11 +35,8 @@ from enjoyln_cli.cli.options import (
     quiet_option,
 )
 from enjoyln_cli.comparison.data_files import DataFiles
-from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.quantisers.schemes import (
     FORMATS,
-    ONNX,
-    OPENVINO,
     SCHEMES,
     TARGETS,
     require_scheme,
@@ -210,12 +207,11 @@ def quantize(
     require_new_folder(out, model, force=options["force"])
     require_scheme(scheme, form)
     require_target(target, scheme, form)
-    if keep and form == OPENVINO:
-        raise UnsupportedModel(f"--keep does not work for {form}")
     own = read_data(data)
     with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:
         look_up(model, opening, config.require_unquantised)
         from enjoyln_cli.cli.console import say, write_json, write_quantised
+        from enjoyln_cli.publish.quantised_card import loader
         from enjoyln_cli.quantisation.quantize import quantize as run  # takes seconds
 
         result = run(
@@ -236,9 +232,5 @@ def quantize(
         write_json(result.to_json())
     elif not quiet:
         write_quantised(result)
-        name = "exporters.ExportedModel" if form == OPENVINO else result.model_class
-        loader = f"transformers.{name}.from_pretrained"
-        if form == ONNX:
-            loader = "enjoyln_cli.load_onnx"
-        trust = ", trust_remote_code=True" if opening.trust_remote_code else ""
-        say(f'next: {loader}("{out}"{trust}) loads it')
+        call = loader(form, result.model_class, opening.trust_remote_code).format(f'"{out}"')
+        say(f"next: {call} loads it")

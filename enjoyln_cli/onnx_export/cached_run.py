@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,11 @@ def is_cached(name: str) -> bool:
     return name.startswith((f"{CACHE}.", f"{PRESENT}."))
 
 
+def have_cache(programs: Mapping[str, LoadedProgram]) -> bool:
+    """Whether one of the programs reads tokens after others, which are in a cache."""
+    return any(one.reset or any(map(is_cached, one.inputs)) for one in programs.values())
+
+
 @dataclass
 class Generation:
     """Rows of tokens that a decoder reads, a few at a time."""
@@ -77,10 +82,6 @@ class Generation:
     """The embeddings of the first tokens, with the features of pictures in them."""
     positions: torch.Tensor | None = None
     """The positions of the first tokens, if they are more than their numbers."""
-
-    def again(self) -> Generation:
-        """The same state, which reading tokens does not change."""
-        return replace(self, known=dict(self.known))
 
     def logits(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Read new tokens and return the logits of each, of shape ``(rows, tokens, vocabulary)``.
@@ -152,6 +153,8 @@ def begin(programs: Mapping[str, LoadedProgram], batch: Batch) -> Generation:
         parts = {"embed": programs[EMBED], "embedded": embedded(programs, batch[IDS], features)}
     if POSITIONS in batch and batch[POSITIONS].ndim > 2:
         parts["positions"] = batch[POSITIONS]
+    if decoder.reset:
+        decoder.reset()
     rows = len(batch[IDS] if IDS in batch else next(iter(batch.values())))
     known |= {name: decoder.empty(name, rows) for name in decoder.inputs if is_cached(name)}
     return Generation(decoder, known, encoded=encoded, **parts)
@@ -187,7 +190,7 @@ def whole_rows(programs: Mapping[str, LoadedProgram]) -> RunProgram:
 
     Programs without a cache are called once.
     """
-    if not any(is_cached(name) for program in programs.values() for name in program.inputs):
+    if not have_cache(programs):
         return programs[MODEL].run
     prefix = DECODER if ENCODER in programs else ""
 

@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,17 +71,3 @@ def exported(exporter: Any, model: Any, inputs: Mapping[str, Any], config: Any) 
     advice = "; --format torchao quantises a model without exporting it"
     with exporting(model, "transformers", advice):
         return exporter.export(model, dict(inputs), config)
-
-
-def save(made: Any, folder: Path, config: Any) -> None:
-    """Write the programs, and what ``ExportedModel.from_pretrained`` reads, to ``folder``.
-
-    The nodes' metadata in ONNX programs is left out: it quotes the source code that was traced,
-    with its paths.
-    """
-    for component in made.components.values():
-        if hasattr(component.program, "graph"):
-            for node in component.program.graph:
-                node.metadata_props.clear()
-    made.config = config
-    made.save_pretrained(folder)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,7 @@ def programs_of(
     outputs: Sequence[str] = (),
     opset: int | None = None,
     shifts: Mapping[str, int] | None = None,
+    cross_cache: bool = True,
 ) -> Programs:
     """Trace ``model``, which is in ``dtype`` and in eval mode, and fill the programs with it.
 
@@ -87,7 +88,9 @@ def programs_of(
     it returns: names or patterns, by default all. ``opset`` is by default 23 for a model with
     folded norms, each of which becomes one ``RMSNormalization``, and otherwise 20, which every
     quantiser accepts. ``shifts`` are norms whose input is multiplied by ``2^-k`` (see
-    ``scale_norms``). Attention is computed by its products from now on.
+    ``scale_norms``). Without ``cross_cache``, a decoder returns the keys and values of its cross
+    attention in each call, and is not given them. Attention is computed by its products from now
+    on.
 
     Raises ``UnsupportedModel`` if the model cannot be exported, if it generates without a cache of
     keys and values, if a program would take only inputs of the traced sizes, or if a folded norm
@@ -97,6 +100,8 @@ def programs_of(
     norms = {name: norms_that_run(model, call) for name, call in calls.items()}
     if opset is None:
         opset = OPSET if any(norms.values()) else OPSET_OF_LAYER_NORMS
+    if not cross_cache:
+        calls = {name: replace(call, cross=()) for name, call in calls.items()}
     with separate_parameters(model):
         weights = _weights(model)
         bare = {name: traced_program(call, opset, weights) for name, call in calls.items()}

@@ -1,4 +1,4 @@
-"""Run an ONNX file on the CPU: in onnxruntime, and in OpenVINO if it is installed."""
+"""Run a program on the CPU: in onnxruntime, and in OpenVINO if it is installed."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ DTYPES = {
     "f16": torch.float16,
 }
 """The dtypes of keys and values, by their names in onnxruntime and in OpenVINO."""
+BEAMS = "beam_idx"
+"""The input of a program with a state that says which row of the state each row continues."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class LoadedProgram:
     """The shape of each input, 0 for a dynamic size, and the name of its dtype."""
     metadata: Mapping[str, str]
     """What the file says of itself besides."""
+    reset: Callable[[], None] | None = None
+    """Empties the cache of a program that keeps it between calls."""
 
     def __call__(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The outputs for one batch."""
@@ -77,15 +81,17 @@ def in_onnxruntime(file: Path, threads: int = 0) -> LoadedProgram:
     return LoadedProgram(run, inputs, session.get_modelmeta().custom_metadata_map)
 
 
-def in_openvino(file: Path, threads: int = 0) -> LoadedProgram:
-    """The file as a program that OpenVINO computes, in float32 or the dtype of the file."""
+def in_openvino(program: Any, threads: int = 0) -> LoadedProgram:
+    """A file, or an ``openvino.Model``, as OpenVINO computes it: in float32 or its own dtype."""
     import openvino
 
-    core = openvino.Core()
-    exact = {"INFERENCE_PRECISION_HINT": "f32"}  # by default, some CPUs compute in bfloat16
+    # by default, some CPUs compute in bfloat16, and keep a cache in 8 bits
+    exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
     exact |= {"INFERENCE_NUM_THREADS": str(threads)} if threads else {}
-    read = core.read_model(file)
+    core = openvino.Core()
+    read = core.read_model(program) if isinstance(program, Path) else program
     model = core.compile_model(read, "CPU", exact)
+    request = model.create_infer_request()
     inputs = {
         name: (
             tuple(size.get_length() if size.is_static else 0 for size in one.partial_shape),
@@ -96,7 +102,9 @@ def in_openvino(file: Path, threads: int = 0) -> LoadedProgram:
     }
 
     def run(batch: Batch) -> dict[str, torch.Tensor]:
-        found = model({name: value.numpy() for name, value in batch.items() if name in inputs})
+        rows = len(next(iter(batch.values())))
+        given = {BEAMS: torch.arange(rows, dtype=torch.int32), **batch}
+        found = request.infer({name: given[name].numpy() for name in inputs})
         return {  # an output may have names besides its own
             name: torch.from_numpy(found[at].copy())
             for at, one in enumerate(model.outputs)
@@ -104,7 +112,8 @@ def in_openvino(file: Path, threads: int = 0) -> LoadedProgram:
         }
 
     told = read.get_rt_info(["framework"]).astype(dict) if read.has_rt_info(["framework"]) else {}
-    return LoadedProgram(run, inputs, {name: one.astype(str) for name, one in told.items()})
+    metadata = {name: one.astype(str) for name, one in told.items()}
+    return LoadedProgram(run, inputs, metadata, request.reset_state if BEAMS in inputs else None)
 
 
 RUNTIMES: dict[str, Callable[[Path, int], LoadedProgram]] = {

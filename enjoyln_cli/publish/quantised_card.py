@@ -75,16 +75,13 @@ def state(out: Path, place: str, complaint: str = "") -> JsonValues:
     """
     record, verdict = read_object(out / QUANTISATION_FILE), read_object(out / VERIFY_FILE)
     place = json.dumps(place, ensure_ascii=False)[1:-1]  # escaped for use between quotes
-    form, name = record.get("format"), record.get("model_class")
-    library, loader = "transformers", str(name)
-    if form == "openvino":
-        library, loader = "transformers.exporters", "ExportedModel"
-    trust = ", trust_remote_code=True" if read_object(out / CONFIG).get("auto_map") else ""
-    load = f'from {library} import {loader}\n\nmodel = {loader}.from_pretrained("{place}"{trust})'
-    if form == "onnx":
-        download = "from huggingface_hub import snapshot_download\n\n" if "/" in place else ""
-        where = f'snapshot_download("{place}")' if download else f'"{place}"'
-        load = f"import enjoyln_cli\n{download}\nmodel = enjoyln_cli.load_onnx({where}{trust})"
+    is_trusted = bool(read_object(out / CONFIG).get("auto_map"))
+    call = loader(str(record.get("format")), str(record.get("model_class")), is_trusted)
+    library, where = call.partition(".")[0], f'"{place}"'
+    if library != "transformers" and "/" in place:
+        library += "\nfrom huggingface_hub import snapshot_download"
+        where = f"snapshot_download({where})"
+    load = f"import {library}\n\nmodel = {call.format(where)}"
     return {
         "complaint": complaint,
         "rows": rows(record),
@@ -93,6 +90,27 @@ def state(out: Path, place: str, complaint: str = "") -> JsonValues:
         "record": QUANTISATION_FILE,
         "load": load,
     }
+
+
+def loader(form: str, model_class: str, is_trusted: bool = False) -> str:
+    """The call that loads a result of a format, with ``{}`` for its directory.
+
+    ``is_trusted`` says whether it may run code that comes with the result; OpenVINO runs none.
+    """
+    trust = ", trust_remote_code=True" if is_trusted else ""
+    if form == "onnx":
+        return f"enjoyln_cli.load_onnx({{}}{trust})"
+    if form != "openvino":
+        return f"transformers.{model_class}.from_pretrained({{}}{trust})"
+    from transformers.models.auto import modeling_auto as auto
+
+    pipelines = dict.fromkeys(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), "LLMPipeline")
+    pipelines["WhisperForConditionalGeneration"] = "WhisperPipeline"
+    if model_class in pipelines:
+        return f'openvino_genai.{pipelines[model_class]}({{}}, "CPU")'
+    has_encoder = model_class in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()
+    file = "openvino_decoder_model" if has_encoder else "openvino_model"
+    return f'openvino.Core().compile_model({{}} + "/{file}.xml")'
 
 
 def rows(record: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:

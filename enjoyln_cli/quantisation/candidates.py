@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.analysis.stored_class import class_of as class_stored_in
@@ -20,10 +19,10 @@ from enjoyln_cli.models.classes import classes_for
 from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.plan.plan import Plan, RotationGroup
 from enjoyln_cli.quantisation.layer_bits import FinerLayer, in_words
+from enjoyln_cli.quantisers.schemes import RoundingMethod
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 
 ORIGINAL = "original"
-RoundingMethod = Literal["nearest", "gptq", "asymmetric gptq"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class RotatedForm:
     plan: Plan | None
     """The edits; ``None`` for the original."""
     rounding: RoundingMethod = "nearest"
-    """How weights of 4 bits are rounded: each to the nearest integer, or by ``quantisers.gptq``."""
     finer: tuple[FinerLayer, ...] = ()
     """Layers that get more bits than the scheme says."""
 
@@ -50,11 +48,11 @@ class RotatedForm:
         return self.plan is not None and any(b.kind != "values" for b in self.plan.rotated)
 
 
-def rounded_by_error(form: RotatedForm) -> list[RotatedForm]:
-    """The same form with weights that are rounded by the error of the outputs (GPTQ)."""
+def rounded_by_error(form: RotatedForm, source: str) -> list[RotatedForm]:
+    """The same form with weights rounded by the error of the outputs, by the GPTQ of ``source``."""
     return [
-        replace(form, name=f"{form.name}, GPTQ", rounding="gptq"),
-        replace(form, name=f"{form.name}, asymmetric GPTQ", rounding="asymmetric gptq"),
+        replace(form, name=f"{form.name}, GPTQ of {source}", rounding="gptq"),
+        replace(form, name=f"{form.name}, asymmetric GPTQ of {source}", rounding="asymmetric gptq"),
     ]
 
 

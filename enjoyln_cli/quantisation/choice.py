@@ -17,6 +17,7 @@ from enjoyln_cli.quantisation.layer_bits import FinerLayer, fewest, finer_layers
 from enjoyln_cli.quantisation.measure import ExactOutputs, clearly_cheaper, differences
 from enjoyln_cli.quantisation.quantised import Compared
 from enjoyln_cli.quantisation.workshop import FLOAT, Workshop
+from enjoyln_cli.quantisers.schemes import FORMATS
 
 
 @dataclass
@@ -57,8 +58,9 @@ class Comparison:
     def choose(self) -> RotatedForm:
         """The best form without finer layers. If weights have 4 bits, GPTQ of it is tried."""
         chosen = self.best_of(self.forms)
-        if self.work.rounds_by_error:
-            self.forms = [*self.forms, *rounded_by_error(chosen)]
+        if self.work.scheme.weight_bits == 4:
+            source = FORMATS[self.work.form].gptq
+            self.forms = [*self.forms, *rounded_by_error(chosen, source)]
             chosen = self.best_of(self.forms)
         return chosen
 

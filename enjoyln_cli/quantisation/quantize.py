@@ -44,6 +44,7 @@ from enjoyln_cli.quantisation.measure import ExactOutputs, exact_halves, perplex
 from enjoyln_cli.quantisation.quantised import Quantised
 from enjoyln_cli.quantisation.workshop import FLOAT, Measured, Workshop, measure
 from enjoyln_cli.quantisers.onnxruntime_quantiser import sums_saturate
+from enjoyln_cli.quantisers.openvino_programs import write_tokenizer
 from enjoyln_cli.quantisers.schemes import (
     FORMATS,
     ONNX,
@@ -105,8 +106,6 @@ def quantize(
     require_data(data)
     require_target(target, scheme, form)
     settings = for_target(require_scheme(scheme, form), target, sums_saturate())
-    if keep and form == OPENVINO:
-        raise UnsupportedModel(f"--keep does not work for {form}")
     require_float(str(model))
     opened = open_model(str(model), opening, unfolded=True)
     source = opened.source
@@ -131,7 +130,6 @@ def quantize(
         )
         if not FORMATS[form].is_checkpoint:
             require_every_input(float_model, source.path, choosing.examples[0])
-        if form == ONNX:
             event("stage", f"exporting {name}")
             work.trace(float_model, choosing.examples, event)
         del float_model
@@ -174,7 +172,7 @@ def quantize(
             finer=chosen.finer,
             seconds=time.perf_counter() - begin,
         )
-        store(work, result, staged)
+        store(work, result, staged, event)
     return result
 
 
@@ -244,7 +242,7 @@ def require_gain(measured: Measured, size: int, float_size: int) -> None:
         )
 
 
-def store(work: Workshop, result: Quantised, staged: Path) -> None:
+def store(work: Workshop, result: Quantised, staged: Path, event: Event) -> None:
     """Put the chosen candidate, all other files of the original, and the record into ``staged``."""
     for file in work.place(result.chosen).iterdir():
         file.rename(staged / file.name)
@@ -255,6 +253,8 @@ def store(work: Workshop, result: Quantised, staged: Path) -> None:
     if CONFIG not in written:
         config = {**checkpoint.raw_config, "architectures": [result.model_class]}
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if result.format == OPENVINO:
+        write_tokenizer(staged, event)
     record = {name: value for name, value in result.to_json().items() if name != "out"}
     text = json.dumps(record, indent=2) + "\n"
     (staged / QUANTISATION_FILE).write_text(text, encoding="utf-8")

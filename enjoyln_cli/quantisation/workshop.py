@@ -16,18 +16,19 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.simulated_rounding import linear_layers, path_of_head
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.events import Event
-from enjoyln_cli.onnx_export import exporting
+from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.programs import save
+from enjoyln_cli.onnx_export.runtimes import LoadedProgram
 from enjoyln_cli.quantisation.candidates import ORIGINAL, RotatedForm
 from enjoyln_cli.quantisation.examples import Example, traced_batch
 from enjoyln_cli.quantisation.layer_bits import bits_of
 from enjoyln_cli.quantisation.measure import Compute, Differences, ExactOutputs, differences
-from enjoyln_cli.quantisers import onnx_forms, openvino_program, quantised_checkpoints
+from enjoyln_cli.quantisers import onnx_forms, openvino_programs, quantised_checkpoints
 from enjoyln_cli.quantisers.gptq import RoundedWeight, round_model
 from enjoyln_cli.quantisers.onnx_forms import OnnxForms
 from enjoyln_cli.quantisers.onnxruntime_quantiser import GROUP
 from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount
-from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, QuantisationScheme, bits_at
+from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, OPENVINO, QuantisationScheme, bits_at
 from enjoyln_cli.quantisers.speed import Speed, speeds, speeds_of_programs
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.text import first_line
@@ -50,14 +51,9 @@ class Workshop:
     """Of the weights of layers, by paths or patterns, where the user has chosen them."""
     original: OpenedModel
     forms: OnnxForms | None = field(default=None, init=False)
-    """What ONNX files are made from."""
+    """What programs are made from."""
     rounded: dict[str, dict[str, RoundedWeight]] = field(default_factory=dict, init=False)
     """Weights that were rounded by error, by the names of candidates and the paths of layers."""
-
-    @property
-    def rounds_by_error(self) -> bool:
-        """Whether weights can be rounded by ``quantisers.gptq``."""
-        return self.form == ONNX and self.scheme.weight_bits == 4
 
     def place(self, name: str) -> Path:
         """The folder of a candidate."""
@@ -78,7 +74,8 @@ class Workshop:
 
     def trace(self, model: Any, examples: Sequence[Example], event: Event) -> None:
         """Export the original ``model`` as ONNX programs, which all candidates fill."""
-        self.forms = OnnxForms(examples[0].batch, traced_batch(model, examples[0]), event)
+        sample, traced = examples[0].batch, traced_batch(model, examples[0])
+        self.forms = OnnxForms(sample, traced, event, cross_cache=self.form == ONNX)
         self.forms.programs(model, None)
 
     def write(
@@ -92,31 +89,40 @@ class Workshop:
         folder = self.place(candidate.title)
         float_folder = self.place(FLOAT) if candidate.title == ORIGINAL else None
         bits = {**self.bits, **bits_of(candidate.finer)}
-        if FORMATS[self.form].is_checkpoint:
-            dtype = compute_dtype(self.original.checkpoint, None)
-            return quantised_checkpoints.write(
-                model, self.form, self.scheme, dtype, bits, folder, float_folder
-            )
         calibration = [example.batch for example in examples]
-        if self.forms:
-            if self.scheme.weight_bits < HEAD_BITS:
-                bits = {**dict.fromkeys(path_of_head(model), HEAD_BITS), **bits}
-            rounded = self.round_by_error(model, candidate, calibration, on_progress)
-            rounded = {path: one for path, one in rounded.items() if not bits_at(path, bits, 0)}
+        if FORMATS[self.form].is_checkpoint:
+            return quantised_checkpoints.write(
+                model,
+                self.form,
+                self.scheme,
+                candidate.rounding,
+                calibration,
+                compute_dtype(self.original.checkpoint, None),
+                bits,
+                folder,
+                float_folder,
+                on_progress,
+            )
+        assert self.forms is not None
+        if self.form == OPENVINO:
             programs = self.forms.programs(model, candidate.plan)
             if float_folder:
-                save(programs, float_folder)
-            small = onnx_forms.quantised(programs, self.scheme, calibration, bits, rounded)
-            save(small, folder, self.scheme.suffix)
+                openvino_programs.save(openvino_programs.converted(programs), float_folder)
+            rounding, is_rotated = candidate.rounding, candidate.is_rotated
+            made = openvino_programs.quantised(
+                programs, self.scheme, rounding, calibration, bits, is_rotated
+            )
+            openvino_programs.save(made, folder)
             return None
-        batch = traced_batch(model, examples[0])
-        made = openvino_program.exported(model, batch)
-        small = openvino_program.quantised(
-            made, self.scheme, batch, calibration, candidate.is_rotated
-        )
-        exporting.save(small, folder, model.config)
+        if self.scheme.weight_bits < HEAD_BITS:
+            bits = {**dict.fromkeys(path_of_head(model), HEAD_BITS), **bits}
+        rounded = self.round_by_error(model, candidate, calibration, on_progress)
+        rounded = {path: one for path, one in rounded.items() if not bits_at(path, bits, 0)}
+        programs = self.forms.programs(model, candidate.plan)
         if float_folder:
-            exporting.save(made, float_folder, model.config)
+            save(programs, float_folder)
+        small = onnx_forms.quantised(programs, self.scheme, calibration, bits, rounded)
+        save(small, folder, self.scheme.suffix)
         return None
 
     def round_by_error(
@@ -134,9 +140,9 @@ class Workshop:
             return {}
         if candidate.name not in self.rounded:
             layers = [path for path in linear_layers(model) if not bits_at(path, self.bits, 0)]
-            symmetric = candidate.rounding == "gptq"
+            groups, symmetric = dict.fromkeys(layers, GROUP), candidate.rounding == "gptq"
             self.rounded[candidate.name] = round_model(
-                model, layers, calibration, GROUP, symmetric, on_progress
+                model, groups, calibration, symmetric, on_progress
             )
         return self.rounded[candidate.name]
 
@@ -147,10 +153,12 @@ class Workshop:
 
     def speeds(self, names: Sequence[str], example: Example) -> dict[str, Speed]:
         """The times of candidates on one input; they take turns."""
-        if self.form == ONNX:
-            places = {name: (self.place(name), self.suffix(name)) for name in names}
-            return speeds_of_programs(places, example.batch)
-        return speeds({name: partial(self.load(name), example.batch) for name in names})
+        if FORMATS[self.form].is_checkpoint:
+            return speeds({name: partial(self.load(name), example.batch) for name in names})
+        programs = {
+            name: programs_in(self.place(name), self.form, self.suffix(name)) for name in names
+        }
+        return speeds_of_programs(programs, example.batch)
 
 
 def load_result(folder: Path, form: str, model_class: Any, suffix: str) -> Compute:
@@ -161,13 +169,19 @@ def load_result(folder: Path, form: str, model_class: Any, suffix: str) -> Compu
     try:
         if FORMATS[form].is_checkpoint:
             return quantised_checkpoints.load(folder, model_class)
-        if form == ONNX:
-            return onnx_forms.load(folder, suffix)
-        return openvino_program.load(folder, model_class)
+        return whole_rows(programs_in(folder, form, suffix))
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # the libraries do not check files, and may raise anything
         raise BadCheckpoint(f"{folder} cannot be loaded: {first_line(error)}") from error
+
+
+def programs_in(folder: Path, form: str, suffix: str) -> dict[str, LoadedProgram]:
+    """The programs of a result, loaded with the threads of torch."""
+    threads = torch.get_num_threads()
+    if form == OPENVINO:
+        return openvino_programs.load_programs(folder, threads)
+    return load_programs(folder, suffix, threads=threads)
 
 
 @dataclass(frozen=True)

@@ -135,21 +135,21 @@ def _scale_of(weights: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, tor
 
 def round_model(
     model: Any,
-    layers: Sequence[str],
+    groups: Mapping[str, int],
     batches: Sequence[Batch],
-    group: int,
     symmetric: bool = False,
     on_progress: Progress = no_progress,
 ) -> dict[str, RoundedWeight]:
-    """Round the weights of the linear layers at these paths of ``model``, in place.
+    """Round the weights of linear layers of ``model``, in place.
 
-    ``batches`` are the calibration data: inputs of ``forward``. A layer that none of them reaches
-    is rounded to the nearest integers. ``on_progress`` is called after each block. Returns the
-    integers by the paths of the layers.
+    ``groups`` has the paths of the layers, and how many inputs of each share a scale. ``batches``
+    are the calibration data: inputs of ``forward``. A layer that none of them reaches is rounded to
+    the nearest integers. ``on_progress`` is called after each block. Returns the integers by the
+    paths of the layers.
     """
-    modules = {path: model.get_submodule(path) for path in layers}
+    modules = {path: model.get_submodule(path) for path in groups}
     calls = _calls(model, modules, batches[0]) if batches else []
-    order = [*dict.fromkeys((*calls, *layers))]
+    order = [*dict.fromkeys((*calls, *groups))]
     blocks: dict[str, list[str]] = {}
     for path in order:
         blocks.setdefault(_block_of(path), []).append(path)
@@ -158,7 +158,7 @@ def round_model(
         block = {path: modules[path] for path in paths}
         inputs = _squares(model, block, batches, sum(path in block for path in calls))
         for path, module in block.items():
-            found[path] = _round_layer(module, inputs.get(path), group, symmetric)
+            found[path] = _round_layer(module, inputs.get(path), groups[path], symmetric)
         countdown.count()
     return found
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from enjoyln_cli.comparison.batches import Batch
-from enjoyln_cli.quantisers.schemes import QuantisationScheme
+from enjoyln_cli.onnx_export.exporting import quiet
+from enjoyln_cli.quantisers.schemes import QuantisationScheme, RoundingMethod
 
 GROUP = 32
 """Weights of 4 bits share a scale in groups of this many."""
@@ -16,32 +17,52 @@ NO_SMOOTHING = -1
 def quantised(
     program: Any,
     scheme: QuantisationScheme,
-    batch: Batch,
+    rounding: RoundingMethod,
     calibration: Sequence[Batch],
+    kept: Sequence[str],
     is_rotated: bool,
 ) -> Any:
-    """The ``openvino.Model`` of a model in float32, quantised.
+    """An ``openvino.Model`` in float32, quantised; it is changed in place.
 
-    ``calibration`` are inputs for a static scheme. SmoothQuant is off for a model that
-    ``is_rotated``: it scales single features, which undoes what a rotation has gained.
+    ``rounding`` says how weights of 4 bits are rounded. ``calibration`` are inputs of the program,
+    for a static scheme and for GPTQ. ``kept`` are the names of products that stay in float32.
+    SmoothQuant is off for a model that ``is_rotated``: it scales single features, which undoes what
+    a rotation has gained.
     """
     import nncf
-    from transformers.exporters import (
-        ExportFormat,
-        NNCFOpenVINOQuantizer,
-        NNCFQuantizationConfig,
-        NNCFWeightCompressionConfig,
-    )
 
     nncf.set_log_level("ERROR")
-    if scheme.is_static:
-        smoothing = {"smooth_quant_alpha": NO_SMOOTHING} if is_rotated else {}
-        parameters = nncf.AdvancedQuantizationParameters(**smoothing)
-        config: Any = NNCFQuantizationConfig(advanced_parameters=parameters)
-    elif scheme.weight_bits == 8:
-        config = NNCFWeightCompressionConfig(mode=nncf.CompressWeightsMode.INT8_SYM)
-    else:
-        mode = nncf.CompressWeightsMode.INT4_SYM
-        config = NNCFWeightCompressionConfig(mode=mode, group_size=GROUP)
-    quantizer = NNCFOpenVINOQuantizer(config, list(calibration))
-    return quantizer.quantize(program.clone(), dict(batch), ExportFormat.OPENVINO)
+    samples = [
+        {name: batch[name].numpy() for value in program.inputs for name in value.names}
+        for batch in calibration
+    ]
+    common: dict[str, Any] = {"ignored_scope": nncf.IgnoredScope(names=[*kept])}
+    if samples:
+        common |= {"dataset": nncf.Dataset(samples), "subset_size": len(samples)}
+    with quiet():
+        if scheme.is_static:
+            smoothing = {"smooth_quant_alpha": NO_SMOOTHING} if is_rotated else {}
+            return nncf.quantize(
+                program,
+                common.pop("dataset"),
+                model_type=nncf.ModelType.TRANSFORMER,
+                advanced_parameters=nncf.AdvancedQuantizationParameters(**smoothing),
+                **common,
+            )
+        modes = nncf.CompressWeightsMode
+        if scheme.weight_bits == 8:
+            return nncf.compress_weights(program, mode=modes.INT8_SYM, **common)
+        by_error = rounding != "nearest"
+        symmetric = rounding != "asymmetric gptq"
+        mode = modes.INT4_SYM if symmetric else modes.INT4_ASYM
+        parameters = nncf.AdvancedCompressionParameters(
+            gptq_params=nncf.AdvancedGPTQParameters(subset_size=max(1, len(samples)))
+        )
+        return nncf.compress_weights(
+            program,
+            mode=mode,
+            group_size=GROUP,
+            gptq=by_error,
+            advanced_parameters=parameters,
+            **common,
+        )

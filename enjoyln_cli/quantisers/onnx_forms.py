@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +22,10 @@ from enjoyln_cli.events import Event
 from enjoyln_cli.models.classes import apply_experts, leave_out_cache
 from enjoyln_cli.onnx_export import exporting
 from enjoyln_cli.onnx_export.cached_calls import MODEL
-from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.call import call_to_export
 from enjoyln_cli.onnx_export.image_parts import VISION, image_inputs
 from enjoyln_cli.onnx_export.onnx_program import fold_transposed_weights
 from enjoyln_cli.onnx_export.programs import Programs, programs_of, with_weights
-from enjoyln_cli.onnx_export.runtimes import RunProgram
 from enjoyln_cli.plan.plan import Plan, Setting
 from enjoyln_cli.quantisers import onnxruntime_quantiser
 from enjoyln_cli.quantisers.gptq import RoundedWeight
@@ -47,6 +44,8 @@ class OnnxForms:
     traced_sample: Batch
     """The same, as a whole call is traced."""
     event: Event
+    cross_cache: bool = True
+    """See ``programs_of``."""
     is_one_call: bool = field(default=False, init=False)
     """Whether the programs are traced from the sample, without a cache."""
     traced: dict[Structure, Programs] = field(default_factory=dict)
@@ -66,8 +65,10 @@ class OnnxForms:
             return _one_call(model, self.traced_sample)
         try:
             _require_same_inputs(model, self.sample)
-            made = programs_of(model, torch.float32)
+            made = programs_of(model, torch.float32, cross_cache=self.cross_cache)
             _require_sizes(made, self.sample)
+            if VISION in made.bare and not self.cross_cache:
+                raise UnsupportedModel("OpenVINO takes a model of pictures and text as a whole")
         except UnsupportedModel as error:
             whole = _one_call(model, self.traced_sample)
             self.is_one_call = True
@@ -166,8 +167,3 @@ def quantised(
     if not any(map(onnxruntime_quantiser.is_rounded, small.values())):
         raise UnsupportedModel("the model has no linear layer that this scheme quantises")
     return replace(programs, models=small)
-
-
-def load(folder: Path, suffix: str) -> RunProgram:
-    """What was written to ``folder``, as a function of whole rows that onnxruntime computes."""
-    return whole_rows(load_programs(folder, suffix, threads=torch.get_num_threads()))

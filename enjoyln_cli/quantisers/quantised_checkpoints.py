@@ -7,7 +7,7 @@ logits, stay in the dtype of the original.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,14 +15,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import linear_layers
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export.exporting import quiet
 from enjoyln_cli.onnx_export.runtimes import RunProgram
-from enjoyln_cli.quantisers.schemes import FLOAT_BITS, TORCHAO, QuantisationScheme, bits_at
+from enjoyln_cli.quantisers.gptq import BITS, RoundedWeight, round_model
+from enjoyln_cli.quantisers.schemes import (
+    FLOAT_BITS,
+    TORCHAO,
+    QuantisationScheme,
+    RoundingMethod,
+    bits_at,
+)
 from enjoyln_cli.runtime.adapters import quantisation_of
 
 GROUPS = (128, 64, 32)
@@ -48,15 +57,19 @@ def write(
     model: Any,
     form: str,
     scheme: QuantisationScheme,
+    rounding: RoundingMethod,
+    calibration: Sequence[Batch],
     dtype: torch.dtype,
     bits: Mapping[str, int],
     folder: Path,
     float_folder: Path | None,
+    on_progress: Progress = no_progress,
 ) -> WeightCount:
     """Write ``model``, quantised, to ``folder``, and in float32 to ``float_folder`` if it is given.
 
-    ``bits`` are of the weights of layers, by paths or patterns (see ``schemes.bits_at``), where
-    they differ from those of ``scheme``. What is not rounded is stored as ``dtype``. Raises
+    ``calibration`` are inputs of the model, for GPTQ, which rounds its weights in place. ``bits``
+    are of the weights of layers, by paths or patterns (see ``schemes.bits_at``), where they differ
+    from those of ``scheme``. What is not rounded is stored as ``dtype``. Raises
     ``UnsupportedModel`` if the model has no layer that would be rounded.
     """
     layers = _layers_to_round(model, form, bits)
@@ -65,6 +78,15 @@ def write(
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     skipped = [name for name in linear if name not in layers]
     groups = _groups(layers, scheme, bits)
+    rounded: Mapping[str, RoundedWeight] = {}
+    if form == TORCHAO and rounding != "nearest":
+        sizes = {
+            name: group or layers[name].in_features
+            for (count, group), names in groups.items()
+            for name in names
+            if count == BITS
+        }
+        rounded = round_model(model, sizes, calibration, rounding == "gptq", on_progress)
     with TemporaryDirectory(dir=folder.parent) as scratch, quiet():
         source, model_class = float_folder or Path(scratch), type(model)
         model.save_pretrained(source)
@@ -73,13 +95,15 @@ def write(
 
             config = TorchAoConfig(_torchao_config(scheme, groups), skipped)
             made = model_class.from_pretrained(source, dtype=dtype, quantization_config=config)
+            for name, weight in rounded.items():
+                _replace_integers(made.get_parameter(f"{name}.weight"), weight)
             made.save_pretrained(folder)
         else:
             made = model_class.from_pretrained(source, dtype=dtype)
-            _oneshot(made, scheme, groups, skipped, folder)
-    rounded = [name for name, module in made.named_modules() if _is_rounded(module)]
+            _oneshot(made, scheme, groups, skipped, rounding, calibration, folder)
+    small = [name for name, module in made.named_modules() if _is_rounded(module)]
     total = sum(parameter.numel() for parameter in model.parameters())
-    count = sum(model.get_parameter(f"{name}.weight").numel() for name in rounded)
+    count = sum(model.get_parameter(f"{name}.weight").numel() for name in small)
     return WeightCount(total, total - count)
 
 
@@ -164,12 +188,31 @@ def _config_of_layers(scheme: QuantisationScheme, bits: int, group: int | None) 
     return IntxWeightOnlyConfig(dtype, scales)
 
 
+def _replace_integers(weight: Any, rounded: RoundedWeight) -> None:
+    """Let a weight of torchao, an ``IntxUnpackedToInt8Tensor``, have these integers and scales."""
+    middle = 2 ** (BITS - 1)  # torchao's integers are signed
+    weight.qdata.copy_(rounded.integers.int() - middle)
+    weight.scale.copy_(rounded.scales)
+    weight.zero_point.copy_(rounded.zero_points.int() - middle)
+
+
 def _oneshot(
-    model: Any, scheme: QuantisationScheme, groups: Groups, skipped: list[str], folder: Path
+    model: Any,
+    scheme: QuantisationScheme,
+    groups: Groups,
+    skipped: list[str],
+    rounding: RoundingMethod,
+    calibration: Sequence[Batch],
+    folder: Path,
 ) -> None:
-    """Quantise ``model`` in place by llm-compressor, and save it."""
+    """Quantise ``model`` in place by llm-compressor, and save it.
+
+    GPTQ runs all of the model on the ``calibration`` data, and then rounds each layer by what it
+    read: that works for any class, where its pipeline by layers has to trace the class.
+    """
     from compressed_tensors.quantization import preset_name_to_scheme
     from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from loguru import logger
 
@@ -177,14 +220,24 @@ def _oneshot(
     for at, ((bits, group), layers) in enumerate(groups.items()):
         name = f"W{bits}A{scheme.input_bits or 16}"
         preset: Any = preset_name_to_scheme(name, ["Linear"] if len(groups) == 1 else layers)
-        scales = {"group_size": group, "strategy": "group" if group else "channel"}
+        scales: dict[str, Any] = {"group_size": group, "strategy": "group" if group else "channel"}
+        scales["symmetric"] = rounding != "asymmetric gptq" or bits != BITS
         preset.weights = preset.weights.model_copy(update=scales)
         config_groups[f"group_{at}"] = preset
-    modifier = QuantizationModifier(config_groups=config_groups, ignore=skipped)
+    by_error = rounding != "nearest"
+    data: dict[str, Any] = {}
+    if by_error:
+        batches: Any = [
+            {n: v.to(model.dtype) if v.is_floating_point() else v for n, v in batch.items()}
+            for batch in calibration
+        ]
+        data = {"dataset": DataLoader(batches, batch_size=None), "pipeline": "basic"}
+    kind = GPTQModifier if by_error else QuantizationModifier
+    modifier = kind(config_groups=config_groups, ignore=skipped)
     for library in LIBRARIES:
         logger.disable(library)
     try:
-        oneshot(model=model, recipe=modifier)
+        oneshot(model=model, recipe=modifier, **data)
         model.save_pretrained(folder)  # ``oneshot`` would save a tokenizer of its own as well
     finally:
         for library in LIBRARIES:

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export.requirements import require_packages, require_transformers
 
 FLOAT_BITS = 32
 """Of layers that are not rounded, whatever the dtype is that they are stored in."""
+RoundingMethod = Literal["nearest", "gptq", "asymmetric gptq"]
+"""How weights of 4 bits are rounded: each to the nearest integer, or by the outputs' error."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,8 @@ class QuantisationScheme:
 
     def finer_bits(self, form: str) -> tuple[int, ...]:
         """The bits that single layers may have instead, the fewest first."""
-        if form == OPENVINO:
-            return ()
-        return (8, FLOAT_BITS) if self.weight_bits == 4 else (FLOAT_BITS,)
+        takes_8 = self.weight_bits == 4 and form != OPENVINO
+        return (8, FLOAT_BITS) if takes_8 else (FLOAT_BITS,)
 
     def bits_to_keep(self, form: str) -> int:
         """The bits of a layer that a user keeps more precise."""
@@ -96,6 +98,8 @@ class TargetFormat:
     """Whether ``from_pretrained`` loads it; otherwise ``transformers.exporters`` write it."""
     is_timed: bool = True
     """Whether the time of a call says something about the engine that the format is for."""
+    gptq: str = ""
+    """Whose GPTQ rounds weights of 4 bits."""
 
 
 ONNX, OPENVINO, TORCHAO, COMPRESSED = "onnx", "openvino", "torchao", "compressed-tensors"
@@ -103,14 +107,23 @@ FORMATS: Mapping[str, TargetFormat] = {
     ONNX: TargetFormat(
         ("onnx", "onnxscript", "onnxruntime"),
         ("w8a8", "w8a8-static", "w8a16-static", "w8a8-g32", "w8a16", "w4a8", "w4a16"),
+        gptq="enjoyln",
     ),
-    OPENVINO: TargetFormat(("nncf", "openvino"), ("w8a8-static", "w8a16", "w4a16")),
-    TORCHAO: TargetFormat(("torchao",), ("w8a8", "w8a16", "w4a8", "w4a16"), is_checkpoint=True),
+    OPENVINO: TargetFormat(
+        ("nncf", "openvino", "openvino_tokenizers", "onnx", "onnxscript"),
+        ("w8a8-static", "w8a16", "w4a16"),
+        ("openvino",),
+        gptq="NNCF",
+    ),
+    TORCHAO: TargetFormat(
+        ("torchao",), ("w8a8", "w8a16", "w4a8", "w4a16"), is_checkpoint=True, gptq="enjoyln"
+    ),
     COMPRESSED: TargetFormat(
         ("llmcompressor",),
         ("w8a8", "w8a16", "w4a16"),
         ("compressed_tensors",),
         transformers=(5, 17),
+        gptq="llm-compressor",
         is_checkpoint=True,
         is_timed=False,
     ),

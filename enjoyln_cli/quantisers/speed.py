@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.timing import WARM_UP, time_rounds
-from enjoyln_cli.onnx_export.cached_run import begin, greedy, is_cached, load_programs
+from enjoyln_cli.onnx_export.cached_run import greedy, have_cache
 from enjoyln_cli.onnx_export.call import DECODER, IDS, MASK
 from enjoyln_cli.onnx_export.image_parts import EMBED
+from enjoyln_cli.onnx_export.runtimes import LoadedProgram
 from enjoyln_cli.text import counted
 
 ROUNDS, GENERATIONS = 15, 3
@@ -46,16 +44,16 @@ def speeds(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Speed]:
     return {name: Speed(time) for name, time in _milliseconds(calls).items()}
 
 
-def speeds_of_programs(places: Mapping[str, tuple[Path, str]], batch: Batch) -> dict[str, Speed]:
-    """The times of ONNX programs, each in a folder with a suffix, for one input of the model.
+def speeds_of_programs(
+    programs: Mapping[str, Mapping[str, LoadedProgram]], batch: Batch
+) -> dict[str, Speed]:
+    """The times of the programs of some models for one input.
 
     Programs with a cache generate greedily. Those behind an encoder begin with the first token of
     the decoder, those that read pictures with all tokens, and others with the first half of them.
     """
-    threads = torch.get_num_threads()
-    programs = {name: load_programs(*place, threads=threads) for name, place in places.items()}
     one = next(iter(programs.values()))
-    if not any(is_cached(name) for program in one.values() for name in program.inputs):
+    if not have_cache(one):
         return speeds(
             {name: partial(next(iter(p.values())), batch) for name, p in programs.items()}
         )
@@ -68,18 +66,14 @@ def speeds_of_programs(places: Mapping[str, tuple[Path, str]], batch: Batch) -> 
     prompt = {**batch, f"{prefix}{IDS}": ids[:, :half]}
     if not prefix:
         prompt.pop(MASK, None)
-    states = {name: begin(p, prompt) for name, p in programs.items()}
-    for state in states.values():
-        state.logits(ids[:, :-1])
+    first = _milliseconds({n: partial(greedy, p, prompt, 1) for n, p in programs.items()})
     generations = {name: partial(greedy, p, prompt, tokens) for name, p in programs.items()}
     whole = _milliseconds(generations, GENERATIONS, warm_up=0)
-
-    def token(name: str) -> None:
-        states[name].again().logits(ids[:, -1:])
-
-    each = _milliseconds({name: partial(token, name) for name in programs})
-    what = f"generating {counted(tokens, 'token')}"
-    return {name: Speed(whole[name], what, each[name]) for name in programs}
+    what, more = f"generating {counted(tokens, 'token')}", tokens - 1
+    return {
+        name: Speed(whole[name], what, (whole[name] - first[name]) / more if more else None)
+        for name in programs
+    }
 
 
 def _milliseconds(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from enjoyln_cli.publish.quantised_card import rows, state, tags
+from enjoyln_cli.publish.quantised_card import loader, rows, state, tags
 
 RECORD: dict[str, Any] = {
     "format": "onnx",
@@ -51,7 +51,7 @@ def test_an_edited_record_has_no_table(key: str, tmp_path: Path) -> None:
     [
         ("onnx", "", ["enjoyln", "onnx"], "load_onnx(snapshot_download"),
         ("onnx", "onnx", ["enjoyln", "onnx", "transformers.js"], "load_onnx(snapshot_download"),
-        ("openvino", "", ["enjoyln", "openvino"], "ExportedModel.from_pretrained"),
+        ("openvino", "", ["enjoyln", "openvino"], "compile_model(snapshot_download"),
         ("torchao", "", ["enjoyln", "torchao"], "BertModel.from_pretrained"),
     ],
 )
@@ -63,4 +63,18 @@ def test_the_hub_filters_by_format(
     assert tags(tmp_path) == wanted
     assert f'{loader}("me/\\"x")' in state(tmp_path, 'me/"x')["load"]
     (tmp_path / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "own.Own"}}))
-    assert ", trust_remote_code=True)" in state(tmp_path, 'me/"x')["load"]
+    trusted = ", trust_remote_code=True)" in state(tmp_path, 'me/"x')["load"]
+    assert trusted == (form != "openvino")
+
+
+@pytest.mark.parametrize(
+    ("model_class", "call"),
+    [
+        ("GPT2LMHeadModel", 'openvino_genai.LLMPipeline("x", "CPU")'),
+        ("WhisperForConditionalGeneration", 'openvino_genai.WhisperPipeline("x", "CPU")'),
+        ("BertModel", 'openvino.Core().compile_model("x" + "/openvino_model.xml")'),
+        ("MarianMTModel", 'openvino.Core().compile_model("x" + "/openvino_decoder_model.xml")'),
+    ],
+)
+def test_openvino_genai_loads_what_it_has_a_pipeline_for(model_class: str, call: str) -> None:
+    assert loader("openvino", model_class).format('"x"') == call

@@ -12,9 +12,10 @@ from commands import ignore
 from tiny_models import WHISPER, live
 from transformers import WhisperConfig
 
+from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.programs import save
 from enjoyln_cli.quantisation.candidates import candidates, rotation_plan
-from enjoyln_cli.quantisers.onnx_forms import OnnxForms, load, quantised
+from enjoyln_cli.quantisers.onnx_forms import OnnxForms, quantised
 from enjoyln_cli.quantisers.schemes import SCHEMES
 from enjoyln_cli.rewrite.opened_model import open_model
 
@@ -52,7 +53,8 @@ def test_the_product_in_an_onnx_file_stays_in_float32(tmp_path: Path) -> None:
         keys.append(len(forms.traced))
     assert keys == [1, 1, 2]  # only the product has another structure
     save(small, tmp_path / "out", static.suffix)
-    assert 1e-4 < error(load(tmp_path / "out", static.suffix)(batch)["logits"]) < 0.3
+    compute = whole_rows(load_programs(tmp_path / "out", static.suffix))
+    assert 1e-4 < error(compute(batch)["logits"]) < 0.3
     graph = onnx.load(tmp_path / "out" / "onnx" / "encoder_model_int8.onnx").graph
     stored = {one.name: onnx.numpy_helper.to_array(one) for one in graph.initializer}
     read = (stored.get(node.input[1]) for node in graph.node if node.op_type == "MatMul")

@@ -14,13 +14,15 @@ from packaging.requirements import Requirement
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TESTS = {
-    "openvino": (["test_quantize.py"], "openvino"),
+    "openvino": (["test_openvino_programs.py"], "openvino", ["openvino_genai"]),
     "compressed-tensors": (
         ["test_quantised_checkpoints.py", "test_llm_compressor.py"],
         "compressed or llm_compressor",
+        [],
     ),
 }
-"""For each extra the tests that are skipped without it: files, and words in their names."""
+"""For each extra the tests that are skipped without it: files, words in their names, and packages
+that only the tests need."""
 
 
 @pytest.mark.slow
@@ -33,9 +35,9 @@ def test_an_extra_alone(extra: str, tmp_path: Path) -> None:
         for requirement in map(Requirement, requires("enjoyln") or [])
         if requirement.marker and requirement.marker.evaluate({"extra": extra})
     ]
-    install(python, *needed)
+    files, words, more = TESTS[extra]
+    install(python, *needed, *more)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "cache")}
-    files, words = TESTS[extra]
     command = [python, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-k", words, "-rs"]
     command += ["-m", "slow or not slow", *(str(HERE / file) for file in files)]
     run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)

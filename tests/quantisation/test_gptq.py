@@ -84,7 +84,7 @@ def test_a_whole_model_is_closer_to_its_original(family: str) -> None:
     apart = {}
     for name, data in {"nearest": [], "by error": batches[:8]}.items():
         small = copy.deepcopy(model)
-        found = round_model(small, layers, data, 16)
+        found = round_model(small, dict.fromkeys(layers, 16), data)
         assert found.keys() == set(layers)
         for path, weight in found.items():
             layer = small.get_submodule(path)
@@ -106,7 +106,7 @@ def test_onnxruntime_computes_with_the_integers_as_they_are(
     model = shaken(GPT2LMHeadModel(config).eval(), 0.3)
     ids = torch.randint(67, (2, 9), generator=torch.Generator().manual_seed(1))
     layers = [*linear_layers(model)]
-    weights = round_model(model, layers, [{"input_ids": ids}], 32)
+    weights = round_model(model, dict.fromkeys(layers, 32), [{"input_ids": ids}])
     programs = programs_of(model, torch.float32)
     write_rounded(programs.models["model"], weights, accuracy)
     kinds = [node.op_type for node in programs.models["model"].graph]
@@ -134,8 +134,8 @@ def test_layers_called_by_name_and_layers_never_called() -> None:
     torch.manual_seed(0)
     model, x = Named(), torch.randn(400, 32) @ torch.randn(32, 32)
     exact, weight = model(x)["logits"], model.idle.weight.detach().clone()
-    found = round_model(model, ["first", "second", "idle"], [{"x": x}], 32)
-    assert torch.equal(found["idle"].integers, rounded(weight, None, 32).integers)
+    found = round_model(model, {"first": 32, "second": 32, "idle": 8}, [{"x": x}])
+    assert torch.equal(found["idle"].integers, rounded(weight, None, 8).integers)
     for name in ("first", "second"):
         assert torch.equal(model.get_submodule(name).weight, found[name].matrix)
     assert float((model(x)["logits"] - exact).norm() / exact.norm()) < 0.1

@@ -5,6 +5,7 @@ The tests of a library are skipped where it is not installed.
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -52,7 +53,13 @@ def small_opt(width: int = 64, hidden: int = 96) -> Any:
 def written(model: Any, form: str, scheme: str, folder: Path, **changes: Any) -> WeightCount:
     """Quantise a model; ``changes`` are other arguments of ``write``."""
     folder.mkdir()
-    arguments: dict[str, Any] = {"dtype": torch.float32, "bits": {}, "float_folder": None}
+    arguments: dict[str, Any] = {
+        "rounding": "nearest",
+        "calibration": (),
+        "dtype": torch.float32,
+        "bits": {},
+        "float_folder": None,
+    }
     return write(model, form, SCHEMES[scheme], folder=folder / "out", **{**arguments, **changes})
 
 
@@ -78,6 +85,30 @@ def test_transformers_loads_a_checkpoint_with_rounded_layers(
     assert len(integers) >= len(layers)
     assert tensors["model.decoder.embed_tokens.weight"].dtype == torch.float32
     assert AutoConfig.from_pretrained(tmp_path / "work" / "out").use_cache
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "scheme"), [(form, name) for form, name in CASES if SCHEMES[name].weight_bits == 4]
+)
+def test_gptq_rounds_a_checkpoint_by_the_error_of_its_outputs(
+    form: str, scheme: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(LIBRARIES[form])
+    model = small_opt(width=192, hidden=72)  # groups of 64, and of a whole row
+    rows = torch.randint(3, 37, (17, 1, 30), generator=torch.Generator().manual_seed(1))
+    *calibration, held_out = ({"input_ids": ids} for ids in rows)
+    errors = []
+    for rounding in ("nearest", "gptq", "asymmetric gptq"):
+        folder = tmp_path / rounding
+        changes = {"rounding": rounding, "calibration": calibration}
+        written(copy.deepcopy(model), form, scheme, folder, **changes)
+        loaded = AutoModelForCausalLM.from_pretrained(folder / "out").eval()
+        with torch.no_grad():
+            exact, found = (one(**held_out, use_cache=False).logits for one in (model, loaded))
+        errors.append(float((found - exact).norm() / exact.norm()))
+    nearest, *by_error = errors
+    assert 0 < max(by_error) < 0.8 * nearest
 
 
 def test_a_class_without_input_embeddings_is_refused_for_torchao(tmp_path: Path) -> None:

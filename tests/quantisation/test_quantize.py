@@ -30,15 +30,14 @@ from enjoyln_cli.comparison.data_files import read_user_data
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import path_of_head
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.onnx_export import exporting
+from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.programs import programs_of, save
 from enjoyln_cli.quantisation.examples import split
 from enjoyln_cli.quantisation.load_onnx import load_onnx
 from enjoyln_cli.quantisation.measure import Differences
 from enjoyln_cli.quantisation.quantised import Compared, Quantised
 from enjoyln_cli.quantisation.quantize import require_layers
-from enjoyln_cli.quantisers import openvino_program
-from enjoyln_cli.quantisers.onnx_forms import load, quantised
+from enjoyln_cli.quantisers.onnx_forms import quantised
 from enjoyln_cli.quantisers.schemes import SCHEMES
 from enjoyln_cli.quantisers.speed import Speed
 from enjoyln_cli.text import number
@@ -177,7 +176,7 @@ def test_every_scheme_is_what_onnxruntime_runs(
     assert products or kinds["DequantizeLinear"] >= 25 and kinds["QuantizeLinear"] >= 13
     with torch.no_grad():
         exact = model(**BATCH).logits
-    logits = load(tmp_path, rounding.suffix)(BATCH)["logits"]
+    logits = whole_rows(load_programs(tmp_path, rounding.suffix))(BATCH)["logits"]
     error = (logits - exact).norm() / exact.norm()
     assert 0 < float(error) < rounding.max_error
 
@@ -187,25 +186,6 @@ def test_a_path_to_keep_that_no_layer_has_is_refused() -> None:
     require_layers(model, ["0"])
     with pytest.raises(UnsupportedModel, match=r"--keep \*.fc: no layer has such a path"):
         require_layers(model, ["0", "*.fc"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["w8a8-static", "w4a16"])
-def test_openvino_runs_what_nncf_quantised(scheme: str, tmp_path: Path) -> None:
-    pytest.importorskip("nncf")
-    openvino = pytest.importorskip("openvino")
-    out, folder = tmp_path / "out", shallow("gpt2", tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    made = openvino_program.exported(model, BATCH)
-    small = openvino_program.quantised(made, SCHEMES[scheme], BATCH, [BATCH], False)
-    exporting.save(small, out, model.config)
-    compiled = openvino.Core().compile_model(out / "openvino_model.xml", "CPU")
-    outputs = compiled({name: value.numpy() for name, value in BATCH.items()})
-    with torch.no_grad():
-        exact = model(**BATCH).logits.numpy()
-    assert 0 < np.linalg.norm(outputs[0] - exact) < 0.3 * np.linalg.norm(exact)
-    weights = (out / "openvino_model.bin").stat().st_size
-    assert weights < 0.6 * (folder / "model.safetensors").stat().st_size
 
 
 LOGITS = {"logits": {"KL divergence": 0.01, "top-1 agreement": 0.9, "error": 0.02}}
