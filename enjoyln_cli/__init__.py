@@ -48,7 +48,7 @@ from enjoyln_cli.version import __version__ as __version__
 if TYPE_CHECKING:
     from enjoyln_cli.comparison.data_files import read_user_data
     from enjoyln_cli.conversion.fold import convert as fold
-    from enjoyln_cli.conversion.inspect import analyze
+    from enjoyln_cli.conversion.open_and_analyse import analyze
     from enjoyln_cli.conversion.rotate import rotate
     from enjoyln_cli.onnx_export.export import export
     from enjoyln_cli.plan.fold_options import Options
@@ -99,7 +99,7 @@ __all__ = [
 _LAZY = {
     "EnjoyLNConfig": ("enjoyln_cli.runtime.quantizer", "EnjoyLNConfig"),
     "Options": ("enjoyln_cli.plan.fold_options", "Options"),
-    "analyze": ("enjoyln_cli.conversion.inspect", "analyze"),
+    "analyze": ("enjoyln_cli.conversion.open_and_analyse", "analyze"),
     "centre_parameters": ("enjoyln_cli.rewrite.in_memory", "centre_parameters"),
     "export": ("enjoyln_cli.onnx_export.export", "export"),
     "fold": ("enjoyln_cli.conversion.fold", "convert"),

@@ -108,7 +108,7 @@ Run = Callable[[Any], Any]
 
 def seeded_runs(model: Any, dtype: Any) -> dict[Run, list[Any]]:
     """A run for each seed and batch, and its outputs; text has two rows, one of them padded."""
-    from enjoyln_cli.calls.input_forms import accepted_by
+    from enjoyln_cli.calls.input_sets import accepted_by
     from enjoyln_cli.comparison.batches import seeded_batches
 
     rows = 2 if "input_ids" in accepted_by(model) else 1
@@ -156,7 +156,7 @@ def proof_runs(model: Any, dtype: Any, omitted: Container[str] | None = None) ->
     from torch.utils import _pytree as pytree
 
     from enjoyln_cli.models.meta_device import without_weights
-    from enjoyln_cli.trace.capture import Captures
+    from enjoyln_cli.trace.capture import Recorder
     from enjoyln_cli.trace.steps import Steps
     from enjoyln_cli.trace.traced_calls import accepted_calls
 
@@ -167,7 +167,7 @@ def proof_runs(model: Any, dtype: Any, omitted: Container[str] | None = None) ->
             return value
         return torch.randn(value.shape, generator=generator).to(dtype)
 
-    for call in accepted_calls(Captures(without_weights(model))) or []:
+    for call in accepted_calls(Recorder(without_weights(model))) or []:
         cached = len(call.steps) > 1 or call.flags.get("use_cache")
         names = {*call.steps[0][1], *call.flags}
         if omitted is not None and (cached or any(name in omitted for name in names)):

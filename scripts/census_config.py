@@ -338,10 +338,10 @@ def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
     import transformers
 
     from enjoyln_cli.analysis.stored_names import saved_shapes
-    from enjoyln_cli.calls.input_forms import main_inputs
+    from enjoyln_cli.calls.input_sets import main_inputs
     from enjoyln_cli.models.classes import build
     from enjoyln_cli.proof.layer_norms import layer_norms
-    from enjoyln_cli.trace.capture import Captures
+    from enjoyln_cli.trace.capture import Recorder
     from enjoyln_cli.trace.traced_calls import accepted_calls
 
     failures: list[Exception] = []
@@ -372,7 +372,7 @@ def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
         if not any(layer_norms(sketch)):
             return config, sketch, True
         wanted = next(iter(main_inputs(sketch, 1, 1)), {}).keys()
-        calls = accepted_calls(Captures(sketch))
+        calls = accepted_calls(Recorder(sketch))
         if calls and wanted <= calls[0].steps[0][1].keys():
             return config, sketch, True
         found.setdefault(calls is not None, (config, sketch, calls is not None))

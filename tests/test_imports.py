@@ -47,7 +47,7 @@ FOLDERS = (
     "onnx_export",
     "quantisers",
     "quantisation",
-    "matrix_choice",
+    "rotation_search",
     "cli",
 )
 """Each imports itself and those before it, for type checking too."""

@@ -19,7 +19,7 @@ from torch import nn
 from enjoyln_cli.analysis import stored_names, untying
 from enjoyln_cli.analysis.output_gains import OutputGain, gains
 from enjoyln_cli.analysis.paper import algorithm_1
-from enjoyln_cli.analysis.problem import TracedClasses, state_problem
+from enjoyln_cli.analysis.problem import CheckpointTraces, state_problem
 from enjoyln_cli.analysis.same_ops import require_same
 from enjoyln_cli.analysis.stored_class import (
     StoredTensors,
@@ -28,7 +28,7 @@ from enjoyln_cli.analysis.stored_class import (
     tensors_of,
 )
 from enjoyln_cli.analysis.stored_names import Candidate
-from enjoyln_cli.analysis.untying import Apart
+from enjoyln_cli.analysis.untying import UntiedClasses
 from enjoyln_cli.analysis.verdicts import plan_of
 from enjoyln_cli.calls.calls import Call, ExampleCalls, calls_like
 from enjoyln_cli.checkpoint.reader import Checkpoint
@@ -38,7 +38,7 @@ from enjoyln_cli.models import classes
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import without_weights
 from enjoyln_cli.models.outputs import config_returning
-from enjoyln_cli.plan.fold_options import PLAIN, Options
+from enjoyln_cli.plan.fold_options import CENTRING_ONLY, Options
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.plan.trusted_code import is_stock
 from enjoyln_cli.proof import explain
@@ -46,15 +46,15 @@ from enjoyln_cli.proof.explain import Tree
 from enjoyln_cli.proof.layer_norms import layer_norms
 from enjoyln_cli.proof.min_cut import Cut, Problem, solve
 from enjoyln_cli.text import did_you_mean
-from enjoyln_cli.trace.capture import Captures
+from enjoyln_cli.trace.capture import Recorder
 from enjoyln_cli.trace.failure_reasons import foreign_code
 from enjoyln_cli.trace.size_range import in_two_rows
 from enjoyln_cli.trace.traced_calls import (
-    TracedModel,
+    ModelTraces,
     coverage_is_known,
     likely_calls,
     trace_calls,
-    with_forms,
+    with_signatures,
 )
 
 
@@ -69,7 +69,7 @@ class Analysis:
     """Norms that the paper's Algorithm 1, as printed, calls foldable."""
     under: Callable[[Options], Analysis]
     """Analyse the same model with other options."""
-    family: TracedClasses
+    family: CheckpointTraces
 
     def __repr__(self) -> str:
         """A short summary; ``plan`` and ``why`` have the details."""
@@ -119,7 +119,7 @@ def analyze_config(
     model_class: str | None = None,
     checkpoint: Checkpoint | None = None,
     outputs: Sequence[str] = (),
-    options: Options = PLAIN,
+    options: Options = CENTRING_ONLY,
     example_calls: ExampleCalls = (),
 ) -> Analysis:
     """The plan for a transformers config, or for the checkpoint that it belongs to.
@@ -151,7 +151,7 @@ def analyze_config(
     # A base class returns the values that a rotation rotates.
     others = [cls for cls in listed if cls is not type(first.model) and not options.rotate]
     if not any(layer_norms(first.model)) and not options.rotate:
-        untraced = TracedClasses(
+        untraced = CheckpointTraces(
             reference=first, model_type=config.model_type, classes=(first.name,)
         )
         return analyze_family(untraced, options)
@@ -175,19 +175,21 @@ def analyze_config(
             analysis, under=lambda o: again(options=o) if o.untie or o.rotate else same(o)
         )
     tied = list(candidates)
-    apart = untying.apart(config, tied, stored.shapes, checkpoint)
-    after = apart.after.values() if apart else tied
-    analysis = _analysis_of_classes(after, config.model_type, tuple(outputs), options, more, apart)
-    return analysis if apart is None else _untied(analysis, apart)
+    untied_classes = untying.find_untied_classes(config, tied, stored.shapes, checkpoint)
+    after = untied_classes.after.values() if untied_classes else tied
+    analysis = _analysis_of_classes(
+        after, config.model_type, tuple(outputs), options, more, untied_classes
+    )
+    return analysis if untied_classes is None else _untied(analysis, untied_classes)
 
 
-def _untied(analysis: Analysis, apart: Apart) -> Analysis:
+def _untied(analysis: Analysis, untied_classes: UntiedClasses) -> Analysis:
     """Add the copies of tied tensors to the plan, and to every plan that ``under`` makes."""
 
     def under(options: Options) -> Analysis:
-        return _untied(analysis.under(options), apart)
+        return _untied(analysis.under(options), untied_classes)
 
-    return replace(analysis, plan=untying.untie(analysis.plan, apart), under=under)
+    return replace(analysis, plan=untying.untie(analysis.plan, untied_classes), under=under)
 
 
 def _analysis_of_classes(
@@ -196,31 +198,31 @@ def _analysis_of_classes(
     outputs: tuple[str, ...],
     options: Options,
     more: Sequence[Call] = (),
-    apart: Apart | None = None,
+    untied_classes: UntiedClasses | None = None,
 ) -> Analysis:
     """The plan for all classes that load a checkpoint; the first is the reference class.
 
     The first class has to accept the ``more`` calls; other classes prove calls that they accept.
     """
     if outputs:
-        return _analysis_of_outputs(loading, model_type, outputs, options, more, apart)
+        return _analysis_of_outputs(loading, model_type, outputs, options, more, untied_classes)
     first, *others = loading
     inner = classes.base_path(first.model)
     within = inner and is_stock(first.model)  # custom code may call its base model in other ways
     base = type(first.model.get_submodule(inner)) if within else None
     inner_classes = [other for other in others if type(other.model) is base]
-    traced = [_trace_class(first, first, inner if inner_classes else None, apart, more)]
+    traced = [_trace_class(first, first, inner if inner_classes else None, untied_classes, more)]
     proven = [first.name, *(other.name for other in inner_classes)]
     optional = [replace(call, required=False) for call in more]
     for other in others:
         if other in inner_classes:
             continue
         try:
-            traced.append(_trace_class(other, first, None, apart, optional))
+            traced.append(_trace_class(other, first, None, untied_classes, optional))
         except (TraceFailed, UnsupportedModel):
             continue
         proven.append(other.name)
-    family = TracedClasses(
+    family = CheckpointTraces(
         reference=first, model_type=model_type, classes=tuple(proven), traced=tuple(traced)
     )
     return analyze_family(family, options)
@@ -232,7 +234,7 @@ def _analysis_of_outputs(
     outputs: tuple[str, ...],
     options: Options,
     more: Sequence[Call],
-    apart: Apart | None,
+    untied_classes: UntiedClasses | None,
 ) -> Analysis:
     """The plan for the first class that has all of ``outputs``, and for that class alone.
 
@@ -243,11 +245,11 @@ def _analysis_of_outputs(
     refused: EnjoyLNError | None = None
     for candidate in candidates:
         try:
-            family = TracedClasses(
+            family = CheckpointTraces(
                 reference=candidate,
                 model_type=model_type,
                 classes=(candidate.name,),
-                traced=(_trace_class(candidate, candidate, None, apart, more),),
+                traced=(_trace_class(candidate, candidate, None, untied_classes, more),),
                 outputs=outputs,
             )
             return analyze_family(family, options)
@@ -260,7 +262,7 @@ def analyze_module(
     model: nn.Module,
     *args: Any,
     outputs: Sequence[str] = (),
-    options: Options = PLAIN,
+    options: Options = CENTRING_ONLY,
     example_calls: ExampleCalls = (),
     **kwargs: Any,
 ) -> Analysis:
@@ -282,7 +284,7 @@ def calls_of(
     if args or kwargs or not (further or hasattr(model, "config")):
         calls = [Call("example inputs", ((args, kwargs),))]
     elif hasattr(model, "config"):
-        calls = likely_calls(Captures(without_weights(model)))
+        calls = likely_calls(Recorder(without_weights(model)))
     else:
         calls = []
     calls += further
@@ -296,7 +298,7 @@ def analyze_calls(
     model: nn.Module,
     calls: Iterable[Call],
     outputs: Sequence[str] = (),
-    options: Options = PLAIN,
+    options: Options = CENTRING_ONLY,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> Analysis:
     """The plan for any live module that holds in all of ``calls`` at once.
@@ -309,23 +311,23 @@ def analyze_calls(
     if options.untie:
         raise EnjoyLNError("a model in memory cannot be untied; pass its config or its checkpoint")
     with foreign_code(model):
-        traced = (trace_calls(Captures(model), calls),)
+        traced = (trace_calls(Recorder(model), calls),)
         family = family_in_memory(model, traced, tuple(outputs), weights=weights)
         return analyze_family(family, options)
 
 
 def family_in_memory(
     model: nn.Module,
-    traced: tuple[TracedModel, ...],
+    traced: tuple[ModelTraces, ...],
     outputs: tuple[str, ...] = (),
     training: bool = False,
     weights: Mapping[str, torch.Tensor] | None = None,
-) -> TracedClasses:
+) -> CheckpointTraces:
     """The only class of a live module, whose tensors count as stored under their own names."""
     held = stored_weights(model)
     stored: dict[str, tuple[str, ...]] = {name: (name,) for name in held}
     reference = Candidate(model, stored, {}, (), weights=held if weights is None else weights)
-    return TracedClasses(
+    return CheckpointTraces(
         reference=reference,
         model_type=getattr(getattr(model, "config", None), "model_type", type(model).__name__),
         classes=(reference.name,),
@@ -339,24 +341,24 @@ def _trace_class(
     candidate: Candidate,
     reference: Candidate,
     inner: str | None,
-    apart: Apart | None,
+    untied_classes: UntiedClasses | None,
     more: Sequence[Call],
-) -> TracedModel:
+) -> ModelTraces:
     """All graphs of one class.
 
     Raises ``UnsupportedModel`` if the class computes something else once its weights are untied.
     """
     model = candidate.model
-    captures = Captures(model, classes.naming_between(model, reference.model), inner)
+    captures = Recorder(model, classes.naming_between(model, reference.model), inner)
     calls = likely_calls(captures)
     doubled = [] if captures.is_stock else [two for call in more for two in in_two_rows(call)]
     traced = trace_calls(captures, [*calls, *more, *doubled])
-    if apart is not None:
-        require_same(apart.before[candidate.name].model, model, calls[0])
+    if untied_classes is not None:
+        require_same(untied_classes.before[candidate.name].model, model, calls[0])
     return traced
 
 
-def analyze_family(family: TracedClasses, options: Options) -> Analysis:
+def analyze_family(family: CheckpointTraces, options: Options) -> Analysis:
     """State the problem, solve it, describe the result.
 
     If a norm is converted or a group rotated, the calls that the proof covers have to be known. If
@@ -367,7 +369,7 @@ def analyze_family(family: TracedClasses, options: Options) -> Analysis:
     plan = plan_of(family, statement, cut, options)
     if (plan.folded or plan.rotated) and not coverage_is_known(family.traced):
         return analyze_family(
-            replace(family, traced=tuple(map(with_forms, family.traced))), options
+            replace(family, traced=tuple(map(with_signatures, family.traced))), options
         )
     return Analysis(
         plan=plan,

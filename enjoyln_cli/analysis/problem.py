@@ -21,7 +21,7 @@ from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.graph.nodes import is_whole
 from enjoyln_cli.models.classes import base_path
 from enjoyln_cli.models.load import stored_weights
-from enjoyln_cli.models.norm_probe import LayerNormForm
+from enjoyln_cli.models.norm_probe import LayerNormSpec
 from enjoyln_cli.models.outputs import match_names, require_named
 from enjoyln_cli.plan.axis import feature_axis
 from enjoyln_cli.plan.fold_options import Options
@@ -36,11 +36,11 @@ from enjoyln_cli.rotation.norm_fusion import StoredWeight
 from enjoyln_cli.rotation.used_outputs import by_products
 from enjoyln_cli.text import did_you_mean, listed_briefly
 from enjoyln_cli.trace.trace import Trace
-from enjoyln_cli.trace.traced_calls import TracedModel
+from enjoyln_cli.trace.traced_calls import ModelTraces
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TracedClasses:
+class CheckpointTraces:
     """The traced classes of one checkpoint that a plan is made for."""
 
     reference: Candidate
@@ -48,7 +48,7 @@ class TracedClasses:
     model_type: str
     classes: tuple[str, ...]
     """Names of the classes that the plan is proven for, the reference first."""
-    traced: tuple[TracedModel, ...] = ()
+    traced: tuple[ModelTraces, ...] = ()
     """Traces of the reference, and of the classes that are not part of it as its base model."""
     outputs: tuple[str, ...] = ()
     """Fields of the reference's output that must stay unchanged; empty for all fields."""
@@ -65,7 +65,7 @@ class Statement:
     """A problem, and facts from stating it that the description of the plan needs."""
 
     problem: Problem
-    forms: Mapping[str, LayerNormForm]
+    specs: Mapping[str, LayerNormSpec]
     """The form of each LayerNorm of the reference, by module path."""
     refused: dict[str, str]
     """The norms that cannot be swapped, even with a zero-mean input, and why."""
@@ -77,7 +77,7 @@ class Statement:
     """The stored tensors of an untied parameter, whatever its layout."""
 
 
-def state_problem(family: TracedClasses, options: Options) -> Statement:
+def state_problem(family: CheckpointTraces, options: Options) -> Statement:
     """State the problem.
 
     Raises ``EnjoyLNError`` if one of ``family.outputs`` or of ``options.keep_norms`` does not
@@ -102,8 +102,8 @@ def state_problem(family: TracedClasses, options: Options) -> Statement:
         products=scales.products | baked.products,
         refused=scales.refused,
     )
-    forms, other_forms = layer_norms(reference.model)
-    norms, refused = norm_calls(flow, forms, other_forms)
+    specs, other_specs = layer_norms(reference.model)
+    norms, refused = norm_calls(flow, specs, other_specs)
     if not options.fold:
         norms, refused = {}, dict.fromkeys(norms, NOT_ASKED) | refused
     for path in _norms_to_keep(options.keep_norms, [*norms, *refused]):
@@ -126,7 +126,7 @@ def state_problem(family: TracedClasses, options: Options) -> Statement:
     )
     return Statement(
         problem=problem,
-        forms=forms,
+        specs=specs,
         refused=refused,
         inputs_of_tables=baked.inputs,
         single=single,

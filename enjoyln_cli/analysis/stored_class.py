@@ -33,7 +33,7 @@ from enjoyln_cli.errors import BadCheckpoint, TraceFailed, UnsupportedModel
 from enjoyln_cli.models.classes import base_path, build, class_named, classes_for, unknown_class
 from enjoyln_cli.models.meta_device import without_weights
 from enjoyln_cli.text import did_you_mean, listed_briefly
-from enjoyln_cli.trace.capture import Captures
+from enjoyln_cli.trace.capture import Recorder
 from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import likely_calls
 
@@ -222,7 +222,7 @@ def _weights_of_all_outputs(model: nn.Module) -> set[str]:
 
     Empty if no call can be traced.
     """
-    captures = Captures(without_weights(model))
+    captures = Recorder(without_weights(model))
     try:
         trace = captures.capture(likely_calls(captures)[0])
     except (TraceFailed, UnsupportedModel):

@@ -27,7 +27,7 @@ FLAG = "tie_word_embeddings"
 
 
 @dataclass(frozen=True, eq=False)
-class Apart:
+class UntiedClasses:
     """The classes that load a checkpoint, tied (``before``) and untied (``after``)."""
 
     before: dict[str, Candidate]
@@ -38,12 +38,12 @@ class Apart:
     settings: tuple[Setting, ...]
 
 
-def apart(
+def find_untied_classes(
     config: Any,
     tied: Sequence[Candidate],
     shapes: Mapping[str, Shape],
     checkpoint: Checkpoint | None,
-) -> Apart | None:
+) -> UntiedClasses | None:
     """How to store the checkpoint of the ``tied`` classes (the plan's own first) without ties.
 
     Returns ``None`` if nothing is tied. Raises ``UnsupportedModel`` if parameters are tied and no
@@ -60,7 +60,7 @@ def apart(
         after = [stored_names.candidate(model, more, with_copies) for model in models]
         if all(map(_loads, tied, after, wanted)):
             before = {candidate.name: candidate for candidate in tied}
-            return Apart(before, {each.name: each for each in after}, untied, settings)
+            return UntiedClasses(before, {each.name: each for each in after}, untied, settings)
     raise UnsupportedModel(
         f"{tied[0].name} would not load a separate copy of {untied[0].stored} under any name, so "
         "it stays tied; fold it without --untie"
@@ -176,12 +176,14 @@ def _loads(before: Candidate, after: Candidate, names: Iterable[str]) -> bool:
     return {*after.missing} <= {*before.missing} and all(name in after.stored for name in names)
 
 
-def untie(plan: Plan, apart: Apart) -> Plan:
+def untie(plan: Plan, untied_classes: UntiedClasses) -> Plan:
     """The plan with the copies, or without them if it rotates all tied parameters alike, or none.
 
     The untied names are dropped from ``plan.unproven``: a copy that no trace reads needs no proof.
     """
-    concerned = {name for copied in apart.untied for name in (copied.parameter, copied.source)}
+    concerned = {
+        name for copied in untied_classes.untied for name in (copied.parameter, copied.source)
+    }
     left = tuple(name for name in plan.unproven if name not in concerned)
     plan = replace(plan, unproven=left)
     edited = {writer.parameter for writer in plan.centred_weights}
@@ -189,13 +191,19 @@ def untie(plan: Plan, apart: Apart) -> Plan:
     edited |= {named.parameter for fusion in plan.fused for named in fusion.names}
     edited |= {reader.weight.parameter for fusion in plan.fused for reader in fusion.readers}
     edits = edits_of(plan, in_memory=True)
-    alike = all(edits.get(copied.parameter) == edits.get(copied.source) for copied in apart.untied)
+    alike = all(
+        edits.get(copied.parameter) == edits.get(copied.source) for copied in untied_classes.untied
+    )
     if alike and concerned.isdisjoint(edited):
-        copies = {copied.tensor for copied in apart.untied if copied.tensor != copied.stored}
+        copies = {
+            copied.tensor for copied in untied_classes.untied if copied.tensor != copied.stored
+        }
         return replace(
             plan, rotation_groups=tuple(_without(group, copies) for group in plan.rotation_groups)
         )
-    return replace(plan, untied=apart.untied, settings=(*plan.settings, *apart.settings))
+    return replace(
+        plan, untied=untied_classes.untied, settings=(*plan.settings, *untied_classes.settings)
+    )
 
 
 def _without(group: RotationGroup, tensors: Container[str]) -> RotationGroup:

@@ -15,7 +15,7 @@ from torch import nn
 
 from enjoyln_cli.analysis.config_size import widenings_for
 from enjoyln_cli.analysis.output_gains import joined_fields
-from enjoyln_cli.analysis.problem import Statement, TracedClasses
+from enjoyln_cli.analysis.problem import CheckpointTraces, Statement
 from enjoyln_cli.analysis.stored_layout import Conversion
 from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
 from enjoyln_cli.calls.calls import input_embeddings
@@ -53,7 +53,7 @@ from enjoyln_cli.trace.traced_calls import covered_calls, unproven_inputs
 Edited = TypeVar("Edited", bound=EditedTensor)
 
 
-def plan_of(family: TracedClasses, statement: Statement, cut: Cut, options: Options) -> Plan:
+def plan_of(family: CheckpointTraces, statement: Statement, cut: Cut, options: Options) -> Plan:
     """The plan for a cut of the stated problem."""
     problem, reference, traces = statement.problem, family.reference, family.traces
     norms = problem.norms.keys() | statement.refused.keys()
@@ -70,8 +70,8 @@ def plan_of(family: TracedClasses, statement: Statement, cut: Cut, options: Opti
         if options.merge is not None:
             fused, unfused = _fusions(statement, cut, family, options, known)
         else:  # each norm is decided by itself
-            fused = tuple(one for one in fused if one.norm in known.forms)
-            unfused = tuple(one for one in unfused if one.norm in known.forms)
+            fused = tuple(one for one in fused if one.norm in known.specs)
+            unfused = tuple(one for one in unfused if one.norm in known.specs)
     writers = writers_of(problem, cut, reference)
     rows = tuple(_given_rows(statement, writers))
     entries = (e for support in cut.folded.values() for e in support.entries if e not in rows)
@@ -146,34 +146,34 @@ def _token_table(model: nn.Module, groups: Mapping[str, str]) -> Parameter | Non
 
 
 def _fusions(
-    statement: Statement, cut: Cut, family: TracedClasses, options: Options, known: Rotations
+    statement: Statement, cut: Cut, family: CheckpointTraces, options: Options, known: Rotations
 ) -> tuple[tuple[NormFusion, ...], tuple[UnfusedNorm, ...]]:
     """The norms that are fused: those asked for, and those in rotation groups that are rotated.
 
     Folded norms are asked for; if no norm is to be folded, all that could be swapped are.
     """
     problem, reference = statement.problem, family.reference
-    forms = known.forms
-    moves: dict[str, Move] = dict.fromkeys(forms, "weight")
+    specs = known.specs
+    moves: dict[str, Move] = dict.fromkeys(specs, "weight")
     if options.merge is not None:
         could_fold = {norm for norm, why in statement.refused.items() if why == NOT_ASKED}
         asked = {*cut.folded} if options.fold else could_fold
-        forms |= {norm: form for norm, form in statement.forms.items() if norm in asked}
+        specs |= {norm: spec for norm, spec in statement.specs.items() if norm in asked}
         for norm in asked:
             moves[norm] = "affine" if norm in moves else options.merge
     baked = {norm.weight for norm in problem.baked.values()}
-    forms = {norm: form for norm, form in forms.items() if f"{norm}.weight" not in baked}
-    if not forms:
+    specs = {norm: spec for norm, spec in specs.items() if f"{norm}.weight" not in baked}
+    if not specs:
         return (), ()
     stored = {
         name: tensors[0] for name, tensors in reference.stored.items() if statement.single(name)
     }
     ops = {op for support in cut.folded.values() for op in support.ops if op.place != "entry"}
     centred = {node for op in ops for _, node in problem.carried(op)}
-    order = [path for path, _ in reference.model.named_modules() if path in forms]
+    order = [path for path, _ in reference.model.named_modules() if path in specs]
     return find_fusions(
         problem.flow,
-        {path: forms[path] for path in order},
+        {path: specs[path] for path in order},
         problem.groups,
         stored,
         statement.stored_weight,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from enjoyln_cli.calls.calls import Call, example, keeps_cache
-from enjoyln_cli.calls.input_forms import accepted_by
-from enjoyln_cli.calls.input_spec import Spec
+from enjoyln_cli.calls.input_sets import accepted_by
+from enjoyln_cli.calls.input_spec import InputSpec
 from enjoyln_cli.plan.cache_argument import NAMES
 
 
@@ -25,11 +25,11 @@ def further_calls(model: Any, main: Call) -> Iterator[Call]:
     """Calls to trace in addition to ``main``; a model may reject some."""
     masked = main.steps[0][1]
     bare = {name: value for name, value in masked.items() if name != "attention_mask"}
-    forms = {tuple(form): form for form in (masked, bare)}
+    input_sets = {tuple(inputs): inputs for inputs in (masked, bare)}
     if "token_type_ids" in accepted_by(model) and "input_ids" in masked:
         types = torch.zeros_like(masked["input_ids"])
-        forms["token_type_ids",] = {**masked, "token_type_ids": types}
-    for inputs in forms.values():
+        input_sets["token_type_ids",] = {**masked, "token_type_ids": types}
+    for inputs in input_sets.values():
         beside = ", ".join(inputs)
         yield Call(beside, (((), inputs),), required=False)
         if keeps_cache(model):
@@ -43,9 +43,9 @@ def _one_more(model: Any, inputs: dict[str, Any], known: set[str]) -> Iterator[C
     """Calls with ``inputs`` and one further argument each, with several values to try for it."""
     beside, (rows, *others) = ", ".join(inputs), next(iter(inputs.values())).shape
     tokens, width = (*others, 1)[0], getattr(model.config, "hidden_size", None)
-    shapes = [Spec((rows,), 2), Spec((rows, tokens), 2)]
+    shapes = [InputSpec((rows,), 2), InputSpec((rows, tokens), 2)]
     if isinstance(width, int):
-        shapes += [Spec((rows, tokens, width)), Spec((rows, width))]
+        shapes += [InputSpec((rows, tokens, width)), InputSpec((rows, width))]
     for name, parameter in inspect.signature(model.forward).parameters.items():
         values: list[Any] = []
         if type(parameter.default) in (int, float):

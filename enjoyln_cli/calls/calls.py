@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from enjoyln_cli.calls.input_forms import (
+from enjoyln_cli.calls.input_makers import MAKERS
+from enjoyln_cli.calls.input_sets import (
     CHOOSING,
     accepted_by,
     further_inputs,
@@ -26,10 +27,9 @@ from enjoyln_cli.calls.input_forms import (
     optional_inputs,
     spoken_inputs,
 )
-from enjoyln_cli.calls.input_makers import MAKERS
 from enjoyln_cli.calls.input_spec import (
     Inputs,
-    Spec,
+    InputSpec,
     hidden_size,
     image_size,
     ones,
@@ -40,7 +40,7 @@ from enjoyln_cli.calls.input_spec import (
 )
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.classes import dtype_of
-from enjoyln_cli.models.meta_device import weightless, without_weights
+from enjoyln_cli.models.meta_device import meta_weights, without_weights
 from enjoyln_cli.models.outputs import tensors_in
 from enjoyln_cli.plan.cache_argument import cache_argument
 from enjoyln_cli.plan.trusted_code import is_stock
@@ -91,7 +91,7 @@ def ways_to_call(model: Any) -> Iterator[list[Call]]:
     """
     try:
         for rows in (BATCH, 1):
-            for given in forms(model, rows, TOKENS):
+            for given in input_sets(model, rows, TOKENS):
                 main, optional = main_call(model, given), list(_optional_calls(model, given, rows))
                 yield [main, *optional]
                 if len(main.steps) > 1:  # the second step may fail in a model with its own cache
@@ -103,7 +103,7 @@ def ways_to_call(model: Any) -> Iterator[list[Call]]:
         ) from error
 
 
-def forms(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+def input_sets(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     """Alternative inputs for ``model``, the most likely first, with ``tokens`` tokens of text."""
     return (_with_placeholders(model, given) for given in main_inputs(model, rows, tokens))
 
@@ -125,7 +125,7 @@ def _with_placeholders(model: Any, given: Inputs) -> Inputs:
         return given
     length = tokens + len(leading) if len(leading) > 1 else tokens
     ids = replace(given["input_ids"], shape=(rows, length), leading=leading)
-    places, accepted = Spec(ids.shape, 1, (1,) * len(leading)), accepted_by(model)
+    places, accepted = InputSpec(ids.shape, 1, (1,) * len(leading)), accepted_by(model)
     named = ("image_embeds_position_mask", "mm_token_type_ids")
     added = {name: places for name in named if name in accepted}
     if "position_ids" in given:
@@ -160,7 +160,7 @@ def _features(model: Any, kind: str, token: int, given: Inputs, rows: int) -> in
         return int(getattr(model.config, "latent_query_num", 1)) if _INPUT_OF[kind] in given else 0
     by_error = encode is None  # with one placeholder, the model's error says how many it needs
     if encode is None:
-        encode, given = bare.forward, own | {"input_ids": Spec((rows, 1), token + 1, (token,))}
+        encode, given = bare.forward, own | {"input_ids": InputSpec((rows, 1), token + 1, (token,))}
     parameters = inspect.signature(encode).parameters
     names = given.keys() & parameters.keys()
     if not names:
@@ -169,7 +169,7 @@ def _features(model: Any, kind: str, token: int, given: Inputs, rows: int) -> in
     examples: dict[str, Any] = dict.fromkeys(unknown)
     examples |= {name: example(model, given[name]) for name in names}
     try:
-        with torch.no_grad(), weightless():
+        with torch.no_grad(), meta_weights():
             found = encode(**examples)
     except Exception as error:  # most often because the model needs inputs of another form
         count = _COUNT_IN_ERROR.search(str(error))
@@ -197,7 +197,7 @@ def main_call(model: Any, given: Inputs) -> Call:
     following = dict(given)
     advancing = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
     rows, seen, *books = given[advancing].shape
-    following[advancing] = Spec((rows, 1, *books), given[advancing].below)
+    following[advancing] = InputSpec((rows, 1, *books), given[advancing].below)
     if advancing == "input_ids":  # images and audio are read in the first step only
         following = {n: s for n, s in following.items() if n == "input_ids" or "encoder_" in n}
     steps = (_step(model, given, 0), _step(model, following, seen))
@@ -228,7 +228,7 @@ def _step(model: Any, given: Inputs, seen: int) -> tuple[tuple[Any, ...], dict[s
     return (), inputs
 
 
-def example(model: nn.Module, spec: Spec) -> torch.Tensor:
+def example(model: nn.Module, spec: InputSpec) -> torch.Tensor:
     """An input with seeded random values; floats have the dtype of ``model``.
 
     Raises ``UnsupportedModel`` if the input would be too large.
@@ -255,13 +255,13 @@ def _optional_calls(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
         yield from _decoder_alone(model, read, given[read], rows)
     if "input_ids" in given:
         if given.keys() - {"input_ids", "decoder_input_ids", "mm_token_type_ids"}:
-            alone: Inputs = {"input_ids": Spec((rows, TOKENS), given["input_ids"].below)}
+            alone: Inputs = {"input_ids": InputSpec((rows, TOKENS), given["input_ids"].below)}
             if "decoder_input_ids" in given:
                 alone["decoder_input_ids"] = given["decoder_input_ids"]
             yield replace(main_call(model, alone), label="text alone", required=False)
-        for form in one_modality(model, given, rows, TOKENS):
-            call = main_call(model, _beside_text(model, given, form, rows))
-            yield replace(call, label=f"{next(iter(form))} alone", required=False)
+        for inputs in one_modality(model, given, rows, TOKENS):
+            call = main_call(model, _beside_text(model, given, inputs, rows))
+            yield replace(call, label=f"{next(iter(inputs))} alone", required=False)
         yield from _optional_text(model, given, rows)
         yield from _cross_attention(model, given, rows)
         yield from _spoken(model, given)
@@ -274,30 +274,30 @@ def _optional_calls(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
 
 def _spoken(model: Any, given: Inputs) -> Iterator[Call]:
     """Calls with audio instead of text, if a model takes either of the two."""
-    for form in spoken_inputs(model, *given["input_ids"].shape[:2]):
-        if form.keys().isdisjoint(given):
+    for inputs in spoken_inputs(model, *given["input_ids"].shape[:2]):
+        if inputs.keys().isdisjoint(given):
             with_decoder = {n: s for n, s in given.items() if n == "decoder_input_ids"}
-            call = main_call(model, form | with_decoder)
-            yield replace(call, label=f"{next(iter(form))} alone", required=False)
+            call = main_call(model, inputs | with_decoder)
+            yield replace(call, label=f"{next(iter(inputs))} alone", required=False)
 
 
 def _further(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
     """Calls with a video instead of images, and with prompts for a segmentation of the images."""
-    for form in further_inputs(model, given, rows, TOKENS):
-        video = "pixel_values_videos" in form
+    for more in further_inputs(model, given, rows, TOKENS):
+        video = "pixel_values_videos" in more
         if video and "input_ids" not in given:
             continue
-        inputs = form if video else given | form
+        inputs = more if video else given | more
         call = main_call(model, _beside_text(model, given, inputs, rows))
-        yield replace(call, label=f"with {next(iter(form))}", required=False)
+        yield replace(call, label=f"with {next(iter(more))}", required=False)
 
 
-def _beside_text(model: Any, given: Inputs, form: Inputs, rows: int) -> Inputs:
-    """``form`` with text if ``given`` has any, and with placeholder tokens for ``form``."""
+def _beside_text(model: Any, given: Inputs, inputs: Inputs, rows: int) -> Inputs:
+    """``inputs`` with text if ``given`` has any, and with placeholder tokens for ``inputs``."""
     if "input_ids" not in given:
-        return form
+        return inputs
     text = replace(given["input_ids"], shape=(rows, TOKENS), leading=())
-    return _with_placeholders(model, form | {"input_ids": text})
+    return _with_placeholders(model, inputs | {"input_ids": text})
 
 
 def _switched(model: Any, given: Inputs) -> Iterator[Call]:
@@ -313,11 +313,11 @@ def _switched(model: Any, given: Inputs) -> Iterator[Call]:
             yield replace(call, label=f"{name}={not default}", flags=flags, required=False)
 
 
-def _decoder_alone(model: Any, read: str, ids: Spec, rows: int) -> Iterator[Call]:
+def _decoder_alone(model: Any, read: str, ids: InputSpec, rows: int) -> Iterator[Call]:
     """Calls with ``encoder_outputs``, as in ``generate``, which runs the encoder once before."""
     encoded = {"encoder_outputs": (activations(model, _encoded(model, rows).shape),)}
     steps = tuple(
-        ((), {read: example(model, Spec((rows, tokens), ids.below)), **encoded})
+        ((), {read: example(model, InputSpec((rows, tokens), ids.below)), **encoded})
         for tokens in (TOKENS, 1)
     )
     caches = keeps_cache(model)
@@ -326,7 +326,10 @@ def _decoder_alone(model: Any, read: str, ids: Spec, rows: int) -> Iterator[Call
 
 
 def _optional_text(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
-    accepted, ids = accepted_by(model), example(model, Spec((rows, given["input_ids"].shape[1]), 2))
+    accepted, ids = (
+        accepted_by(model),
+        example(model, InputSpec((rows, given["input_ids"].shape[1]), 2)),
+    )
     optional = [name for name in ("token_type_ids", "position_ids") if name in accepted]
     inputs: dict[str, Any] = {**_step(model, given, 0)[1], **dict.fromkeys(optional, ids)}
     table = input_embeddings(model)
@@ -350,11 +353,11 @@ def _cross_attention(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
         yield replace(main_call(model, inputs), label="cross attention", required=False)
 
 
-def _encoded(model: Any, rows: int) -> Spec:
+def _encoded(model: Any, rows: int) -> InputSpec:
     """The output of an encoder for the decoder of ``model``."""
     config = model.config.get_text_config(decoder=True)
     width = getattr(config, "cross_attention_hidden_size", None) or hidden_size(config)
-    return Spec((rows, TOKENS, width))
+    return InputSpec((rows, TOKENS, width))
 
 
 def input_embeddings(model: Any) -> Any:
@@ -366,7 +369,7 @@ def input_embeddings(model: Any) -> Any:
     return table if isinstance(getattr(table, "weight", None), torch.Tensor) else None
 
 
-def _optional_images(model: Any, pixels: Spec) -> Iterator[Call]:
+def _optional_images(model: Any, pixels: InputSpec) -> Iterator[Call]:
     accepted, plain = accepted_by(model), {"pixel_values": example(model, pixels)}
     rows, channels = pixels.shape[:2]
     (height, width), patch = image_size(model.config), patch_size(model.config)
@@ -382,10 +385,10 @@ def _optional_images(model: Any, pixels: Spec) -> Iterator[Call]:
         for others in dict.fromkeys((1, 0, 2, 1 + registers)):
             # A mask of ones is ignored, whatever its length; one with a zero is not.
             shape = rows, patches + others
-            mask = example(model, Spec(shape, 2, (1,) * (shape[1] - 1), last=0))
+            mask = example(model, InputSpec(shape, 2, (1,) * (shape[1] - 1), last=0))
             inputs = {**plain, "attention_mask": mask}
             yield Call("attention mask", (((), inputs),), required=False)
     if "interpolate_pos_encoding" in accepted:
-        larger = example(model, Spec((rows, channels, height + patch[0], width + patch[1])))
+        larger = example(model, InputSpec((rows, channels, height + patch[0], width + patch[1])))
         flags = {"interpolate_pos_encoding": True}
         yield Call("other image size", (((), {"pixel_values": larger}),), flags, required=False)

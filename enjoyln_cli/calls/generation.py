@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from enjoyln_cli.calls.calls import BATCH, TOKENS, Call
-from enjoyln_cli.models.meta_device import weightless, without_weights
+from enjoyln_cli.models.meta_device import meta_weights, without_weights
 from enjoyln_cli.plan.cache_argument import CACHE, NAMES, cache_argument, returned_cache
 
 _TURN = 3
@@ -56,9 +56,9 @@ def generated_calls(model: Any) -> Iterator[Call]:
                 call = _call(_recorded(model, tokens, padded, options))
             except Exception:  # custom models that cannot generate like this may raise anything
                 continue
-            form = pytree.tree_map(_shape, call.steps)
-            if (way, form) not in present:
-                present.append((way, form))
+            inputs = pytree.tree_map(_shape, call.steps)
+            if (way, inputs) not in present:
+                present.append((way, inputs))
                 prompt = f"{tokens} {'padded ' if padded else ''}tokens"
                 yield replace(call, label=f"generate{way}, {prompt}")
 
@@ -88,7 +88,7 @@ def _recorded(
     @functools.wraps(forward)
     def recording(*args: Any, **kwargs: Any) -> Any:
         steps.append(pytree.tree_map(_copied, (args, kwargs)))
-        with weightless():
+        with meta_weights():
             result = forward(*args, **kwargs)
         result.logits = torch.zeros(result.logits.shape, device="cpu")
         return result

@@ -13,7 +13,7 @@ from typing import Any
 
 from enjoyln_cli.calls.input_spec import (
     Inputs,
-    Spec,
+    InputSpec,
     hidden_size,
     image_size,
     ones,
@@ -37,23 +37,27 @@ def _ids(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     end = getattr(config, "eos_token_id", None)
     # Encoder-decoder classifiers read the output at the end-of-text token of each row.
     last = end if isinstance(end, int) and getattr(config, "is_encoder_decoder", False) else None
-    ids: Inputs = {"input_ids": Spec((rows, tokens), vocabulary(config), last=last)}
+    ids: Inputs = {"input_ids": InputSpec((rows, tokens), vocabulary(config), last=last)}
     if entities := int(getattr(config, "entity_vocab_size", 0) or 0):
-        places = Spec((rows, GRID, 3), tokens)
-        yield {**ids, "entity_ids": Spec((rows, GRID), entities), "entity_position_ids": places}
-    yield {**ids, "bbox": Spec((rows, tokens, 4), 1)}  # every token at the page's corner
-    yield {**ids, "bbox": Spec((rows, tokens, 8))}
+        places = InputSpec((rows, GRID, 3), tokens)
+        yield {
+            **ids,
+            "entity_ids": InputSpec((rows, GRID), entities),
+            "entity_position_ids": places,
+        }
+    yield {**ids, "bbox": InputSpec((rows, tokens, 4), 1)}  # every token at the page's corner
+    yield {**ids, "bbox": InputSpec((rows, tokens, 8))}
     yield {
         **ids,
-        "visual_feats": Spec((rows, GRID, int(getattr(config, "visual_feat_dim", 1) or 1))),
-        "visual_pos": Spec((rows, GRID, 4)),
+        "visual_feats": InputSpec((rows, GRID, int(getattr(config, "visual_feat_dim", 1) or 1))),
+        "visual_pos": InputSpec((rows, GRID, 4)),
     }
     yield ids
     if books := int(getattr(config, "num_codebooks", 0) or 0):  # a row for each of them
-        codes = Spec((rows * books, tokens), vocabulary(config))
+        codes = InputSpec((rows * books, tokens), vocabulary(config))
         yield {"input_ids": codes, "attention_mask": ones(rows, tokens)}
         below = int(getattr(config, "codebook_vocab_size", 0) or vocabulary(config))
-        codes = Spec((rows, tokens, books + 1), min(below, vocabulary(config)))
+        codes = InputSpec((rows, tokens, books + 1), min(below, vocabulary(config)))
         yield {"input_ids": codes, "attention_mask": ones(rows, tokens)}  # text and sound at once
 
 
@@ -71,28 +75,33 @@ def _pixels(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     channels = _channels(config)
     height, width = image_size(config)
     image = (channels, height, width)
-    sizes = Spec((rows, 2), height + 1, (height, width))
-    yield {"pixel_values": Spec((rows, *image)), "image_sizes": sizes}
-    yield {"pixel_values": Spec((rows, *image))}
+    sizes = InputSpec((rows, 2), height + 1, (height, width))
+    yield {"pixel_values": InputSpec((rows, *image)), "image_sizes": sizes}
+    yield {"pixel_values": InputSpec((rows, *image))}
     if frames := _number(config, "num_frames", default=0):
-        yield {"pixel_values": Spec((rows, frames, *image))}
+        yield {"pixel_values": InputSpec((rows, frames, *image))}
     yield from _patches(config, rows, channels)
     prompted = dict.fromkeys(("pixel_values", "prompt_pixel_values", "prompt_masks"))
-    yield dict.fromkeys(prompted, Spec((rows, channels, height // 2, width)))  # stacked on another
-    tile = Spec((rows, 1, *image))
+    yield dict.fromkeys(
+        prompted, InputSpec((rows, channels, height // 2, width))
+    )  # stacked on another
+    tile = InputSpec((rows, 1, *image))
     yield {"pixel_values": tile, "pixel_attention_mask": ones(rows, 1, *image[1:])}
     yield {"pixel_values": tile, "pixel_attention_mask": replace(ones(rows, 1), truth=True)}
     tiles = _number(config, "max_num_tiles", default=1)
     yield {
-        "pixel_values": Spec((rows, 1, tiles, *image)),
-        "aspect_ratio_ids": Spec((rows, 1), 2, (1,)),
+        "pixel_values": InputSpec((rows, 1, tiles, *image)),
+        "aspect_ratio_ids": InputSpec((rows, 1), 2, (1,)),
         "aspect_ratio_mask": ones(rows, 1, tiles),
         "cross_attention_mask": ones(rows, tokens, 1, tiles),
     }
     for crops in (2, 3, 5, 7):
-        yield {"pixel_values": Spec((rows, crops, *image)), "image_sizes": sizes}
-    yield {"pixel_values": Spec((rows, 1, *image)), "image_attention_mask": ones(rows, tokens, 1)}
-    yield {"pixel_values": Spec((rows, 2, *image))}
+        yield {"pixel_values": InputSpec((rows, crops, *image)), "image_sizes": sizes}
+    yield {
+        "pixel_values": InputSpec((rows, 1, *image)),
+        "image_attention_mask": ones(rows, tokens, 1),
+    }
+    yield {"pixel_values": InputSpec((rows, 2, *image))}
 
 
 def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
@@ -100,42 +109,42 @@ def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
     side = patch_size(config)[0]
     frames = _number(config, "temporal_patch_size", "patch_temporal", default=1)
     count, width = rows * GRID * GRID, channels * side * side
-    grid = Spec((rows, 3), GRID + 1, (1, GRID, GRID))
-    sides = Spec((rows, 2), GRID + 1, (GRID, GRID))
+    grid = InputSpec((rows, 3), GRID + 1, (1, GRID, GRID))
+    sides = InputSpec((rows, 2), GRID + 1, (GRID, GRID))
     merge = _number(config, "spatial_merge_size", default=2)
     for shape in (
         (count, width * frames), (count, channels, side, side), (1, count, width * frames),
         (count, channels, frames, side, side),
     ):  # fmt: skip
         for name in ("grid_thw", "image_grid_thw"):
-            merges = Spec((rows,), merge + 1, (merge,) * rows)
+            merges = InputSpec((rows,), merge + 1, (merge,) * rows)
             for sizes in ("merge_sizes", "image_merge_sizes"):
-                yield {"pixel_values": Spec(shape), name: grid, sizes: merges}
-            yield {"pixel_values": Spec(shape), name: grid}
+                yield {"pixel_values": InputSpec(shape), name: grid, sizes: merges}
+            yield {"pixel_values": InputSpec(shape), name: grid}
     merged = (rows * GRID * GRID, merge * side, merge * side, channels)  # merged patches
-    yield {"pixel_values": Spec(merged), "image_grid_thw": grid}
-    yield {"pixel_values": Spec((count, width)), "image_grid_hw": sides}
-    yield {"pixel_values": Spec((count, width))}
+    yield {"pixel_values": InputSpec(merged), "image_grid_thw": grid}
+    yield {"pixel_values": InputSpec((count, width)), "image_grid_hw": sides}
+    yield {"pixel_values": InputSpec((count, width))}
     for name in ("spatial_shapes", "image_grid_hw", "image_position_ids"):
         yield {
-            "pixel_values": Spec((rows, GRID * GRID, width)),
+            "pixel_values": InputSpec((rows, GRID * GRID, width)),
             "pixel_attention_mask": ones(rows, GRID * GRID),
             name: sides,
         }
     places = _number(config, "num_position_embeddings", default=GRID * GRID)
     yield {  # several patches are pooled for each image token
-        "pixel_values": Spec((rows, places, width)),
-        "image_token_pooling": Spec((rows * GRID, GRID), rows * places),
-        "image_grids": Spec((rows, 4), GRID + 1, (1, GRID, 0, 0)),
+        "pixel_values": InputSpec((rows, places, width)),
+        "image_token_pooling": InputSpec((rows * GRID, GRID), rows * places),
+        "image_grids": InputSpec((rows, 4), GRID + 1, (1, GRID, 0, 0)),
     }
     yield {  # each sample has one input image and one to generate
-        "pixel_values": Spec((count, width)),
-        "image_grid_thw": Spec((2 * rows, 3), GRID + 1, (1, GRID, GRID)),
-        "images_per_sample": Spec((rows,), 3, (2,) * rows),
+        "pixel_values": InputSpec((count, width)),
+        "image_grid_thw": InputSpec((2 * rows, 3), GRID + 1, (1, GRID, GRID)),
+        "images_per_sample": InputSpec((rows,), 3, (2,) * rows),
         "position_ids": positions(rows, 1),
     }
     yield {  # one row of all patches of all images
-        "pixel_values": Spec((1, channels, side, count * side)),
+        "pixel_values": InputSpec((1, channels, side, count * side)),
         "target_sizes": sides,
     }
 
@@ -146,8 +155,8 @@ def _crops(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     (height, width), patch = image_size(config), patch_size(config)
     crop = _number(config, "crop_size", default=height)
     yield {
-        "image_pixel_values": Spec((rows, 2, channels, height, width)),
-        "image_sizes": Spec((rows, 2), crop + 1, (crop, crop)),
+        "image_pixel_values": InputSpec((rows, 2, channels, height, width)),
+        "image_sizes": InputSpec((rows, 2), crop + 1, (crop, crop)),
         "image_attention_mask": ones(rows, 2, height // patch[0], width // patch[1]),
     }
 
@@ -155,21 +164,21 @@ def _crops(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 def _states(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     """For a vision tower whose argument for patches is called ``hidden_states``."""
     channels = _channels(config)
-    for form in _patches(config, rows, channels):
-        yield {"hidden_states" if name == "pixel_values" else name: s for name, s in form.items()}
-    yield {"hidden_states": Spec((rows, tokens, hidden_size(config)))}
+    for inputs in _patches(config, rows, channels):
+        yield {"hidden_states" if name == "pixel_values" else name: s for name, s in inputs.items()}
+    yield {"hidden_states": InputSpec((rows, tokens, hidden_size(config)))}
 
 
 def _videos(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     channels = _channels(config)
     frames = _number(config, "num_frames", "frames_per_clip", default=4)
-    yield {"pixel_values_videos": Spec((rows, frames, channels, *image_size(config)))}
+    yield {"pixel_values_videos": InputSpec((rows, frames, channels, *image_size(config)))}
 
 
 def _boxes(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     """Box prompts for a segmentation; labels say whether a box is positive or negative."""
-    boxes = {"input_boxes": Spec((rows, GRID, 4))}
-    yield {**boxes, "input_boxes_labels": Spec((rows, GRID), 2)}
+    boxes = {"input_boxes": InputSpec((rows, GRID, 4))}
+    yield {**boxes, "input_boxes_labels": InputSpec((rows, GRID), 2)}
     yield boxes
 
 
@@ -177,14 +186,14 @@ def _masks(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     """A mask prompt, with the size from the config or four times as fine as the patch grid."""
     for part in vision_configs(getattr(config, "prompt_encoder_config", config)):
         if isinstance(size := getattr(part, "mask_input_size", None), (list, tuple)):
-            yield {"input_masks": Spec((rows, 1, *pair(size)))}
+            yield {"input_masks": InputSpec((rows, 1, *pair(size)))}
         if (side := getattr(part, "image_size", 0)) and (patch := getattr(part, "patch_size", 0)):
             sides = (4 * (length // patch) for length in pair(side))
-            yield {"input_masks": Spec((rows, 1, *sides))}
+            yield {"input_masks": InputSpec((rows, 1, *sides))}
 
 
 def _tiles(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    yield {"tile_fine_mask": Spec((rows, 1), 2, (1,), truth=True)}
+    yield {"tile_fine_mask": InputSpec((rows, 1), 2, (1,), truth=True)}
 
 
 def _features(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
@@ -192,11 +201,11 @@ def _features(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     hop = getattr(getattr(config, "audio_config", config), "hop_length", None)
     for shape, frames in dict.fromkeys(_feature_shapes(config, rows)):
         if isinstance(hop, int):
-            samples = Spec((rows,), hop * frames + 1, (hop * frames,) * rows)
-            yield {"input_features": Spec(shape), "chunk_sample_lengths": samples}
+            samples = InputSpec((rows,), hop * frames + 1, (hop * frames,) * rows)
+            yield {"input_features": InputSpec(shape), "chunk_sample_lengths": samples}
         for mask in ("input_features_mask", "feature_attention_mask"):
-            yield {"input_features": Spec(shape), mask: ones(rows, frames)}
-        yield {"input_features": Spec(shape)}
+            yield {"input_features": InputSpec(shape), mask: ones(rows, frames)}
+        yield {"input_features": InputSpec(shape)}
 
 
 def _feature_shapes(config: Any, rows: int) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -244,8 +253,10 @@ def _sound(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     sound = getattr(config, "audio_config", config)
     reduced = -(-FRAMES // int(getattr(sound, "time_reduction", 1)))
     yield {
-        "audio_input_features": Spec((rows, FRAMES, int(getattr(sound, "input_size", FRAMES)))),
-        "audio_embed_sizes": Spec((rows,), reduced + 1, (reduced,) * rows),
+        "audio_input_features": InputSpec(
+            (rows, FRAMES, int(getattr(sound, "input_size", FRAMES)))
+        ),
+        "audio_embed_sizes": InputSpec((rows,), reduced + 1, (reduced,) * rows),
         "audio_attention_mask": ones(rows, FRAMES),
     }
 
@@ -253,10 +264,10 @@ def _sound(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 def _samples(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     bins, length = getattr(config, "num_mel_bins", None), getattr(config, "max_length", None)
     if isinstance(bins, int) and isinstance(length, int):
-        yield {"input_values": Spec((rows, length, bins))}
-    yield {"input_values": Spec((rows, SAMPLES))}
-    yield {"input_values": Spec((rows, 1, SAMPLES))}
-    features = Spec((rows, tokens, hidden_size(config)))
+        yield {"input_values": InputSpec((rows, length, bins))}
+    yield {"input_values": InputSpec((rows, SAMPLES))}
+    yield {"input_values": InputSpec((rows, 1, SAMPLES))}
+    features = InputSpec((rows, tokens, hidden_size(config)))
     yield {"input_values": features, "decoder_input_values": features}
     yield {"input_values": features}
 
@@ -270,43 +281,45 @@ def _past_values(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     times = int(getattr(config, "num_time_features", 0) or 0)
     ahead = int(getattr(config, "prediction_length", None) or tokens)
     past = {
-        "past_values": Spec(shape),
-        "past_time_features": Spec((rows, length, times)),
+        "past_values": InputSpec(shape),
+        "past_time_features": InputSpec((rows, length, times)),
         "past_observed_mask": ones(*shape),
     }
     yield {
         **past,
-        "future_values": Spec((rows, ahead, *shape[2:])),
-        "future_time_features": Spec((rows, ahead, times)),
+        "future_values": InputSpec((rows, ahead, *shape[2:])),
+        "future_time_features": InputSpec((rows, ahead, times)),
     }
     yield past
     patch = int(getattr(config, "patch_length", 0) or 1)
-    series = Spec((rows, patch * GRID))
+    series = InputSpec((rows, patch * GRID))
     padding = replace(series, below=1)
-    yield {"past_values": series, "past_values_padding": padding, "freq": Spec((rows, 1), 2)}
-    yield {"past_values": Spec(shape)}
+    yield {"past_values": series, "past_values_padding": padding, "freq": InputSpec((rows, 1), 2)}
+    yield {"past_values": InputSpec(shape)}
 
 
 def _latents(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     """Latents for a decoder, with channels before frames or after them."""
     for name in ("latent_dim", "hidden_size"):
         if width := getattr(config, name, None):
-            yield {"latents": Spec((rows, int(width), tokens))}
-            yield {"latents": Spec((rows, tokens, int(width)))}
+            yield {"latents": InputSpec((rows, int(width), tokens))}
+            yield {"latents": InputSpec((rows, tokens, int(width)))}
 
 
 def _trajectory(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     widths = {"states": "state_dim", "actions": "act_dim"}
     given = {
-        n: Spec((rows, tokens, getattr(config, w))) for n, w in widths.items() if hasattr(config, w)
+        n: InputSpec((rows, tokens, getattr(config, w)))
+        for n, w in widths.items()
+        if hasattr(config, w)
     }
-    ones_wide = {name: Spec((rows, tokens, 1)) for name in ("rewards", "returns_to_go")}
-    yield {**given, **ones_wide, "timesteps": Spec((rows, tokens), 2)}
+    ones_wide = {name: InputSpec((rows, tokens, 1)) for name in ("rewards", "returns_to_go")}
+    yield {**given, **ones_wide, "timesteps": InputSpec((rows, tokens), 2)}
 
 
 def _hidden(name: str) -> Callable[..., Iterator[Inputs]]:
     def maker(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-        yield {name: Spec((rows, tokens, hidden_size(config)))}
+        yield {name: InputSpec((rows, tokens, hidden_size(config)))}
 
     return maker
 
@@ -314,21 +327,21 @@ def _hidden(name: str) -> Callable[..., Iterator[Inputs]]:
 def _inputs(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     """For a model whose argument is called ``inputs``: images, token ids, audio, or features."""
     yield from _pixels(config, rows, tokens)
-    yield {"inputs": Spec((rows, tokens), vocabulary(config))}
-    yield {"inputs": Spec((rows, SAMPLES))}
-    yield {"inputs": Spec((rows, tokens, hidden_size(config)))}
+    yield {"inputs": InputSpec((rows, tokens), vocabulary(config))}
+    yield {"inputs": InputSpec((rows, SAMPLES))}
+    yield {"inputs": InputSpec((rows, tokens, hidden_size(config)))}
 
 
 def _queries(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     width = int(getattr(config, "encoder_hidden_size", 0) or hidden_size(config))
-    queries = Spec((rows, tokens, hidden_size(config)))
-    yield {"query_embeds": queries, "encoder_hidden_states": Spec((rows, GRID, width))}
+    queries = InputSpec((rows, tokens, hidden_size(config)))
+    yield {"query_embeds": queries, "encoder_hidden_states": InputSpec((rows, GRID, width))}
 
 
 def _text_of(name: str, part: str) -> Callable[..., Iterator[Inputs]]:
     def maker(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
         length = int(getattr(config, "task_seq_len", tokens))
-        yield {name: Spec((rows, length), vocabulary(getattr(config, part, config)))}
+        yield {name: InputSpec((rows, length), vocabulary(getattr(config, part, config)))}
 
     return maker
 

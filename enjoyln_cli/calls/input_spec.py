@@ -1,4 +1,4 @@
-"""Describe an example input by ``Spec``, and read sizes for it from a model's config."""
+"""Describe an example input by ``InputSpec``, and read sizes for it from a model's config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIDE = 64
 
 
 @dataclass(frozen=True)
-class Spec:
+class InputSpec:
     """One input: its shape and its values."""
 
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ class Spec:
     """Whether the dtype is bool."""
 
 
-Inputs = dict[str, Spec]
+Inputs = dict[str, InputSpec]
 
 
 def vocabulary(config: Any) -> int:
@@ -42,7 +42,7 @@ def hidden_size(config: Any) -> int:
     return int(getattr(text, "hidden_size", 0) or getattr(text, "d_model", 0) or 1)
 
 
-def whole_numbers(spec: Spec, generator: torch.Generator | None = None) -> torch.Tensor:
+def whole_numbers(spec: InputSpec, generator: torch.Generator | None = None) -> torch.Tensor:
     """An int64 (or bool) tensor with the shape and values of ``spec``, drawn from ``generator``."""
     generator = generator or torch.Generator().manual_seed(0)
     below = spec.below or 2
@@ -58,9 +58,9 @@ def whole_numbers(spec: Spec, generator: torch.Generator | None = None) -> torch
     return drawn.bool() if spec.truth else drawn
 
 
-def ones(*shape: int) -> Spec:
+def ones(*shape: int) -> InputSpec:
     """A mask of ones, which masks nothing."""
-    return Spec(shape, 2, (1,) * shape[-1])
+    return InputSpec(shape, 2, (1,) * shape[-1])
 
 
 def special_tokens(config: Any) -> list[int]:
@@ -70,9 +70,9 @@ def special_tokens(config: Any) -> list[int]:
     return [value for name, value in named if name.endswith(ends) and isinstance(value, int)]
 
 
-def positions(rows: int, tokens: int) -> Spec:
+def positions(rows: int, tokens: int) -> InputSpec:
     """Position ids 0, 1, 2, ... for each row."""
-    return Spec((rows, tokens), tokens, tuple(range(tokens)))
+    return InputSpec((rows, tokens), tokens, tuple(range(tokens)))
 
 
 def image_size(config: Any) -> tuple[int, int]:

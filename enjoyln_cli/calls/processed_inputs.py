@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli.calls.input_forms import accepted_by
+from enjoyln_cli.calls.input_sets import accepted_by
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.text import first_line
 

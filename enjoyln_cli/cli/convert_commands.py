@@ -38,15 +38,15 @@ from enjoyln_cli.cli.options import (
 )
 from enjoyln_cli.comparison.data_files import DataFiles
 from enjoyln_cli.fs.staging import learning_state
-from enjoyln_cli.matrix_choice.choice_options import NO_CHOICE, ChoiceOptions
 from enjoyln_cli.plan.fold_options import FoldOptions, Options, WriteOptions
+from enjoyln_cli.rotation_search.choice_options import NO_CHOICE, ChoiceOptions
 from enjoyln_cli.verification.verify_options import AGAINST, MAX_RATIO, CheckOptions
 
 if TYPE_CHECKING:
     from enjoyln_cli.cli.progress import Watch
     from enjoyln_cli.comparison.data_files import UserData
     from enjoyln_cli.conversion.fold import FoldJob
-    from enjoyln_cli.matrix_choice.trials import MatrixChoice
+    from enjoyln_cli.rotation_search.trials import MatrixChoice
 
 model_argument = click.argument("model", shell_complete=help.folders)
 out_option = option(
@@ -119,7 +119,7 @@ def _edit_like(
     from enjoyln_cli.cli.progress import watch_job
 
     with watch_job(quiet, f"opening {with_origin(model)}"):
-        from enjoyln_cli.conversion.relatives import edit_like  # takes seconds
+        from enjoyln_cli.conversion.edit_like import edit_like  # takes seconds
 
         edit_like(model, like, out, opening, force=force)
     if not quiet:
@@ -217,9 +217,9 @@ def _choose(
     resume: bool,
 ) -> MatrixChoice:
     """Choose the matrices for --search or --learn."""
-    from enjoyln_cli.matrix_choice.learned_matrices import learn_matrices
-    from enjoyln_cli.matrix_choice.seed_search import search_seeds
-    from enjoyln_cli.matrix_choice.trials import device_named, trials
+    from enjoyln_cli.rotation_search.learned_matrices import learn_matrices
+    from enjoyln_cli.rotation_search.seed_search import search_seeds
+    from enjoyln_cli.rotation_search.trials import device_named, trials
 
     device, scheme = device_named(choice.device), str(choice.scheme)
     with trials(job, data, scheme, data.number, watch.event, device, watch.seconds) as tried:

@@ -25,8 +25,8 @@ from enjoyln_cli.comparison.data_files import (
 )
 from enjoyln_cli.errors import ModelNotFound, OutputError, UnsupportedModel
 from enjoyln_cli.fs.staging import check_place, learning_state
-from enjoyln_cli.matrix_choice.choice_options import ChoiceOptions
 from enjoyln_cli.plan.fold_options import Options, WriteOptions
+from enjoyln_cli.rotation_search.choice_options import ChoiceOptions
 
 EarlyCheck = Callable[[Mapping[str, Any], str], None]
 """Refuses a model by its config and its name."""

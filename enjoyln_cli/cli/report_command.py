@@ -108,7 +108,7 @@ def report(
         if len(models) == 1:
             look_up(first, opening, require_convertible)
         from enjoyln_cli.cli.console import say, write_json, write_reports, write_tree
-        from enjoyln_cli.conversion.inspect import mappings_text  # takes seconds
+        from enjoyln_cli.conversion.open_and_analyse import mappings_text  # takes seconds
         from enjoyln_cli.recipe.write import recipe_text
 
         if mappings:
@@ -147,14 +147,14 @@ def _inspect_all(
     event: Callable[[str, str], None],
 ) -> tuple[list[Any], bool]:
     """Analyse each model, and say whether one failed. A failure is printed; the others continue."""
-    from enjoyln_cli.conversion.inspect import inspect
+    from enjoyln_cli.conversion.open_and_analyse import open_and_analyse
 
     inspections, failed = [], False
     for name in names:
         if name != names[0]:
             event("stage", f"analysing {name}")
         try:
-            inspections.append(inspect(name, opening, folding, is_type=are_types))
+            inspections.append(open_and_analyse(name, opening, folding, is_type=are_types))
         except EnjoyLNError as error:
             if len(names) == 1:
                 raise

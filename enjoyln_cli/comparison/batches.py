@@ -17,9 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from enjoyln_cli.calls.calls import forms, main_call
-from enjoyln_cli.calls.input_forms import accepted_by
-from enjoyln_cli.calls.input_spec import Inputs, Spec, patch_size, special_tokens, whole_numbers
+from enjoyln_cli.calls.calls import input_sets, main_call
+from enjoyln_cli.calls.input_sets import accepted_by
+from enjoyln_cli.calls.input_spec import (
+    Inputs,
+    InputSpec,
+    patch_size,
+    special_tokens,
+    whole_numbers,
+)
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import dtype_of
 from enjoyln_cli.models.meta_device import without_weights
@@ -69,7 +75,7 @@ def seeded_batches(
     bare = without_weights(model)
     step, chosen = _accepted_form(model, bare, min(rows, at_once, rows_at_once(model)))
     sizes = [min(step, rows - first) for first in range(0, rows, step)]
-    made = {n: next(islice(forms(bare, n, _length(model)), chosen, None)) for n in set(sizes)}
+    made = {n: next(islice(input_sets(bare, n, _length(model)), chosen, None)) for n in set(sizes)}
     return [_batch(model, made[n], generator, dtype) for n in sizes]
 
 
@@ -96,8 +102,8 @@ def at_last_positions(
         if not 0 < length <= LONGEST_ROW:
             continue
         rows = max(1, min(rows, ROWS_AT_ONCE * TOKENS // length))
-        for form in forms(bare, rows, length):
-            yield _batch(model, form, generator, dtype)
+        for inputs in input_sets(bare, rows, length):
+            yield _batch(model, inputs, generator, dtype)
             break
 
 
@@ -122,23 +128,23 @@ def unpadded_batch(model: nn.Module, rows: int, tokens: int, dtype: torch.dtype)
     """
     bare, generator = without_weights(model), torch.Generator().manual_seed(0)
     _, chosen = _accepted_form(model, bare, rows)
-    form = next(islice(forms(bare, rows, tokens), chosen, None))
-    return {name: _drawn(spec, generator, dtype) for name, spec in form.items()}
+    inputs = next(islice(input_sets(bare, rows, tokens), chosen, None))
+    return {name: _drawn(spec, generator, dtype) for name, spec in inputs.items()}
 
 
 def _accepted_form(model: Any, bare: nn.Module, rows: int) -> tuple[int, int]:
-    """The number of rows that the model takes at once (``rows`` or 1), and the index of the form.
+    """The number of rows that the model takes at once (``rows`` or 1), and the index of the inputs.
 
-    The index is that of the first of ``forms`` that the model accepts.
+    The index is that of the first of ``input_sets`` that the model accepts.
     """
     tried: list[tuple[int, int, Inputs]] = []
     for n in dict.fromkeys((rows, 1)):
-        found = list(forms(bare, n, _length(model)))
-        for position, form in enumerate(found):
-            if len(found) == 1 or accepts(bare, main_call(bare, form)):
-                fuller = [one for one in tried if one[0] == n and one[2].keys() > form.keys()]
+        found = list(input_sets(bare, n, _length(model)))
+        for position, inputs in enumerate(found):
+            if len(found) == 1 or accepts(bare, main_call(bare, inputs)):
+                fuller = [one for one in tried if one[0] == n and one[2].keys() > inputs.keys()]
                 return _first_that_runs(model, fuller) or (n, position)
-            tried.append((n, position, form))
+            tried.append((n, position, inputs))
     errors: list[Exception] = []
     if chosen := _first_that_runs(model, tried, errors):
         return chosen
@@ -149,14 +155,14 @@ def _accepted_form(model: Any, bare: nn.Module, rows: int) -> tuple[int, int]:
 def _first_that_runs(
     model: Any, tried: Sequence[tuple[int, int, Inputs]], errors: list[Exception] | None = None
 ) -> tuple[int, int] | None:
-    """The number of rows and the index of the first form that ``model`` runs with.
+    """The number of rows and the index of the first inputs that ``model`` runs with.
 
-    A form that depends on values, as the sizes of pictures, cannot be run without weights.
+    Inputs that depend on values, as the sizes of pictures, cannot be run without weights.
     """
-    for n, position, form in tried:
+    for n, position, inputs in tried:
         try:
             with torch.no_grad():
-                model(**_batch(model, form, torch.Generator().manual_seed(0), dtype_of(model)))
+                model(**_batch(model, inputs, torch.Generator().manual_seed(0), dtype_of(model)))
         except Exception as error:  # with inputs of a wrong form, a model may raise any exception
             if errors is not None:
                 errors.append(error)
@@ -165,19 +171,21 @@ def _first_that_runs(
     return None
 
 
-def _batch(model: Any, form: Inputs, generator: torch.Generator, dtype: torch.dtype) -> Batch:
+def _batch(model: Any, inputs: Inputs, generator: torch.Generator, dtype: torch.dtype) -> Batch:
     batch: Batch = {}
-    for name, spec in form.items():
+    for name, spec in inputs.items():
         if name == "input_ids":
             batch |= _tokens(model, spec, generator)
-        elif name == "decoder_input_ids" and "input_ids" in batch and not form["input_ids"].leading:
+        elif (
+            name == "decoder_input_ids" and "input_ids" in batch and not inputs["input_ids"].leading
+        ):
             batch[name] = batch["input_ids"].flip(1)
         else:
             batch[name] = _drawn(spec, generator, dtype)
     return batch
 
 
-def _drawn(spec: Spec, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+def _drawn(spec: InputSpec, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
     if spec.below is None:
         return torch.randn(spec.shape, generator=generator).to(dtype)
     return whole_numbers(spec, generator)
@@ -189,7 +197,7 @@ def rows_at_once(model: Any) -> int:
     return 1 if unpadded and "SequenceClassification" in type(model).__name__ else ROWS_AT_ONCE
 
 
-def _tokens(model: Any, spec: Spec, generator: torch.Generator) -> Batch:
+def _tokens(model: Any, spec: InputSpec, generator: torch.Generator) -> Batch:
     """Token ids with padding at the end of the last row, its mask, and token types."""
     accepted, (rows, length, *books) = accepted_by(model), spec.shape
     vocabulary = spec.below or 2
@@ -239,18 +247,18 @@ def most_tokens(config: Any) -> int | None:
 def complete_batch(model: Any, own: Batch, dtype: torch.dtype) -> Batch:
     """The user's batch ``own`` with generated values for the other inputs that the model needs.
 
-    For example images for a text. Returns ``own`` if no form of inputs fits it.
+    For example images for a text. Returns ``own`` if no inputs fit it.
     """
     rows = length(own)
     tokens = own["input_ids"].shape[1] if "input_ids" in own else _length(model)
     bare, generator = without_weights(model), torch.Generator().manual_seed(0)
-    found = list(forms(bare, rows, tokens))
-    if own.keys() - _TEXT:  # a form that needs nothing else comes first
-        found.sort(key=lambda form: bool(form.keys() - own.keys() - _TEXT))
-    for form in found:
-        fits = all(own[name].shape == spec.shape for name, spec in form.items() if name in own)
-        if own.keys() & form.keys() and (fits or form.keys() - own.keys() <= _TEXT):
-            made = _batch(model, form, generator, dtype)
+    found = list(input_sets(bare, rows, tokens))
+    if own.keys() - _TEXT:  # inputs that need nothing else comes first
+        found.sort(key=lambda inputs: bool(inputs.keys() - own.keys() - _TEXT))
+    for inputs in found:
+        fits = all(own[name].shape == spec.shape for name, spec in inputs.items() if name in own)
+        if own.keys() & inputs.keys() and (fits or inputs.keys() - own.keys() <= _TEXT):
+            made = _batch(model, inputs, generator, dtype)
             if "input_ids" in own and "attention_mask" in made:
                 made["attention_mask"] = torch.ones_like(own["input_ids"])
             return {**made, **own}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli.calls.input_forms import accepted_by
+from enjoyln_cli.calls.input_sets import accepted_by
 from enjoyln_cli.calls.processed_inputs import from_audio, from_images, joined
 from enjoyln_cli.comparison.batches import (
     LONGEST_ROW,

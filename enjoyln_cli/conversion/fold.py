@@ -25,8 +25,8 @@ from enjoyln_cli.errors import NothingToFold
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, count_finished, work_of
 from enjoyln_cli.plan.fold_options import (
+    CENTRING_ONLY,
     FOLD_DEFAULTS,
-    PLAIN,
     WRITE_DEFAULTS,
     FoldOptions,
     Options,
@@ -182,9 +182,9 @@ def _with_options_of(recipe: Recipe, path: Path, options: Options) -> Options:
     recipe_options = recipe.options
     if recipe_options.matrix:
         recipe_options = replace(recipe_options, matrix=str(path.parent / recipe_options.matrix))
-    if options == PLAIN:
+    if options == CENTRING_ONLY:
         return recipe_options
-    if options.rotate and not options.matrix and options.seed == PLAIN.seed:
+    if options.rotate and not options.matrix and options.seed == CENTRING_ONLY.seed:
         return replace(options, seed=recipe_options.seed, matrix=recipe_options.matrix)
     return options
 

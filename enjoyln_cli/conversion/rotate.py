@@ -60,7 +60,7 @@ def rotate(
         if kind := quantisation_of(parameter):
             raise UnsupportedModel(f"{path} is quantised ({kind}); rotate the model before that")
     copied: Any = copy_without_weights(model)
-    apart = _apart(copied) if untie else None
+    untied_classes = _untied_classes(copied) if untie else None
     options = Options(fold=False, rotate=True, values=values, seed=seed)
     with foreign_code(copied):
         calls = calls_of(copied, (), {}, ())
@@ -68,22 +68,22 @@ def rotate(
     plan = analyze_calls(copied, calls, names, options, weights).plan
     if not plan.rotated:
         raise NothingToFold(why_nothing_changes(plan, name))
-    plan = untying.untie(plan, apart) if apart else plan
+    plan = untying.untie(plan, untied_classes) if untied_classes else plan
     centre_parameters(model, plan)
     return plan
 
 
-def _apart(model: Any) -> untying.Apart | None:
+def _untied_classes(model: Any) -> untying.UntiedClasses | None:
     """Untie the parameters of ``model`` in place; ``None`` if none is tied, or all stay tied."""
     weights = stored_weights(model)
     candidate = Candidate(model, {name: (name,) for name in weights}, {}, ())
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     try:
-        apart = untying.apart(model.config, [candidate], shapes, None)
+        untied_classes = untying.find_untied_classes(model.config, [candidate], shapes, None)
     except UnsupportedModel:  # a saved checkpoint would load tied
         return None
-    for copy in apart.untied if apart else ():
+    for copy in untied_classes.untied if untied_classes else ():
         owner, _, name = copy.parameter.rpartition(".")
         parameter = nn.Parameter(weights[copy.source].detach().clone())
         setattr(model.get_submodule(owner), name, parameter)
-    return apart
+    return untied_classes

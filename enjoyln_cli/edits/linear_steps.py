@@ -318,11 +318,11 @@ def _product(matrix: torch.Tensor, dim: int, by: torch.Tensor) -> torch.Tensor:
     """The sum over ``dim`` of ``matrix`` times the vector ``by``; a few rows at a time."""
     at, rows = 0, []
     total = torch.zeros(() if dim == 0 else 0, dtype=torch.float64)
-    room = torch.empty(0, dtype=torch.float64)
+    buffer = torch.empty(0, dtype=torch.float64)
     for part in in_rows(matrix):
-        if room.numel() < part.numel():
-            room = torch.empty_like(part, dtype=torch.float64)
-        wide = to_float64(part, room[: len(part)])
+        if buffer.numel() < part.numel():
+            buffer = torch.empty_like(part, dtype=torch.float64)
+        wide = to_float64(part, buffer[: len(part)])
         if dim == 0:
             total = total + by[at : at + len(part)] @ wide.flatten(1)
         else:

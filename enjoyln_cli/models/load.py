@@ -61,7 +61,7 @@ def load(
             raise BadCheckpoint(
                 f"{folder}: {model_class.__name__} cannot be loaded: {what}"
             ) from error
-    reader = read_when_needed(model, offload.room) if offload else None
+    reader = read_when_needed(model, offload.free_bytes) if offload else None
     values = values_of(model)
     for name in info["missing_keys"]:
         if name not in values or not values[name].is_floating_point():

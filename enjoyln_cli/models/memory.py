@@ -77,8 +77,10 @@ def fits(elements: int, dtype: torch.dtype, device_map: str, max_memory: int | N
         raise UnsupportedModel(f"device_map is {device_map!r}, not one of {', '.join(DEVICE_MAPS)}")
     if max_memory is not None:
         give_back()
-    room, need = _free_bytes(max_memory), elements * dtype.itemsize * HEADROOM
-    return device_map == "cpu" or (device_map == "auto" and (room is None or need <= room))
+    free_bytes, need = _free_bytes(max_memory), elements * dtype.itemsize * HEADROOM
+    return device_map == "cpu" or (
+        device_map == "auto" and (free_bytes is None or need <= free_bytes)
+    )
 
 
 def _free_bytes(max_memory: int | None) -> int | None:
@@ -86,7 +88,7 @@ def _free_bytes(max_memory: int | None) -> int | None:
     return available_memory() if max_memory is None else max_memory - used_memory()
 
 
-def room_for_weights(
+def bytes_for_weights(
     sizes: Mapping[str, int], dtype: torch.dtype, device_map: str, max_memory: int | None
 ) -> int | None:
     """How many bytes of weights may stay in memory; ``None`` if all of them may.
@@ -98,13 +100,15 @@ def room_for_weights(
     if fits(sum(sizes.values()), dtype, device_map, max_memory):
         return None
     give_back()
-    room = _free_bytes(max_memory)
+    free_bytes = _free_bytes(max_memory)
     name = max(sizes, key=lambda name: sizes[name])
     largest = COPIES * sizes[name] * dtype.itemsize
-    if room is not None and room < largest:
+    if free_bytes is not None and free_bytes < largest:
         least = (largest + used_memory()) / 1e9
         raise UnsupportedModel(
             f"{name} alone takes {size(sizes[name] * dtype.itemsize)} in {dtype}, and only "
-            f"{size(max(room, 0))} may be used; pass --max-memory {least + 0.1:.1f}GB"
+            f"{size(max(free_bytes, 0))} may be used; pass --max-memory {least + 0.1:.1f}GB"
         )
-    return 0 if device_map == "disk" or room is None else int((room - largest) / HEADROOM)
+    return (
+        0 if device_map == "disk" or free_bytes is None else int((free_bytes - largest) / HEADROOM)
+    )

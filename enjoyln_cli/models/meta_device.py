@@ -40,7 +40,7 @@ _INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, ate
 
 
 @contextmanager
-def weightless() -> Iterator[Memory]:
+def meta_weights() -> Iterator[Memory]:
     """Inside the block, a model on the meta device runs on inputs that have values.
 
     Reading a value that depends on a weight raises ``RuntimeError``. Yields the memory of all

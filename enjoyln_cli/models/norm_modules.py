@@ -20,7 +20,7 @@ from torch.nn.modules import module as hooks_of_all
 
 from enjoyln_cli.plan.trusted_code import foreign_hooks
 
-PLAIN = (torch.Tensor, nn.Parameter)
+PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 """Classes of tensors that a module usually holds, and that torch's operations return."""
 
 
@@ -44,7 +44,7 @@ def interference(module: nn.Module) -> str | None:
         if hasattr(inspect.getattr_static(cls, name, None), "__get__"):
             return f"its {name} is computed (by a parametrisation, or a property)"
     for name, tensor in tensors.items():
-        if tensor is not None and type(tensor) not in PLAIN:
+        if tensor is not None and type(tensor) not in PLAIN_TENSORS:
             return f"its {name} is a {type(tensor).__name__}, not a plain tensor"
     return None
 

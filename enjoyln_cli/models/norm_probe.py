@@ -62,7 +62,7 @@ NARROW = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True)
-class LayerNormForm:
+class LayerNormSpec:
     """How a module computes LayerNorm."""
 
     dim: int
@@ -132,9 +132,9 @@ class _Probe:
         size = (n if i in fixed else 1 for i, n in enumerate(self.size(dim, rank)))
         return self.run(_normal(tuple(size))) is not None
 
-    def agrees(self, form: LayerNormForm, rank: int, magnitude: float) -> bool:
-        x = magnitude * (self.input(form.dim, rank) + 0.7)
-        y, expected = self.run(x), layer_norm(x, form, self.weight, self.bias)
+    def agrees(self, spec: LayerNormSpec, rank: int, magnitude: float) -> bool:
+        x = magnitude * (self.input(spec.dim, rank) + 0.7)
+        y, expected = self.run(x), layer_norm(x, spec, self.weight, self.bias)
         return y is not None and _off(y, expected) <= TOLERANCE
 
 
@@ -150,16 +150,16 @@ def _off(y: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def layer_norm(
-    x: torch.Tensor, form: LayerNormForm, weight: torch.Tensor | None, bias: torch.Tensor | None
+    x: torch.Tensor, spec: LayerNormSpec, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """LayerNorm of ``x`` by the formula, in the dtype of ``x``."""
-    moved = x.movedim(form.dim, -1)
+    moved = x.movedim(spec.dim, -1)
     centred = moved - moved.mean(-1, keepdim=True)
-    y = centred / (centred.square().mean(-1, keepdim=True) + form.eps).sqrt()
+    y = centred / (centred.square().mean(-1, keepdim=True) + spec.eps).sqrt()
     if weight is not None:
         weight = per_feature(weight)
-        y = y * (1 + weight if form.gain == "1 + weight" else weight)
-    return (y if bias is None else y + per_feature(bias)).movedim(-1, form.dim)
+        y = y * (1 + weight if spec.gain == "1 + weight" else weight)
+    return (y if bias is None else y + per_feature(bias)).movedim(-1, spec.dim)
 
 
 def per_feature(parameter: torch.Tensor) -> torch.Tensor:
@@ -167,14 +167,14 @@ def per_feature(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.squeeze() if parameter.ndim > 1 and parameter.numel() > 1 else parameter
 
 
-Known = dict[Any, LayerNormForm | str | None]
+Known = dict[Any, LayerNormSpec | str | None]
 """Results for each kind of module; valid as long as no code changes."""
 
 
-def examine(module: nn.Module, known: Known) -> LayerNormForm | str | None:
+def examine(module: nn.Module, known: Known) -> LayerNormSpec | str | None:
     """Find out how ``module`` computes LayerNorm.
 
-    Returns the form; or, as text, why the module computes LayerNorm for many inputs but perhaps not
+    Returns the spec; or, as text, why the module computes LayerNorm for many inputs but perhaps not
     for all; or ``None`` if it is not a LayerNorm. Results for modules of the same kind are taken
     from ``known``, and new ones are added to it.
     """
@@ -184,12 +184,12 @@ def examine(module: nn.Module, known: Known) -> LayerNormForm | str | None:
     if kind is not None and kind in known:
         return known[kind]
     try:
-        form = _examined(module, roles)
+        spec = _examined(module, roles)
     except Exception:  # copying a custom module may raise any exception
-        form = None
+        spec = None
     if kind is not None:
-        known[kind] = form
-    return form
+        known[kind] = spec
+    return spec
 
 
 _INTERNAL = vars(nn.Module()).keys()
@@ -215,10 +215,10 @@ def _is_plain(value: Any) -> bool:
     return plain or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
-def _examined(module: nn.Module, roles: list[_Roles]) -> LayerNormForm | str | None:
+def _examined(module: nn.Module, roles: list[_Roles]) -> LayerNormSpec | str | None:
     for one in roles:
         probe = _probe(module, one)
-        found = _form(probe, one)
+        found = _spec(probe, one)
         if found is not None:
             if objection := _objection(module, one, found):
                 return objection
@@ -227,38 +227,38 @@ def _examined(module: nn.Module, roles: list[_Roles]) -> LayerNormForm | str | N
     return None
 
 
-def _form(probe: _Probe, roles: _Roles) -> LayerNormForm | None:
+def _spec(probe: _Probe, roles: _Roles) -> LayerNormSpec | None:
     gains: tuple[Gain, ...] = ("1",) if probe.weight is None else ("weight", "1 + weight")
     weight, bias = roles.weight or "weight", roles.bias or "bias"
     for dim in (-1, 1) if len(probe.shape) == 1 else (-1,):
         least = 3 if dim == 1 else len(probe.shape) + 1
         taken = [rank for rank in RANKS if rank >= least and probe.takes(dim, rank)]
         for gain in gains:
-            form = LayerNormForm(dim, gain, probe.bias is not None, 0.0, None, weight, bias)
-            likely = [r for r in taken if probe.agrees(form, r, MAGNITUDES[-1])]
-            for eps in _possible_eps(probe, form, likely[0]) if likely else ():
-                found = replace(form, eps=eps)
+            spec = LayerNormSpec(dim, gain, probe.bias is not None, 0.0, None, weight, bias)
+            likely = [r for r in taken if probe.agrees(spec, r, MAGNITUDES[-1])]
+            for eps in _possible_eps(probe, spec, likely[0]) if likely else ():
+                found = replace(spec, eps=eps)
                 ranks = [r for r in likely if all(probe.agrees(found, r, m) for m in MAGNITUDES)]
                 if ranks:
                     return replace(found, ranks=tuple(ranks))
     return None
 
 
-def _objection(module: nn.Module, roles: _Roles, form: LayerNormForm) -> str | None:
+def _objection(module: nn.Module, roles: _Roles, spec: LayerNormSpec) -> str | None:
     """Why a module that passed the first test may not compute LayerNorm for all inputs."""
     probe = _probe(module, roles)
-    for rank in form.ranks or ():
-        found = decision(probe.module, probe.size(form.dim, rank), probe.fixed(form.dim, rank))
+    for rank in spec.ranks or ():
+        found = decision(probe.module, probe.size(spec.dim, rank), probe.fixed(spec.dim, rank))
         if found is not None:
             return found
     for what, weight, bias in _parameters(probe):
         for part, values in ((probe.weight, weight), (probe.bias, bias)):
             if part is not None:
                 part.copy_(values.reshape(part.shape))
-        inputs = (_every_row(probe, form, rank) for rank in form.ranks or ())
-        if not all(_is_exact(probe, form, x) for x in inputs):
+        inputs = (_every_row(probe, spec, rank) for rank in spec.ranks or ())
+        if not all(_is_exact(probe, spec, x) for x in inputs):
             return f"it does not compute LayerNorm of rows that are tiny, huge or constant{what}"
-    return next(filter(None, (_objection_in(d, d, module, roles, form) for d in NARROW)), None)
+    return next(filter(None, (_objection_in(d, d, module, roles, spec) for d in NARROW)), None)
 
 
 def _objection_in(
@@ -266,7 +266,7 @@ def _objection_in(
     held: torch.dtype,
     module: nn.Module,
     roles: _Roles,
-    form: LayerNormForm,
+    spec: LayerNormSpec,
     unsupported: str | None = None,
 ) -> str | None:
     """Why a module with parameters in ``held`` may not compute LayerNorm of inputs in ``dtype``.
@@ -275,10 +275,10 @@ def _objection_in(
     """
     probe = _probe(module, roles)
     probe.module.to(held)
-    x = probe.input(form.dim, (form.ranks or (3,))[0]).to(dtype)
+    x = probe.input(spec.dim, (spec.ranks or (3,))[0]).to(dtype)
     weight, bias = (getattr(probe.module, n or "", None) for n in (roles.weight, roles.bias))
     wide = (None if part is None else part.double() for part in (weight, bias))
-    y, expected = probe.run(x), layer_norm(x.double(), form, *wide)
+    y, expected = probe.run(x), layer_norm(x.double(), spec, *wide)
     if y is None:
         return unsupported
     if found := other_op(probe.module, x):
@@ -301,22 +301,22 @@ def _parameters(probe: _Probe) -> Iterator[tuple[str, Any, Any]]:
         yield " where its parameters are zero", torch.zeros_like(one), torch.zeros_like(two)
 
 
-def _every_row(probe: _Probe, form: LayerNormForm, rank: int) -> torch.Tensor:
+def _every_row(probe: _Probe, spec: LayerNormSpec, rank: int) -> torch.Tensor:
     """An input with rows of many magnitudes, a row of zeros, and a row of one value."""
-    x = probe.input(form.dim, rank)[:1] + 0.7
-    scales = [*EXTREMES, *(math.sqrt(form.eps) * part for part in AROUND if form.eps)]
+    x = probe.input(spec.dim, rank)[:1] + 0.7
+    scales = [*EXTREMES, *(math.sqrt(spec.eps) * part for part in AROUND if spec.eps)]
     rows = [scale * x for scale in scales] + [torch.zeros_like(x)]
-    if form.eps:  # without eps, the result is 0 / 0, up to rounding
+    if spec.eps:  # without eps, the result is 0 / 0, up to rounding
         rows.append(torch.full_like(x, 0.5))
     return torch.cat(rows)
 
 
-def _is_exact(probe: _Probe, form: LayerNormForm, x: torch.Tensor) -> bool:
+def _is_exact(probe: _Probe, spec: LayerNormSpec, x: torch.Tensor) -> bool:
     """Whether the module computes LayerNorm of ``x``, in float64."""
     if (y := probe.run(x)) is None:
         return False
-    expected = layer_norm(x, form, probe.weight, probe.bias).movedim(form.dim, -1)
-    y = y.movedim(form.dim, -1)
+    expected = layer_norm(x, spec, probe.weight, probe.bias).movedim(spec.dim, -1)
+    y = y.movedim(spec.dim, -1)
     close = (y - expected).abs() <= EXACTLY * expected.abs().amax(-1, keepdim=True)
     return bool((close | (y.isnan() & expected.isnan())).all())
 
@@ -386,15 +386,15 @@ def _probe(module: nn.Module, roles: _Roles) -> _Probe:
     return _Probe(copied, roles.shape, weight, bias)
 
 
-def _possible_eps(probe: _Probe, form: LayerNormForm, rank: int) -> Iterator[float]:
+def _possible_eps(probe: _Probe, spec: LayerNormSpec, rank: int) -> Iterator[float]:
     """Candidates for eps: float attributes of the module, then a fit to its output."""
     yield from (v for v in vars(probe.module).values() if isinstance(v, float) and 0 <= v < 1)
-    x = probe.input(form.dim, rank)
-    whole = layer_norm(x, form, probe.weight, None)
+    x = probe.input(spec.dim, rank)
+    whole = layer_norm(x, spec, probe.weight, None)
     if (y := probe.run(x * SMALL)) is None:
         return
-    scaled = y.movedim(form.dim, -1) - (0 if probe.bias is None else per_feature(probe.bias))
-    shrunk = float((scaled * whole.movedim(form.dim, -1)).sum() / whole.square().sum())
-    variance = SMALL**2 * float(x.var(form.dim, correction=0).mean())
+    scaled = y.movedim(spec.dim, -1) - (0 if probe.bias is None else per_feature(probe.bias))
+    shrunk = float((scaled * whole.movedim(spec.dim, -1)).sum() / whole.square().sum())
+    variance = SMALL**2 * float(x.var(spec.dim, correction=0).mean())
     if 0 < shrunk < 1:
         yield float(f"{variance * (1 / shrunk**2 - 1):.1g}")

@@ -28,7 +28,7 @@ class Offload:
 
     folder: Path
     """Holds weights that the model needs in another layout than the files have."""
-    room: int
+    free_bytes: int
     """Bytes of weights that may stay in memory between runs of their layers."""
 
 
@@ -38,7 +38,7 @@ class WeightsOnDemand(Mapping[str, torch.Tensor]):
 
     stored: Mapping[str, torch.Tensor]
     """The weights in the files."""
-    room: int
+    free_bytes: int
     """Bytes of further weights that may be kept in memory."""
     made: dict[str, LoadTensor] = field(default_factory=dict)
     """Functions that compute the weights which were set with ``make``."""
@@ -50,8 +50,8 @@ class WeightsOnDemand(Mapping[str, torch.Tensor]):
             return self.kept[name]
         with torch._C.DisableTorchFunction():  # modes around the model must not affect reading
             value = self.source(name)()
-        if value.nbytes <= self.room:
-            self.room -= value.nbytes
+        if value.nbytes <= self.free_bytes:
+            self.free_bytes -= value.nbytes
             self.kept[name] = value
         return value
 
@@ -68,14 +68,14 @@ class WeightsOnDemand(Mapping[str, torch.Tensor]):
     def make(self, name: str, value: LoadTensor) -> None:
         """Set ``name`` to what ``value()`` returns, which has the parameter's dtype and shape."""
         if name in self.kept:
-            self.room += self.kept.pop(name).nbytes
+            self.free_bytes += self.kept.pop(name).nbytes
         self.made[name] = value
 
 
-def read_when_needed(model: nn.Module, room: int) -> WeightsOnDemand:
+def read_when_needed(model: nn.Module, free_bytes: int) -> WeightsOnDemand:
     """Put a ``WeightsOnDemand`` between the files and a model that accelerate has left on disk."""
     maps = [found for module in model.modules() for found in _maps(module)]
-    reader = WeightsOnDemand(maps[0].dataset, room)
+    reader = WeightsOnDemand(maps[0].dataset, free_bytes)
     known = set(reader.stored)
     for name, tied_to in getattr(model, "all_tied_weights_keys", {}).items():
         if name not in known:

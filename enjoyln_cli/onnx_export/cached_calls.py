@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from enjoyln_cli.calls.input_forms import accepted_by
+from enjoyln_cli.calls.input_sets import accepted_by
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.metrics import distances_of
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel

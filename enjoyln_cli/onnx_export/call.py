@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from enjoyln_cli.calls.input_forms import accepted_by
+from enjoyln_cli.calls.input_sets import accepted_by
 from enjoyln_cli.comparison.batches import (
     LONGEST_ROW,
     Batch,

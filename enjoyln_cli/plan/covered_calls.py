@@ -2,9 +2,9 @@
 
 A traced graph shows one path through ``forward``. Python code chooses that path by the arguments
 that are passed, by plain values among them (``None``, booleans, numbers, strings), by the
-structure of the other arguments, and by sizes. A ``CallForm`` records all of these for one traced
-call. Another call is covered if it matches a recorded form, and refused otherwise. To match, it
-needs
+structure of the other arguments, and by sizes. A ``CallSignature`` records all of these for one
+traced call. Another call is covered if it matches a recorded signature, and refused otherwise. To
+match, it needs
 
 * the same arguments (an argument equal to its default counts as left out),
 * the same plain values,
@@ -18,10 +18,10 @@ Models that consist of transformers' own classes (``trusted_code.is_stock``) are
 since these share conventions that hold without a trace: labels are only used after the outputs are
 computed, ``output_attentions`` and similar flags choose what is returned and not what is computed,
 and sizes decide nothing but shapes. For such models every argument is covered unless it is listed
-as unproven (``input_forms.optional_inputs``). A single module or base class from elsewhere ends the
+as unproven (``input_sets.optional_inputs``). A single module or base class from elsewhere ends the
 exception, since nothing is known about how its code uses an argument.
 
-For people, a form is written as ``Net(x=float[a, b, 16], scale=2.0) if b <= 64`` (``call_text``).
+``call_text`` writes a signature for people: ``Net(x=float[a, b, 16], scale=2.0) if b <= 64``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from enjoyln_cli.plan.size_conditions import holds, names_in, require_condition
 from enjoyln_cli.plan.trusted_code import is_defined_in
 
 OTHER_CALLS = "any other call"
-"""Entry of ``Plan.unproven``: every call whose form was not traced."""
+"""Entry of ``Plan.unproven``: every call whose signature was not traced."""
 
 Plain = bool | int | float | str | None
 Size = int | str
@@ -57,7 +57,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class TensorForm:
+class TensorSpec:
     """A tensor, by its kind (``float``, ``int``, ``bool``, ``complex``) and its sizes."""
 
     kind: Literal["float", "int", "bool", "complex"]
@@ -73,7 +73,7 @@ class Items:
     """
 
     kind: str
-    values: tuple[Form, ...]
+    values: tuple[ArgumentSpec, ...]
     keys: tuple[str, ...] = ()
 
 
@@ -84,32 +84,32 @@ class Length:
     size: Size
 
 
-Form = Constant | TensorForm | Items | Length
+ArgumentSpec = Constant | TensorSpec | Items | Length
 
 
-def sizes_in(form: Form) -> Iterator[Any]:
-    """The sizes of all tensors in ``form`` and its lengths, in order: numbers, names or symbols."""
-    if isinstance(form, TensorForm):
-        yield from form.sizes
-    elif isinstance(form, Length):
-        yield form.size
-    elif isinstance(form, Items):
-        for value in form.values:
+def sizes_in(spec: ArgumentSpec) -> Iterator[Any]:
+    """The sizes of all tensors in ``spec`` and its lengths, in order: numbers, names or symbols."""
+    if isinstance(spec, TensorSpec):
+        yield from spec.sizes
+    elif isinstance(spec, Length):
+        yield spec.size
+    elif isinstance(spec, Items):
+        for value in spec.values:
             yield from sizes_in(value)
 
 
-def named_sizes(arguments: Iterable[tuple[str, Form]]) -> set[str]:
-    """The names of sizes in the arguments of a form."""
-    sizes = (size for _, form in arguments for size in sizes_in(form))
+def named_sizes(arguments: Iterable[tuple[str, ArgumentSpec]]) -> set[str]:
+    """The names of sizes in the arguments of a call."""
+    sizes = (size for _, spec in arguments for size in sizes_in(spec))
     return {size for size in sizes if isinstance(size, str)}
 
 
 @dataclass(frozen=True)
-class CallForm:
+class CallSignature:
     """One way to call a model of the class named ``owner``."""
 
     owner: str
-    arguments: tuple[tuple[str, Form], ...]
+    arguments: tuple[tuple[str, ArgumentSpec], ...]
     """By name, without those equal to their default. Items of ``*args`` are ``*0``, ``*1`` ..."""
     conditions: tuple[Annotated[str, checked(require_condition)], ...] = ()
     """A call is covered only if all of these hold for its sizes (see ``plan.size_conditions``)."""
@@ -126,13 +126,13 @@ class CallForm:
 class CoveredCalls:
     """The calls that a proof covers, and the attributes of the model for which it holds."""
 
-    forms: Annotated[tuple[CallForm, ...], checked(distinct)]
+    signatures: Annotated[tuple[CallSignature, ...], checked(distinct)]
     attributes: tuple[tuple[str, str, Plain], ...] = ()
     """Class, dotted name and value of each plain attribute that a ``forward`` may read."""
 
     def require_any(self, name: str) -> None:
         """Raise ``UnsupportedModel`` if no call is covered; ``name`` is the model's, to show."""
-        if not self.forms:
+        if not self.signatures:
             raise UnsupportedModel(
                 f"{name}: no call could be proven, since its code branches on the values of its "
                 "inputs, or an argument is an object of an unknown class; convert a submodule that "
@@ -140,9 +140,11 @@ class CoveredCalls:
             )
 
     def calls_of(self, module: nn.Module) -> ProvenCalls:
-        """The covered calls of ``module``: the forms whose owner is the name of its class."""
-        forms = tuple(form for form in self.forms if form.owner == type(module).__name__)
-        return ProvenCalls(forms, signature_of(module))
+        """The covered calls of ``module``: the signatures whose owner is the name of its class."""
+        signatures = tuple(
+            signature for signature in self.signatures if signature.owner == type(module).__name__
+        )
+        return ProvenCalls(signatures, signature_of(module))
 
     def changed(self, model: nn.Module) -> str | None:
         """A description of the first attribute that has changed since the trace, or ``None``."""
@@ -159,7 +161,7 @@ class CoveredCalls:
 
 
 @dataclass(frozen=True)
-class Signature:
+class ForwardSignature:
     """What ``forward`` of a module takes."""
 
     order: tuple[str, ...]
@@ -182,41 +184,41 @@ class Signature:
         }
 
 
-def signature_of(module: nn.Module) -> Signature:
+def signature_of(module: nn.Module) -> ForwardSignature:
     """The signature of the ``forward`` of ``module``."""
     accepted = inspect.signature(module.forward).parameters
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     order = tuple(p.name for p in accepted.values() if p.kind in kinds)
     defaults = {p.name: p.default for p in accepted.values() if type(p.default) in PLAIN_TYPES}
-    return Signature(order, defaults, is_same_argument(accepted))
+    return ForwardSignature(order, defaults, is_same_argument(accepted))
 
 
 @dataclass(frozen=True)
 class ProvenCalls:
     """``CoveredCalls`` for one module, with the signature of its ``forward``."""
 
-    forms: tuple[CallForm, ...]
-    signature: Signature
+    signatures: tuple[CallSignature, ...]
+    signature: ForwardSignature
 
     def uncovered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
         """The arguments because of which a call is not covered; empty if it is covered."""
         arguments = self.signature.arguments(args, kwargs)
-        for form in self.forms:
-            if len(form.arguments) == len(arguments) and not _differing(form, arguments):
+        for signature in self.signatures:
+            if len(signature.arguments) == len(arguments) and not _differing(signature, arguments):
                 return []
-        differing = [_differing(form, arguments) for form in self.forms]
+        differing = [_differing(signature, arguments) for signature in self.signatures]
         return min(differing, key=len) if differing else list(arguments) or [OTHER_CALLS]
 
 
-def form_of(value: Any) -> Form | None:
-    """The form of one argument, with its sizes; ``None`` for an object that cannot be described.
+def argument_spec(value: Any) -> ArgumentSpec | None:
+    """The description of one argument, with its sizes; ``None`` if an object cannot be described.
 
-    To allow other sizes, pass a ``TensorForm`` in place of a tensor.
+    To allow other sizes, pass a ``TensorSpec`` in place of a tensor.
     """
-    if isinstance(value, TensorForm):
+    if isinstance(value, TensorSpec):
         return value
     if isinstance(value, torch.Tensor):
-        return None if value.is_nested else TensorForm(kind_of(value), tuple(value.shape))
+        return None if value.is_nested else TensorSpec(kind_of(value), tuple(value.shape))
     if type(value) in PLAIN_TYPES:
         return Constant(value)
     if isinstance(value, torch.SymInt):
@@ -229,11 +231,11 @@ def form_of(value: Any) -> Form | None:
         return None
     if isinstance(value, dict):
         keys, value = tuple(value), value.values()
-    described = map(form_of, value)
-    forms = tuple(form for form in described if form is not None)
-    if len(forms) < len(value) or not all(type(key) is str for key in keys):
+    described = map(argument_spec, value)
+    specs = tuple(spec for spec in described if spec is not None)
+    if len(specs) < len(value) or not all(type(key) is str for key in keys):
         return None
-    return Items(cls.__name__, forms, keys)
+    return Items(cls.__name__, specs, keys)
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -245,23 +247,23 @@ def _attributes(value: Any) -> dict[str, Any]:
     }
 
 
-def call_form(
+def call_signature(
     module: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> CallForm | None:
-    """The form of one call; ``None`` if an argument cannot be described (see ``form_of``)."""
+) -> CallSignature | None:
+    """The signature of one call; ``None`` if ``argument_spec`` cannot describe an argument."""
     arguments = signature_of(module).arguments(args, kwargs)
-    forms = [(name, form_of(value)) for name, value in arguments.items()]
-    described = [(name, form) for name, form in forms if form is not None]
-    if len(described) < len(forms):
+    specs = [(name, argument_spec(value)) for name, value in arguments.items()]
+    described = [(name, spec) for name, spec in specs if spec is not None]
+    if len(described) < len(specs):
         return None
     described.sort(key=lambda argument: not argument[0].startswith("*"))
-    return CallForm(type(module).__name__, tuple(described))
+    return CallSignature(type(module).__name__, tuple(described))
 
 
 def kind_of(tensor: torch.Tensor) -> Literal["float", "int", "bool", "complex"]:
-    """``float``, ``complex``, ``bool`` or ``int``: a form leaves the width open to allow casts."""
+    """``float``, ``complex``, ``bool`` or ``int``: the width stays open to allow casts."""
     if tensor.is_floating_point():
         return "float"
     if tensor.is_complex():
@@ -269,45 +271,45 @@ def kind_of(tensor: torch.Tensor) -> Literal["float", "int", "bool", "complex"]:
     return "bool" if tensor.dtype == torch.bool else "int"
 
 
-def _differing(form: CallForm, arguments: Mapping[str, Any]) -> list[str]:
-    """Names of the arguments in which a call differs from a form."""
+def _differing(signature: CallSignature, arguments: Mapping[str, Any]) -> list[str]:
+    """Names of the arguments in which a call differs from a signature."""
     sizes: dict[str, int] = {}
-    expected = dict(form.arguments)
+    expected = dict(signature.arguments)
     differing = [name for name in arguments if name not in expected]
-    for name, proven in form.arguments:
-        if name not in arguments or not _fits(proven, form_of(arguments[name]), sizes):
+    for name, proven in signature.arguments:
+        if name not in arguments or not _fits(proven, argument_spec(arguments[name]), sizes):
             differing.append(name)
-    if differing or all(holds(condition, sizes) for condition in form.conditions):
+    if differing or all(holds(condition, sizes) for condition in signature.conditions):
         return differing
-    tensors = (name for name, proven in form.arguments if isinstance(proven, TensorForm))
+    tensors = (name for name, proven in signature.arguments if isinstance(proven, TensorSpec))
     return [f"{name} of this size" for name in tensors]
 
 
-def _fits(form: Form, argument: Form | None, sizes: dict[str, int]) -> bool:
-    """Whether ``form`` allows an argument of this form; adds the sizes that it has to ``sizes``."""
-    if isinstance(form, Length):
+def _fits(spec: ArgumentSpec, argument: ArgumentSpec | None, sizes: dict[str, int]) -> bool:
+    """Whether ``spec`` allows such an argument; adds the sizes that it has to ``sizes``."""
+    if isinstance(spec, Length):
         is_number = isinstance(argument, Constant) and type(argument.value) is int
-        return is_number and _is_size(argument.value, form.size, sizes)  # type: ignore
-    if isinstance(form, TensorForm):
-        if not isinstance(argument, TensorForm) or argument.kind != form.kind:
+        return is_number and _is_size(argument.value, spec.size, sizes)  # type: ignore
+    if isinstance(spec, TensorSpec):
+        if not isinstance(argument, TensorSpec) or argument.kind != spec.kind:
             return False
-        return len(argument.sizes) == len(form.sizes) and all(
+        return len(argument.sizes) == len(spec.sizes) and all(
             _is_size(size, expected, sizes)
-            for size, expected in zip(argument.sizes, form.sizes, strict=True)
+            for size, expected in zip(argument.sizes, spec.sizes, strict=True)
         )
-    if isinstance(form, Constant):
-        return isinstance(argument, Constant) and _same(argument.value, form.value)
-    if not isinstance(argument, Items) or argument.kind != form.kind:
+    if isinstance(spec, Constant):
+        return isinstance(argument, Constant) and _same(argument.value, spec.value)
+    if not isinstance(argument, Items) or argument.kind != spec.kind:
         return False
-    if len(argument.values) != len(form.values) or {*argument.keys} != {*form.keys}:
+    if len(argument.values) != len(spec.values) or {*argument.keys} != {*spec.keys}:
         return False
     values = argument.values
-    if form.kind == "dict" and argument.keys != form.keys:
+    if spec.kind == "dict" and argument.keys != spec.keys:
         return False
-    if form.keys:  # the attributes of an object have no order
+    if spec.keys:  # the attributes of an object have no order
         named = dict(zip(argument.keys, values, strict=True))
-        values = tuple(named[name] for name in form.keys)
-    return all(_fits(inner, value, sizes) for inner, value in zip(form.values, values, strict=True))
+        values = tuple(named[name] for name in spec.keys)
+    return all(_fits(inner, value, sizes) for inner, value in zip(spec.values, values, strict=True))
 
 
 def _is_size(size: Any, expected: Size, sizes: dict[str, int]) -> bool:

@@ -62,7 +62,7 @@ class Options:
         object.__setattr__(self, "keep_norms", (names,) if isinstance(names, str) else tuple(names))
 
 
-PLAIN = Options()
+CENTRING_ONLY = Options()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class FoldOptions:
     outputs: tuple[str, ...] = plan_option(
         (), "Only these outputs must stay unchanged, such as logits,*_embeds.", metavar="NAMES"
     )
-    options: Options = keyword(PLAIN, "What may be changed besides centring.")
+    options: Options = keyword(CENTRING_ONLY, "What may be changed besides centring.")
     recipe: str | Path | None = plan_option(
         None, "Refuse if the proof gives other edits than this recipe has.", path="file"
     )

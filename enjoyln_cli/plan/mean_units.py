@@ -101,22 +101,22 @@ def rows(layers: Layers, mlp: Widening, after: int = 0) -> Layers:
 
 def intact(layers: Layers, mlp: Widening, dtypes: tuple[torch.dtype, ...]) -> bool:
     """Whether the units still have their exact values, rounded to one of ``dtypes``."""
-    held, exact = rows(layers, mlp), _exact(layers, mlp)
-    if not torch.equal(held.first.double(), exact.first):
+    now, exact = rows(layers, mlp), _exact(layers, mlp)
+    if not torch.equal(now.first.double(), exact.first):
         return False
-    if held.bias is not None and held.bias.any():
+    if now.bias is not None and now.bias.any():
         return False
-    off = (held.second.double() - exact.second).abs()
+    off = (now.second.double() - exact.second).abs()
     for dtype in dtypes:
         info = torch.finfo(dtype)
         rounding = info.eps * (exact.second.abs() + info.smallest_normal)
-        stored = torch.equal(held.second.to(dtype).to(held.second), held.second)
+        stored = torch.equal(now.second.to(dtype).to(now.second), now.second)
         if stored and bool((off <= rounding).all()):
             return not off.narrow(mlp.second.dim, 0, UNITS // 2).any()
     return False
 
 
-def room(layers: Layers, mlp: Widening) -> int | None:
+def spare_units(layers: Layers, mlp: Widening) -> int | None:
     """How far behind the units the next unused ones begin, or ``None`` if there are none.
 
     A hidden unit is unused if its weights in the second layer are zeros.
@@ -128,20 +128,20 @@ def room(layers: Layers, mlp: Widening) -> int | None:
 
 def copy_units(layers: Layers, mlp: Widening, after: int) -> None:
     """Copy the present values of the units to those ``after`` places behind them."""
-    held, free = rows(layers, mlp), rows(layers, mlp, after)
-    free.first.copy_(held.first)
-    free.second.copy_(held.second)
-    if free.bias is not None and held.bias is not None:
-        free.bias.copy_(held.bias)
+    now, free = rows(layers, mlp), rows(layers, mlp, after)
+    free.first.copy_(now.first)
+    free.second.copy_(now.second)
+    if free.bias is not None and now.bias is not None:
+        free.bias.copy_(now.bias)
 
 
 def set_units(layers: Layers, mlp: Widening) -> None:
     """Set the units to their exact values, in place."""
-    held, exact = rows(layers, mlp), _exact(layers, mlp)
-    held.first.copy_(exact.first)
-    held.second.copy_(exact.second)
-    if held.bias is not None:
-        held.bias.zero_()
+    now, exact = rows(layers, mlp), _exact(layers, mlp)
+    now.first.copy_(exact.first)
+    now.second.copy_(exact.second)
+    if now.bias is not None:
+        now.bias.zero_()
 
 
 def _exact(layers: Layers, mlp: Widening) -> Layers:
@@ -149,5 +149,5 @@ def _exact(layers: Layers, mlp: Widening) -> Layers:
     shape = (1, UNITS) if mlp.second.dim else (UNITS, 1)
     read = torch.tensor(read_by_units(features), dtype=torch.float64).view(shape[::-1])
     written = torch.tensor(written_by_units(features), dtype=torch.float64).view(shape)
-    held = rows(layers, mlp)
-    return Layers(read.expand(held.first.shape), None, written.expand(held.second.shape))
+    now = rows(layers, mlp)
+    return Layers(read.expand(now.first.shape), None, written.expand(now.second.shape))

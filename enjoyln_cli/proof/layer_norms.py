@@ -22,7 +22,7 @@ from enjoyln_cli.models.norm_modules import interference, runs_torchs_layer_norm
 from enjoyln_cli.models.norm_probe import (
     Gain,
     Known,
-    LayerNormForm,
+    LayerNormSpec,
     computes_rms_norm,
     examine,
 )
@@ -32,34 +32,34 @@ from enjoyln_cli.proof.flow import Flow, Value
 _MORE = "it is called with more than one tensor"
 
 
-def layer_norms(model: nn.Module) -> tuple[dict[str, LayerNormForm], dict[str, str]]:
+def layer_norms(model: nn.Module) -> tuple[dict[str, LayerNormSpec], dict[str, str]]:
     """Each LayerNorm's form by module path, and the reason for each that cannot be swapped."""
-    found: dict[str, LayerNormForm] = {}
+    found: dict[str, LayerNormSpec] = {}
     refused: dict[str, str] = {}
     known: Known = {}
     for path, module in model.named_modules():
-        form: LayerNormForm | str | None
+        spec: LayerNormSpec | str | None
         if isinstance(module, nn.LayerNorm) and math.prod(module.normalized_shape[:-1]) != 1:
-            form = "it normalises over several dimensions at once"
+            spec = "it normalises over several dimensions at once"
         elif runs_torchs_layer_norm(module):
             norm: Any = module
             gain: Gain = "1" if norm.weight is None else "weight"
-            form = LayerNormForm(-1, gain, norm.bias is not None, norm.eps)
+            spec = LayerNormSpec(-1, gain, norm.bias is not None, norm.eps)
         else:
-            form = examine(module, known)
-        if form is None and isinstance(module, nn.LayerNorm):
-            form = f"{type(module).__name__} does not compute a LayerNorm"
-        if isinstance(form, LayerNormForm):
-            form = interference(module) or form
-        if isinstance(form, str):
-            refused[path] = form
-        elif form is not None:
-            found[path] = form
+            spec = examine(module, known)
+        if spec is None and isinstance(module, nn.LayerNorm):
+            spec = f"{type(module).__name__} does not compute a LayerNorm"
+        if isinstance(spec, LayerNormSpec):
+            spec = interference(module) or spec
+        if isinstance(spec, str):
+            refused[path] = spec
+        elif spec is not None:
+            found[path] = spec
     return found, refused
 
 
 def norm_calls(
-    flow: Flow, norms: dict[str, LayerNormForm], refused: dict[str, str]
+    flow: Flow, norms: dict[str, LayerNormSpec], refused: dict[str, str]
 ) -> tuple[dict[str, tuple[Value, ...]], dict[str, str]]:
     """The input of every call of each norm that can be swapped, and the others with the reason.
 

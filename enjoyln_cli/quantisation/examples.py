@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from enjoyln_cli.calls.generation import generated_positions
-from enjoyln_cli.calls.input_forms import accepted_by
+from enjoyln_cli.calls.input_sets import accepted_by
 from enjoyln_cli.calls.processed_inputs import image_token
 from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison import user_data

@@ -13,7 +13,7 @@ from typing import Any
 from enjoyln_cli.calls import call_text
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.edited_tensors import EditedTensor
-from enjoyln_cli.plan.fold_options import PLAIN, Options
+from enjoyln_cli.plan.fold_options import CENTRING_ONLY, Options
 from enjoyln_cli.plan.plan import (
     MeanSubtraction,
     NormFusion,
@@ -53,7 +53,7 @@ def recipe_of(
     plan: Plan,
     *,
     config: Any = None,
-    options: Options = PLAIN,
+    options: Options = CENTRING_ONLY,
     source: str = "",
     depends: Sequence[str] = DEPENDS,
 ) -> Recipe:
@@ -87,7 +87,7 @@ def recipe_of(
         settings={entry.name: entry.value for entry in plan.settings if entry not in sizes},
         entry_inputs=plan.entry_inputs,
         unproven=plan.unproven,
-        calls=tuple(map(call_text.to_text, plan.covered.forms)) if plan.covered else (),
+        calls=tuple(map(call_text.to_text, plan.covered.signatures)) if plan.covered else (),
         source=source,
         options=options,
         versions=versions("torch", "transformers"),

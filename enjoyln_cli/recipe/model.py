@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.covered_calls import PLAIN_TYPES
-from enjoyln_cli.plan.fold_options import PLAIN, Options
+from enjoyln_cli.plan.fold_options import CENTRING_ONLY, Options
 from enjoyln_cli.plan.schema import NOT_STORED, checked, quote
 
 VERSION = 1
@@ -82,7 +82,7 @@ class Recipe:
 
     source: Text = ""
     """The checkpoint that was converted, as ``NAME@COMMIT``, if it is on the Hub."""
-    options: Options = PLAIN
+    options: Options = CENTRING_ONLY
     versions: Mapping[Text, Text] = field(default_factory=dict)
     """The versions of the packages that made it."""
     where: Annotated[str, NOT_STORED] = field(default="the recipe", compare=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from enjoyln_cli.plan import schema
-from enjoyln_cli.plan.fold_options import PLAIN, Options
+from enjoyln_cli.plan.fold_options import CENTRING_ONLY, Options
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.model import SECTIONS, Recipe
@@ -19,7 +19,9 @@ _HEAD = """\
 """
 
 
-def recipe_text(plan: Plan, config: Any = None, options: Options = PLAIN, source: str = "") -> str:
+def recipe_text(
+    plan: Plan, config: Any = None, options: Options = CENTRING_ONLY, source: str = ""
+) -> str:
     """The recipe of a plan as text; see ``recipe_of``."""
     return dump_recipe(recipe_of(plan, config=config, options=options, source=source))
 

@@ -76,7 +76,7 @@ class ModelReport:
     def calls(self) -> tuple[str, ...] | None:
         """The forms of the proven calls as text; ``None`` if proven calls are not limited."""
         covered = self.plan.covered
-        return tuple(map(to_text, covered.forms)) if covered else None
+        return tuple(map(to_text, covered.signatures)) if covered else None
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain data; ``docs/formats.md`` documents the keys."""

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from enjoyln_cli.calls.call_text import summary
-from enjoyln_cli.plan.covered_calls import CallForm
+from enjoyln_cli.plan.covered_calls import CallSignature
 from enjoyln_cli.plan.mean_units import Widening
 from enjoyln_cli.plan.plan import NOT_ASKED, NormFusion, Plan, RotationGroup, UnfusedNorm, Verdict
 from enjoyln_cli.report.layer_names import compact
@@ -84,7 +84,7 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
     only_rotated = plan.rotated and not plan.folded
     if plan.covered is not None:
         other = "may give wrong outputs" if only_rotated else "is refused"
-        lines.append(_proven_calls(plan.covered.forms, other))
+        lines.append(_proven_calls(plan.covered.signatures, other))
     elif plan.unproven:
         inputs = [name for name in plan.unproven if "." not in name]  # not the weights they need
         unproven = ", ".join(compact(inputs or plan.unproven))
@@ -101,12 +101,12 @@ def _because(some: Iterable[Kept]) -> list[str]:
     return [f"    because of {'; '.join(culprits)}"] if culprits else []
 
 
-def _proven_calls(forms: Sequence[CallForm], other: str) -> str:
+def _proven_calls(signatures: Sequence[CallSignature], other: str) -> str:
     """The proven calls in one short line; the marker and the JSON have them in full.
 
     ``other`` says what becomes of any other call.
     """
-    shown = list(dict.fromkeys(map(summary, forms)))
+    shown = list(dict.fromkeys(map(summary, signatures)))
     if not shown:
         return "  no call could be proven, so the model cannot be converted"
     more = f" and {len(shown) - MOST_CALLS} more" if len(shown) > MOST_CALLS else ""

@@ -91,14 +91,14 @@ def divide(edit: Edit, shape: tuple[int, ...], most: int) -> Iterator[tuple[int,
 
 def _apply_pass(x: torch.Tensor, edit: Edit, out: torch.Tensor, allow_nonfinite: bool) -> None:
     """Apply a loaded edit that appends nothing, in pieces along one dimension."""
-    room = torch.empty(0, dtype=torch.float64)
+    buffer = torch.empty(0, dtype=torch.float64)
     for dim, first, count in divide(edit, tuple(x.shape), PIECE):
         part = edit.part(dim, first, count)
         front = next((step.front for step in part.steps if step.front is not None), 0)
         source = x.narrow(dim, first, count).movedim(front, 0).contiguous()
-        if room.numel() < source.numel():
-            room = torch.empty(source.numel(), dtype=torch.float64)
-        wide = to_float64(source, room[: source.numel()].view(source.shape)).movedim(0, front)
+        if buffer.numel() < source.numel():
+            buffer = torch.empty(source.numel(), dtype=torch.float64)
+        wide = to_float64(source, buffer[: source.numel()].view(source.shape)).movedim(0, front)
         wide = part.apply(wide, in_place=True)
         wide = wide.movedim(front, 0)
         rounded = wide.to(out.dtype)

@@ -16,7 +16,7 @@ from torch import nn
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.extents import overlapping, placed
 from enjoyln_cli.models.load import values_of
-from enjoyln_cli.models.norm_modules import PLAIN, first_names
+from enjoyln_cli.models.norm_modules import PLAIN_TENSORS, first_names
 
 
 def require_editable(
@@ -57,7 +57,7 @@ def _why_not(tensor: torch.Tensor, read_on_demand: bool) -> str:
     if tensor.is_meta:
         why = "its values are not in memory (offloaded, say); load the model without offloading"
         return "" if read_on_demand else why
-    if type(tensor) not in PLAIN:
+    if type(tensor) not in PLAIN_TENSORS:
         return f"is a {type(tensor).__name__}, not a plain tensor; edit the model before that"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "was made in torch.inference_mode(), so it cannot change; use copy.deepcopy(model)"

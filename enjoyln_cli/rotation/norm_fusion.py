@@ -27,7 +27,7 @@ from typing import Literal
 from torch.fx import Node
 
 from enjoyln_cli.graph.nodes import is_covered, packet, shape_of, slice_bounds
-from enjoyln_cli.models.norm_probe import LayerNormForm
+from enjoyln_cli.models.norm_probe import LayerNormSpec
 from enjoyln_cli.plan.axis import Axis, feature_axis, on_dimension
 from enjoyln_cli.plan.edited_tensors import NamedParameter
 from enjoyln_cli.plan.plan import NextLinear, NormFusion, UnfusedNorm
@@ -62,7 +62,7 @@ class _FusionSearch:
 
 def find_fusions(
     flow: Flow,
-    norms: Mapping[str, LayerNormForm],
+    norms: Mapping[str, LayerNormSpec],
     groups: Mapping[str, str],
     stored: Mapping[str, str],
     stored_weight: StoredWeight,
@@ -98,18 +98,18 @@ def find_fusions(
         results={**_results(flow, norms), **products},
     )
     fused, unfused = [], []
-    for norm, form in norms.items():
-        gain, biased, move = form.gain != "1", form.biased, moves[norm]
+    for norm, spec in norms.items():
+        gain, biased, move = spec.gain != "1", spec.biased, moves[norm]
         if not (gain and move != "bias") and not (biased and move != "weight"):
             continue
-        if (form.weight, form.bias) != ("weight", "bias"):
+        if (spec.weight, spec.bias) != ("weight", "bias"):
             reason = "its parameters have other names than weight and bias"
             unfused.append(UnfusedNorm(norm, reason, norm))
             continue
         ways: tuple[Move, ...] = _WAYS[move] if gain else ("bias",)
         obstacles: dict[Move, LayerObstacle] = {}
         for way in ways:
-            found = _fusion(search, norm, form, way)
+            found = _fusion(search, norm, spec, way)
             if isinstance(found, NormFusion):
                 fused.append(found)
                 break
@@ -129,20 +129,20 @@ _WAYS: Mapping[Move, tuple[Move, ...]] = {
 
 
 def _fusion(
-    search: _FusionSearch, norm: str, form: LayerNormForm, way: Move
+    search: _FusionSearch, norm: str, spec: LayerNormSpec, way: Move
 ) -> NormFusion | LayerObstacle:
     """The fusion of one norm; with ``way == "weight"``, a bias stays, divided by the weight."""
     weight, bias, stored = f"{norm}.weight", f"{norm}.bias", search.stored
-    own = [weight] * (way != "bias") + [bias] * form.biased
+    own = [weight] * (way != "bias") + [bias] * spec.biased
     found = _own_obstacle(search, norm, own)
-    offset = 1.0 if form.gain == "1 + weight" else 0.0
-    if found is None and way == "weight" and form.biased:
+    offset = 1.0 if spec.gain == "1 + weight" else 0.0
+    if found is None and way == "weight" and spec.biased:
         why = search.why_not_divided(bias, weight, offset)
         found = LayerObstacle(why, weight) if why else None
     if found is not None:
         return found
-    moves_bias = form.biased and way != "weight"
-    layers = _layers(search, norm, replace(form, biased=moves_bias), alone=way == "weight")
+    moves_bias = spec.biased and way != "weight"
+    layers = _layers(search, norm, replace(spec, biased=moves_bias), alone=way == "weight")
     if isinstance(layers, LayerObstacle):
         return layers
     readers = tuple(
@@ -159,7 +159,7 @@ def _fusion(
         for tensor, dim in search.stored_weight(weight_name, module_dim)
     )
     moved = stored[weight] if way != "bias" else ""
-    kept = stored[bias] if form.biased and way == "weight" else ""
+    kept = stored[bias] if spec.biased and way == "weight" else ""
     return NormFusion(
         norm, moved, stored[bias] if moves_bias else "", readers, offset if moved else 0.0, kept
     )
@@ -195,7 +195,7 @@ _Layers = Mapping[ToEdit, tuple[int, int]]
 
 
 def _layers(
-    search: _FusionSearch, norm: str, form: LayerNormForm, *, alone: bool
+    search: _FusionSearch, norm: str, spec: LayerNormSpec, *, alone: bool
 ) -> _Layers | LayerObstacle:
     """The linear layers that read a norm in all calls, or the first other reader.
 
@@ -207,21 +207,21 @@ def _layers(
         shape = shape_of(node)
         if shape is None:
             return LayerObstacle("the shape of its result depends on values", norm)
-        sizes.add((shape[form.dim],))
-        start = Value(position, node, feature_axis(shape, form.dim))
+        sizes.add((shape[spec.dim],))
+        start = Value(position, node, feature_axis(shape, spec.dim))
         found = find_readers(
             search.flow, search.named[position], search.centred, start, alone=alone
         )
         if isinstance(found, LayerObstacle):
             return found  # a norm without bias leaves the biases of the layers as they are
-        uses += found if form.biased else [replace(use, bias=None) for use in found]
+        uses += found if spec.biased else [replace(use, bias=None) for use in found]
     if not uses:
         return LayerObstacle("no traced call reads its result", norm)
     for named in search.named:
         for node, name in named.items():
             if name in (f"{norm}.weight", f"{norm}.bias") and {shape_of(node)} != sizes:
                 return LayerObstacle("its parameters do not hold one number for each feature", norm)
-    return _layers_obstacle(search, uses, form.biased) or _repetitions(uses)
+    return _layers_obstacle(search, uses, spec.biased) or _repetitions(uses)
 
 
 def _repetitions(uses: list[Use]) -> _Layers | LayerObstacle:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Node
 
 from enjoyln_cli.graph.nodes import readers_of
-from enjoyln_cli.models.norm_probe import LayerNormForm
+from enjoyln_cli.models.norm_probe import LayerNormSpec
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.edited_tensors import RotatedTensor
 from enjoyln_cli.plan.fold_options import Options
@@ -52,10 +52,10 @@ class Rotations:
         )
 
     @property
-    def forms(self) -> dict[str, LayerNormForm]:
+    def specs(self) -> dict[str, LayerNormSpec]:
         """The norms whose weight has to move, in rotation groups that could be rotated."""
         return {
-            gain.module: LayerNormForm(
+            gain.module: LayerNormSpec(
                 -1, "1 + weight" if gain.offset else "weight", gain.bias is not None, 0.0
             )
             for group in self.found
@@ -65,7 +65,7 @@ class Rotations:
 
     @property
     def products(self) -> dict[str, list[tuple[int, Node]]]:
-        """For the norms in ``forms``: the ops that multiply by the weight."""
+        """For the norms in ``specs``: the ops that multiply by the weight."""
         return {
             gain.module: list(products)
             for group in self.found

@@ -35,23 +35,23 @@ from enjoyln_cli.runtime.structure import KeepStructure
 
 
 def guard_of(module: nn.Module) -> CallGuard | None:
-    """The entry of ``module``, if its calls are calls of a folded model."""
-    return vars(module).get("_enjoyln_entry")
+    """The guard of ``module``, if its calls are calls of a folded model."""
+    return vars(module).get("_enjoyln_guard")
 
 
 def call_guards(model: nn.Module) -> list[tuple[nn.Module, CallGuard]]:
-    """Every module of ``model`` that has an entry, with that entry."""
+    """Every module of ``model`` that has a guard, with that guard."""
     pairs = ((module, guard_of(module)) for module in model.modules())
     return [(module, guard) for module, guard in pairs if guard is not None]
 
 
 @cache
-def entry_class(base: Any) -> type:
+def guarded_class(base: Any) -> type:
     """A subclass of ``base`` with the same name, whose calls are calls of a folded model."""
 
     @in_python  # and what runs inside is compiled
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        guard, running = self._enjoyln_entry, thread.running
+        guard, running = self._enjoyln_guard, thread.running
         around, proven = running.guard, running.proven
         if guard is None or (around is not None and around.state is guard.state):
             return base.__call__(self, *args, **kwargs)
@@ -68,7 +68,7 @@ def entry_class(base: Any) -> type:
             running.guard, running.proven = around, proven
 
     body = {"__call__": call, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    return make_class(base.__name__, (base,), entry_class, base, _enjoyln_entry=None, **body)
+    return make_class(base.__name__, (base,), guarded_class, base, _enjoyln_guard=None, **body)
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def add_guards(
 ) -> FoldedModelState:
     """Make calls of the model, its base model and its encoder calls of a folded model.
 
-    Each gets an entry that checks its structure, and rules for its inputs. Rules that it has
+    Each gets a guard that checks its structure, and rules for its inputs. Rules that it has
     already stay. Returns the ``FoldedModelState`` that all of them share.
     """
     models = (model, getattr(model, "base_model", model))
@@ -126,8 +126,8 @@ def add_guards(
         if guard is None:
             guard = CallGuard(state, check)
             cls: Any = type(module)
-            become(module, entry_class(cls))
-            module._enjoyln_entry = guard  # type: ignore[assignment]
+            become(module, guarded_class(cls))
+            module._enjoyln_guard = guard  # type: ignore[assignment]
             state.call_guards.append(guard)
         guard.trouble, guard.check = "", check
         if guard.inputs is None:

@@ -27,7 +27,7 @@ from enjoyln_cli.models.norm_modules import (
     interference,
     runs_torchs_layer_norm,
 )
-from enjoyln_cli.models.norm_probe import Known, LayerNormForm, examine
+from enjoyln_cli.models.norm_probe import Known, LayerNormSpec, examine
 from enjoyln_cli.plan.covered_calls import OTHER_CALLS, CoveredCalls
 from enjoyln_cli.plan.plan import MeanSubtraction, Plan
 from enjoyln_cli.plan.trusted_code import foreign_hooks
@@ -83,7 +83,7 @@ def install(
     state = add_guards(model, tuple(entry_inputs), unproven, fused, covered)
     for module in model.modules():
         if isinstance(module, Folded) or hasattr(module, "centrings"):
-            module._enjoyln_fold = state  # type: ignore[assignment]
+            module._enjoyln_state = state  # type: ignore[assignment]
     return model
 
 
@@ -196,13 +196,13 @@ def _folded_class(module: nn.Module, path: str, examined: Known) -> type:
     base: Any = type(module)
     if runs_torchs_layer_norm(module):
         return rms_subclass(base)
-    form = examine(module, examined)
-    if not isinstance(form, LayerNormForm):
-        why = "" if form is None else f" ({form})"
+    spec = examine(module, examined)
+    if not isinstance(spec, LayerNormSpec):
+        why = "" if spec is None else f" ({spec})"
         raise UnsupportedModel(
             f"{path}: {base.__name__} does not compute LayerNorm{why}, so it cannot become RMSNorm"
         )
-    return rms_spelled_out(base, form)
+    return rms_spelled_out(base, spec)
 
 
 def _check_aliases(model: nn.Module, places: Iterable[str | None]) -> None:

@@ -29,7 +29,7 @@ from enjoyln_cli.models.classes import locate
 from enjoyln_cli.models.extents import identity_of
 from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.models.load import class_in
-from enjoyln_cli.plan.mean_units import copy_units, intact, room, set_units
+from enjoyln_cli.plan.mean_units import copy_units, intact, set_units, spare_units
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.editable import require_editable
 from enjoyln_cli.rewrite.opened_model import OpenedModel
@@ -167,7 +167,7 @@ def _refold(model: nn.Module) -> None:
     for layers, mlp in mlps:
         if intact(layers, mlp, FLOATS):
             continue
-        if (after := room(layers, mlp)) is None:
+        if (after := spare_units(layers, mlp)) is None:
             raise NotCentred(
                 f"{mlp.second.parameter}: training has changed its hidden units from {mlp.size} "
                 "on, which subtract a mean, and no unused units are left to hold the trained "

@@ -26,7 +26,7 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.graph.insertion_points import change_input, change_output
 from enjoyln_cli.kernels import rms_norm
 from enjoyln_cli.models.norm_modules import first_input, only_input
-from enjoyln_cli.models.norm_probe import LayerNormForm, per_feature
+from enjoyln_cli.models.norm_probe import LayerNormSpec, per_feature
 from enjoyln_cli.plan.axis import centre_value
 from enjoyln_cli.runtime.scope import NOT_INSTALLED, computes_layer_norm, runs_proven
 
@@ -34,7 +34,7 @@ from enjoyln_cli.runtime.scope import NOT_INSTALLED, computes_layer_norm, runs_p
 class Folded:
     """Base class of every module that computes RMSNorm instead of LayerNorm."""
 
-    _enjoyln_fold = NOT_INSTALLED
+    _enjoyln_state = NOT_INSTALLED
     """The state shared by all norms and hooks of the model that this norm is installed in."""
     dim = -1
     """The normalised dimension; 1 for channels-first inputs."""
@@ -50,11 +50,11 @@ class Folded:
         The answer is for the call that runs in this thread. Outside of a call: whether the last
         check found changed weights or modules.
         """
-        return computes_layer_norm(self._enjoyln_fold)
+        return computes_layer_norm(self._enjoyln_state)
 
     def train(self, mode: bool = True) -> Any:
         """As for any module. After training, computes LayerNorm until the weights are checked."""
-        self._enjoyln_fold.trained += mode
+        self._enjoyln_state.trained += mode
         return super().train(mode)  # type: ignore[misc]
 
 
@@ -66,11 +66,11 @@ class RMSNorm(Folded, nn.LayerNorm):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not runs_proven(self._enjoyln_fold):
+        if not runs_proven(self._enjoyln_state):
             return super().forward(input)
         weight = None if self.weightless else self.weight
         bias = None if self.biasless else self.bias
-        literal = self._enjoyln_fold.literal
+        literal = self._enjoyln_state.literal
         return rms_norm(input, weight, bias, self.eps, len(self.normalized_shape), literal)
 
 
@@ -108,10 +108,10 @@ def rms_subclass(base: type) -> type:
 
 
 @cache
-def rms_spelled_out(base: type, form: LayerNormForm) -> type:
+def rms_spelled_out(base: type, spec: LayerNormSpec) -> type:
     """A subclass of ``base`` that computes RMSNorm; ``base`` has its own LayerNorm ``forward``.
 
-    ``form`` says how ``base`` computes LayerNorm: dimension, eps and the use of its parameters. A
+    ``spec`` says how ``base`` computes LayerNorm: dimension, eps and the use of its parameters. A
     call with further arguments than the input, which no proof covers, computes what ``base`` does.
     """
     plain: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
@@ -119,22 +119,22 @@ def rms_spelled_out(base: type, form: LayerNormForm) -> type:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         input = only_input(args, kwargs, name)
-        if input is None or not runs_proven(self._enjoyln_fold) or not form.holds_for(input.ndim):
+        if input is None or not runs_proven(self._enjoyln_state) or not spec.holds_for(input.ndim):
             return plain(self, *args, **kwargs)
-        literal = self._enjoyln_fold.literal
-        gain, bias = affine(self, form)
-        if not form.takes_other_dtypes and _differs_in_dtype(input, gain, bias):
+        literal = self._enjoyln_state.literal
+        gain, bias = affine(self, spec)
+        if not spec.takes_other_dtypes and _differs_in_dtype(input, gain, bias):
             return plain(self, *args, **kwargs)
         gain = None if self.weightless else gain
         bias = None if self.biasless else bias
-        y = rms_norm(input.movedim(form.dim, -1), gain, bias, form.eps, literal=literal)
-        return y.movedim(-1, form.dim)
+        y = rms_norm(input.movedim(spec.dim, -1), gain, bias, spec.eps, literal=literal)
+        return y.movedim(-1, spec.dim)
 
     forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
-    body: dict[str, Any] = {"forward": forward, "dim": form.dim}
-    body |= {"weight_name": form.weight, "bias_name": form.bias}
-    body["unit"] = 0.0 if form.gain == "1 + weight" else 1.0
-    return make_class(f"RMS{base.__name__}", (Folded, base), rms_spelled_out, base, form, **body)
+    body: dict[str, Any] = {"forward": forward, "dim": spec.dim}
+    body |= {"weight_name": spec.weight, "bias_name": spec.bias}
+    body["unit"] = 0.0 if spec.gain == "1 + weight" else 1.0
+    return make_class(f"RMS{base.__name__}", (Folded, base), rms_spelled_out, base, spec, **body)
 
 
 def stock_class(cls: type) -> type:
@@ -149,12 +149,12 @@ def stock_class(cls: type) -> type:
     return cls
 
 
-def affine(module: Any, form: LayerNormForm) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def affine(module: Any, spec: LayerNormSpec) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The factor and the summand that a norm applies, each of shape ``(features,)`` or ``None``."""
-    weight = getattr(module, form.weight, None) if form.gain != "1" else None
+    weight = getattr(module, spec.weight, None) if spec.gain != "1" else None
     gain = None if weight is None else per_feature(weight)
-    bias = per_feature(getattr(module, form.bias)) if form.biased else None
-    return (1 + gain if form.gain == "1 + weight" and gain is not None else gain), bias
+    bias = per_feature(getattr(module, spec.bias)) if spec.biased else None
+    return (1 + gain if spec.gain == "1 + weight" and gain is not None else gain), bias
 
 
 def _differs_in_dtype(input: torch.Tensor, *parameters: torch.Tensor | None) -> bool:
@@ -173,7 +173,7 @@ def centred_subclass(base: type) -> type:
     first = first_input(inner)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not runs_proven(self._enjoyln_fold):
+        if not runs_proven(self._enjoyln_state):
             return inner(self, *args, **kwargs)
         for op in self.centrings:
             if op.place == "input":

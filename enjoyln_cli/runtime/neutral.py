@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from enjoyln_cli.kernels import Norms
-from enjoyln_cli.models.norm_modules import PLAIN
+from enjoyln_cli.models.norm_modules import PLAIN_TENSORS
 from enjoyln_cli.runtime.modules import Folded
 
 
@@ -48,7 +48,7 @@ def _folded(model: nn.Module) -> Iterator[tuple[str, Folded]]:
 
 def _all_are(tensor: Any, value: float) -> bool:
     """Whether all elements equal ``value``, in a tensor whose changes torch counts."""
-    if type(tensor) not in PLAIN or tensor.is_meta or tensor.is_inference():
+    if type(tensor) not in PLAIN_TENSORS or tensor.is_meta or tensor.is_inference():
         return False
     if not tensor.is_floating_point():
         return False

@@ -44,7 +44,7 @@ class Check(Protocol):
     def holds(self, guard: CallGuard, model: nn.Module) -> bool:
         """Whether ``model`` is as the proof assumes.
 
-        Sets ``entry.trouble`` to the reason if not.
+        Sets ``guard.trouble`` to the reason if not.
         """
 
 

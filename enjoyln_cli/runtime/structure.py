@@ -226,7 +226,7 @@ class KeepStructure:
 
     @in_python
     def holds(self, guard: CallGuard, model: nn.Module) -> bool:
-        """Whether ``model`` is as the proof assumes. Sets ``entry.trouble`` to the reason if not.
+        """Whether ``model`` is as the proof assumes. Sets ``guard.trouble`` to the reason if not.
 
         Compares the model if it has changed since the last check. Warns if the trouble is new.
         """
@@ -234,7 +234,7 @@ class KeepStructure:
 
     @torch.compiler.disable
     def _look_again(self, guard: CallGuard, model: nn.Module) -> bool:
-        """Set ``entry.trouble``; false if the model cannot be checked in this call."""
+        """Set ``guard.trouble``; false if the model cannot be checked in this call."""
         with check_lock:
             return self.unchanged(guard) or self._look(guard, model)
 
@@ -272,7 +272,7 @@ class KeepStructure:
         _check_hooks("every module", (*before.values(), *after.values()))
 
     def _look(self, guard: CallGuard, model: nn.Module) -> bool:
-        """Set ``entry.trouble``; false if the model cannot be checked in this call."""
+        """Set ``guard.trouble``; false if the model cannot be checked in this call."""
         trained = guard.state.trained
         snapshot = Snapshot([*model.modules()], self.facts(model))
         set_trouble(guard, trouble_with(self.compare, model))
@@ -290,7 +290,7 @@ def trouble_with(check: Callable[[nn.Module], None], model: nn.Module) -> str:
 
 
 def set_trouble(guard: CallGuard, trouble: str) -> None:
-    """Set ``entry.trouble``, and warn if it is new."""
+    """Set ``guard.trouble``, and warn if it is new."""
     if trouble and not guard.trouble:
         warnings.warn(f"computing LayerNorm: {trouble}", stacklevel=2)
     guard.trouble = trouble

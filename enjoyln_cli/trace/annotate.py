@@ -17,11 +17,11 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from enjoyln_cli.calls.calls import Call
-from enjoyln_cli.calls.input_forms import accepted_by
+from enjoyln_cli.calls.input_sets import accepted_by
 from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.graph.insertion_points import ambiguous_points, blocks, insertion_points_of
 from enjoyln_cli.models.outputs import is_fed_back
-from enjoyln_cli.trace.recorder import Recording
+from enjoyln_cli.trace.recorder import RecordedRun
 from enjoyln_cli.trace.shared_storage import reason_outside
 from enjoyln_cli.trace.steps import Steps, Watchers
 from enjoyln_cli.trace.trace import Naming, Trace, path_in_model
@@ -53,7 +53,7 @@ class CallToTrace:
 
 def annotate(
     this: CallToTrace,
-    recording: Recording,
+    recording: RecordedRun,
     *,
     changed: Iterable[str] = (),
     scaled: Iterable[str] = (),

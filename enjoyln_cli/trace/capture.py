@@ -36,8 +36,8 @@ from enjoyln_cli.models.meta_device import (
     copy_without_weights,
     forget_buffers,
     is_mask,
+    meta_weights,
     on_cpu,
-    weightless,
 )
 from enjoyln_cli.models.norm_modules import first_names
 from enjoyln_cli.plan.trusted_code import is_stock
@@ -50,7 +50,7 @@ from enjoyln_cli.trace.steps import Steps, quiet, watch
 from enjoyln_cli.trace.trace import Naming, Trace
 
 
-class Captures:
+class Recorder:
     """Captures the graphs of one model's calls."""
 
     def __init__(self, model: nn.Module, naming: Naming = str, inner: str | None = None) -> None:
@@ -144,7 +144,7 @@ def accepts(model: nn.Module, call: Call) -> bool:
     try:
         bare = copy_without_weights(model).train(call.training)
         forget_buffers(bare, keep_integers=True)
-        with quiet(call.training, exporting=False), weightless():
+        with quiet(call.training, exporting=False), meta_weights():
             Steps(bare, call.flags, None, cache=call.cache)(*on_cpu(call.steps))
     except Exception:  # with inputs of a wrong form, a model may raise any exception
         return False

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from enjoyln_cli.models.norm_modules import PLAIN, first_input, only_input
+from enjoyln_cli.models.norm_modules import PLAIN_TENSORS, first_input, only_input
 
 
 class NotRecorded(Exception):
@@ -107,7 +107,7 @@ def _name_of(target: Any) -> str:
 
 def _shape_alone(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape, strides and dtype, without values."""
-    if type(tensor) not in PLAIN or tensor.layout != torch.strided:
+    if type(tensor) not in PLAIN_TENSORS or tensor.layout != torch.strided:
         return tensor.detach().clone()
     shape, strides = tensor.shape, tensor.stride()
     with torch._C._DisableTorchDispatch():  # it belongs to the graph, and not to the call

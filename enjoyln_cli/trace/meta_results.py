@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from enjoyln_cli.models.meta_device import tensors_of
-from enjoyln_cli.models.norm_modules import PLAIN
+from enjoyln_cli.models.norm_modules import PLAIN_TENSORS
 
 MAX_RESULTS = 20_000
 _VALUES = (
@@ -78,7 +78,7 @@ def _described(value: Any) -> Any:
     kind = type(value)
     if kind in _VALUES:
         return kind, value
-    if kind in PLAIN and is_plain(value):
+    if kind in PLAIN_TENSORS and is_plain(value):
         return value.shape, value.stride(), value.storage_offset(), value.dtype
     if kind is tuple or kind is list:
         return kind, *[_described(part) for part in value]
@@ -87,7 +87,7 @@ def _described(value: Any) -> Any:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor of torch's own class has no values, and strides in place of any."""
-    strided = type(tensor) in PLAIN and tensor.is_meta and tensor.layout == torch.strided
+    strided = type(tensor) in PLAIN_TENSORS and tensor.is_meta and tensor.layout == torch.strided
     return strided and not (tensor.is_conj() or tensor.is_neg())
 
 

@@ -38,10 +38,10 @@ from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import (
     Memory,
+    meta_weights,
     on_cpu,
     takes_device,
     tensors_of,
-    weightless,
     without_values,
 )
 from enjoyln_cli.trace import meta_results
@@ -62,7 +62,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Recording:
+class RecordedRun:
     """The graph of one run."""
 
     graph: Graph
@@ -80,13 +80,13 @@ class Recording:
     """Paths of the modules without children that were called with other arguments than a tensor."""
 
 
-def record(runner: Steps, steps: Any) -> tuple[Recording, Memory]:
+def record(runner: Steps, steps: Any) -> tuple[RecordedRun, Memory]:
     """The graph of ``runner`` for ``steps`` with these values, and the memory that it computes.
 
     The parameters of its model have to be on the meta device. Raises ``TraceFailed`` if the model's
     code catches an exception of torch, ``NotRecorded``, or any exception of the model.
     """
-    with weightless() as computed:
+    with meta_weights() as computed:
         recorder = _Recorder(GraphBuilder(), computed=computed)
         recording, _ = _record(runner, recorder, *pytree.tree_flatten(on_cpu(steps)))
     if recorder.reads.failed:
@@ -149,7 +149,7 @@ def record_symbolic(runner: Steps, steps: Any, sizes: Symbols, free: bool = True
 
 def _record(
     runner: Steps, recorder: _Recorder, leaves: list[Any], layout: pytree.TreeSpec
-) -> tuple[Recording, Any]:
+) -> tuple[RecordedRun, Any]:
     """What ``recorder`` records of ``runner``, and its result; ``leaves`` are its inputs."""
     tracer = recorder.tracer
     parameters: dict[Node, str] = {}
@@ -168,7 +168,7 @@ def _record(
     results, results_layout = pytree.tree_flatten(result)
     nodes = [tracer.node_of(tensor) for tensor in results]
     tracer.graph.output(nodes)
-    recording = Recording(
+    recording = RecordedRun(
         graph=tracer.graph,
         parameters=parameters,
         inputs=inputs,
@@ -261,7 +261,7 @@ class _Recorder(ProxyTorchDispatchMode):
     def _result_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an operation in a run without weights.
 
-        If no operand has values, it needs none of what ``weightless`` does, which takes time.
+        If no operand has values, it needs none of what ``meta_weights`` does, which takes time.
         """
         operands = tensors_of((args, kwargs))
         mixed = func in _OF_SHAPES and any(operand.is_meta for operand in operands)

@@ -29,13 +29,13 @@ from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.models.meta_device import copy_without_weights
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument
 from enjoyln_cli.plan.covered_calls import (
-    CallForm,
+    ArgumentSpec,
+    CallSignature,
     Constant,
-    Form,
     Items,
     Length,
-    TensorForm,
-    call_form,
+    TensorSpec,
+    call_signature,
     sizes_in,
 )
 from enjoyln_cli.plan.size_conditions import holds, names_in, require_condition
@@ -45,23 +45,23 @@ from enjoyln_cli.trace.steps import Steps, quiet
 from enjoyln_cli.trace.trace import Trace
 
 
-def traced_forms(model: nn.Module, trace: Trace) -> tuple[CallForm, ...]:
-    """The forms of calls that a trace of ``model`` covers: one for each step.
+def traced_signatures(model: nn.Module, trace: Trace) -> tuple[CallSignature, ...]:
+    """The signatures of calls that a trace of ``model`` covers: one for each step.
 
-    If it is unknown for which sizes they hold, only the form of the first step, with its exact
+    If it is unknown for which sizes they hold, only the signature of the first step, with its exact
     sizes. Empty if Python read values of the example inputs.
     """
     call = trace.call
     if trace.by_values:
         return ()
-    if general := _general_forms(model, call, trace):
+    if general := _general_signatures(model, call, trace):
         return general
     args, kwargs = call.steps[0]
     named = {**kwargs, **call.flags}
     if call.cache is not None:
         named[cache_argument(model.forward) or CACHE] = call.cache
-    form = call_form(model, args, named)
-    return () if form is None else (form,)
+    signature = call_signature(model, args, named)
+    return () if signature is None else (signature,)
 
 
 def holds_for_all_values(this: CallToTrace, graph: Graph) -> bool:
@@ -90,26 +90,26 @@ def in_two_rows(call: Call) -> Iterator[Call]:
 
 @dataclass
 class _Before:
-    """Records the form of each step, and how many conditions on sizes existed when it began."""
+    """Records each step's signature, and how many conditions on sizes existed when it began."""
 
     model: nn.Module
     sizes: Symbols
-    forms: list[CallForm | None] = field(default_factory=list)
+    signatures: list[CallSignature | None] = field(default_factory=list)
     known: list[int] = field(default_factory=list)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.forms.append(call_form(self.model, args, kwargs))
+        self.signatures.append(call_signature(self.model, args, kwargs))
         self.known.append(len(self.sizes.guards))
 
 
-def in_one_row(call: Call, forms: Iterable[CallForm]) -> Iterator[Call]:
-    """The same call with a single row, if not all of its ``forms`` hold for one.
+def in_one_row(call: Call, signatures: Iterable[CallSignature]) -> Iterator[Call]:
+    """The same call with a single row, if not all of its ``signatures`` hold for one.
 
     torch broadcasts a single row, so code may take another path with it.
     """
     leaves = pytree.tree_leaves(call.steps)
     rows = next((leaf.shape[0] for leaf in leaves if torch.is_tensor(leaf) and leaf.ndim), 1)
-    if rows == 1 or all(map(_holds_for_one, forms)):
+    if rows == 1 or all(map(_holds_for_one, signatures)):
         return
 
     def single(value: Any) -> Any:
@@ -120,14 +120,14 @@ def in_one_row(call: Call, forms: Iterable[CallForm]) -> Iterator[Call]:
     yield replace(call, label=f"{call.label}, in one row", steps=steps, required=False)
 
 
-def _holds_for_one(form: CallForm) -> bool:
+def _holds_for_one(signature: CallSignature) -> bool:
     """Whether no condition concerns the number of rows (the first size of the first tensor)."""
-    first = next(_sizes(form), 1)
-    return first == 1 or not any(first in names_in(one) for one in form.conditions)
+    first = next(_sizes(signature), 1)
+    return first == 1 or not any(first in names_in(one) for one in signature.conditions)
 
 
-def _general_forms(model: nn.Module, call: Call, trace: Trace) -> tuple[CallForm, ...]:
-    """The forms with symbolic sizes; empty if it is unknown for which sizes they hold."""
+def _general_signatures(model: nn.Module, call: Call, trace: Trace) -> tuple[CallSignature, ...]:
+    """The signatures with symbolic sizes; empty if it is unknown for which sizes they hold."""
     sizes = Symbols()
     try:
         bare = copy_without_weights(model)
@@ -192,8 +192,8 @@ def _is_whole(node: Node) -> bool:
     return node.target is torch.ops.aten.slice.Tensor and tuple(node.args[2:]) in ((), whole)
 
 
-def _forms_with_conditions(before: _Before, steps: int) -> Iterator[CallForm]:
-    """The forms of the steps, with conditions from the guards on sizes.
+def _forms_with_conditions(before: _Before, steps: int) -> Iterator[CallSignature]:
+    """The signatures of the steps, with conditions from the guards on sizes.
 
     Raises ``ValueError`` for a condition that cannot be expressed.
     """
@@ -201,14 +201,14 @@ def _forms_with_conditions(before: _Before, steps: int) -> Iterator[CallForm]:
         return
     guards = before.sizes.guards
     ends = [*before.known[1:steps], len(guards)]
-    for form, begin, end in zip(before.forms[:steps], before.known, ends, strict=False):
-        if form is not None:
+    for signature, begin, end in zip(before.signatures[:steps], before.known, ends, strict=False):
+        if signature is not None:
             conditions = [before.sizes.simplify(guard.expr) for guard in guards[:end]]
-            yield _with_names(form, conditions[:begin], conditions[begin:])
+            yield _with_names(signature, conditions[:begin], conditions[begin:])
 
 
-def _with_names(form: CallForm, earlier: list[Any], own: list[Any]) -> CallForm:
-    """``form`` with named sizes, and the conditions under which its path is the same.
+def _with_names(signature: CallSignature, earlier: list[Any], own: list[Any]) -> CallSignature:
+    """``signature`` with named sizes, and the conditions under which its path is the same.
 
     Conditions of ``earlier`` steps on sizes that this step does not have are left out.
     """
@@ -227,7 +227,7 @@ def _with_names(form: CallForm, earlier: list[Any], own: list[Any]) -> CallForm:
         exact[names[expression]] = size.node.hint
         return names[expression]
 
-    arguments = tuple((name, _renamed(one, named)) for name, one in form.arguments)
+    arguments = tuple((name, _renamed(one, named)) for name, one in signature.arguments)
     symbols = {one: type(one)(name) for one, name in names.items() if one.is_symbol}
     conditions: list[str] = []
     for expression, name in names.items():
@@ -249,23 +249,23 @@ def _with_names(form: CallForm, earlier: list[Any], own: list[Any]) -> CallForm:
         conditions.append(_condition(left, symbols))
     if not all(holds(condition, exact) for condition in conditions):
         raise ValueError("the sizes that were traced are not among those that are covered")
-    return CallForm(form.owner, arguments, tuple(dict.fromkeys(conditions)))
+    return CallSignature(signature.owner, arguments, tuple(dict.fromkeys(conditions)))
 
 
-def _renamed(form: Form, named: Callable[[Any], Any]) -> Form:
-    """``form`` with every size replaced by ``named(size)``."""
-    if isinstance(form, TensorForm):
-        return replace(form, sizes=tuple(map(named, form.sizes)))
-    if isinstance(form, Length):
-        size = named(form.size)
+def _renamed(spec: ArgumentSpec, named: Callable[[Any], Any]) -> ArgumentSpec:
+    """``spec`` with every size replaced by ``named(size)``."""
+    if isinstance(spec, TensorSpec):
+        return replace(spec, sizes=tuple(map(named, spec.sizes)))
+    if isinstance(spec, Length):
+        size = named(spec.size)
         return Constant(size) if type(size) is int else Length(size)
-    if isinstance(form, Items):
-        return replace(form, values=tuple(_renamed(one, named) for one in form.values))
-    return form
+    if isinstance(spec, Items):
+        return replace(spec, values=tuple(_renamed(one, named) for one in spec.values))
+    return spec
 
 
-def _sizes(form: CallForm | None) -> Iterator[Any]:
-    for _, one in form.arguments if form else ():
+def _sizes(signature: CallSignature | None) -> Iterator[Any]:
+    for _, one in signature.arguments if signature else ():
         yield from sizes_in(one)
 
 

@@ -2,7 +2,7 @@
 
 A model is called with inputs that it accepts, and the proof holds for calls like these. For
 transformers' classes, coverage is described by the inputs that no trace had. Custom models share no
-conventions, so for them it is described by the forms of the traced calls.
+conventions, so for them it is described by the signatures of the traced calls.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from torch import nn
 from enjoyln_cli.calls.argument_trials import further_calls
 from enjoyln_cli.calls.calls import Call, ways_to_call
 from enjoyln_cli.calls.generation import generated_calls
-from enjoyln_cli.calls.input_forms import optional_inputs
+from enjoyln_cli.calls.input_sets import optional_inputs
 from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.models.classes import base_path
 from enjoyln_cli.plan.cache_argument import CACHE, in_plans
 from enjoyln_cli.plan.covered_calls import (
     OTHER_CALLS,
-    CallForm,
+    CallSignature,
     CoveredCalls,
     attributes_of,
 )
 from enjoyln_cli.plan.plan import Setting
-from enjoyln_cli.trace.capture import Captures
-from enjoyln_cli.trace.size_range import in_one_row, traced_forms
+from enjoyln_cli.trace.capture import Recorder
+from enjoyln_cli.trace.size_range import in_one_row, traced_signatures
 from enjoyln_cli.trace.trace import Trace
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TracedModel:
+class ModelTraces:
     """The graphs of one model, and the inputs of the traced calls."""
 
-    captures: Captures
+    captures: Recorder
     traces: tuple[Trace, ...]
     inputs: frozenset[str]
     """Names of the inputs that any call had."""
-    forms: tuple[CallForm, ...] | None = None
-    """The forms of the traced calls; ``None`` until ``with_forms`` computes them, which takes
-    longer than the traces."""
+    signatures: tuple[CallSignature, ...] | None = None
+    """The signatures of the traced calls; ``None`` until ``with_signatures`` computes them, which
+    takes longer than the traces."""
 
     @property
     def model(self) -> nn.Module:
@@ -54,7 +54,7 @@ class TracedModel:
         return any(trace.call.training for trace in self.traces)
 
 
-def likely_calls(captures: Captures) -> list[Call]:
+def likely_calls(captures: Recorder) -> list[Call]:
     """The calls to trace: with inputs that the model accepts, or else the most likely inputs.
 
     Raises ``UnsupportedModel`` if no example inputs can be made.
@@ -68,13 +68,13 @@ def likely_calls(captures: Captures) -> list[Call]:
     return [*calls, *further_calls(model, calls[0]), *generated_calls(model)]
 
 
-def accepted_calls(captures: Captures) -> list[Call] | None:
+def accepted_calls(captures: Recorder) -> list[Call] | None:
     """The first alternative of ``ways_to_call`` that the model accepts, or ``None``."""
     ways = ways_to_call(captures.model)
     return next((calls for calls in ways if captures.accepts(calls[0])), None)
 
 
-def trace_calls(captures: Captures, calls: Iterable[Call]) -> TracedModel:
+def trace_calls(captures: Recorder, calls: Iterable[Call]) -> ModelTraces:
     """Trace the calls; optional ones only if the model accepts them and they can be traced.
 
     Of several optional calls with the same label, the first that works is traced. A switch counts
@@ -104,47 +104,49 @@ def trace_calls(captures: Captures, calls: Iterable[Call]) -> TracedModel:
     inputs = set().union(*named)
     switches = {switch for trace in traces for switch in trace.call.flags}
     partly = {s for s in switches if not inputs <= set().union(*(n for n in named if s in n))}
-    return TracedModel(captures=captures, traces=tuple(traces), inputs=frozenset(inputs - partly))
+    return ModelTraces(captures=captures, traces=tuple(traces), inputs=frozenset(inputs - partly))
 
 
-def with_forms(traced: TracedModel) -> TracedModel:
-    """``traced`` with the forms of its calls, and with single-row traces if those need them."""
+def with_signatures(traced: ModelTraces) -> ModelTraces:
+    """``traced`` with the signatures of its calls, and single-row traces if these need them."""
     traces = list(traced.traces)
-    forms: list[CallForm] = []
+    signatures: list[CallSignature] = []
     for trace in traced.traces:
-        found = traced_forms(traced.model, trace)
-        forms += found
+        found = traced_signatures(traced.model, trace)
+        signatures += found
         if not (trace.by_values or traced.captures.is_stock):
             alone = in_one_row(trace.call, found)
             more = trace_calls(traced.captures, alone).traces
             traces += more
-            forms += [form for one in more for form in traced_forms(traced.model, one)]
-    return replace(traced, traces=tuple(traces), forms=tuple(forms))
+            signatures += [
+                signature for one in more for signature in traced_signatures(traced.model, one)
+            ]
+    return replace(traced, traces=tuple(traces), signatures=tuple(signatures))
 
 
-def coverage_is_known(traced: Sequence[TracedModel]) -> bool:
-    """Whether coverage is known: for transformers' classes, or by the forms of the calls."""
-    return _are_stock(traced) or _have_forms(traced)
+def coverage_is_known(traced: Sequence[ModelTraces]) -> bool:
+    """Whether coverage is known: for transformers' classes, or by the signatures of the calls."""
+    return _are_stock(traced) or _have_signatures(traced)
 
 
 def covered_calls(
-    traced: Sequence[TracedModel], settings: Iterable[Setting]
+    traced: Sequence[ModelTraces], settings: Iterable[Setting]
 ) -> CoveredCalls | None:
     """The covered calls of custom models.
 
-    ``None`` for transformers' classes, which follow conventions, and if the forms were not computed
-    since no norm changes. With traces in training mode, too, a call has to be proven in both modes.
+    ``None`` for transformers' classes, which follow conventions, and if no norm changes, so that no
+    signatures were computed. With traces in training mode, too, both modes have to prove a call.
     Attributes that ``settings`` of the config change are left out.
     """
-    if _are_stock(traced) or not _have_forms(traced):
+    if _are_stock(traced) or not _have_signatures(traced):
         return None
     changed = {setting.name.rpartition(".")[2] for setting in settings}
     attributes = (entry for one in traced for entry in attributes_of(one.model))
-    forms: dict[bool, list[CallForm]] = {}
+    signatures: dict[bool, list[CallSignature]] = {}
     for one in traced:
-        forms.setdefault(one.training, []).extend(one.forms or ())
+        signatures.setdefault(one.training, []).extend(one.signatures or ())
     return CoveredCalls(
-        tuple(dict.fromkeys(_in_every_mode(list(forms.values())))),
+        tuple(dict.fromkeys(_in_every_mode(list(signatures.values())))),
         tuple(
             (owner, name, value)
             for owner, name, value in attributes
@@ -153,30 +155,37 @@ def covered_calls(
     )
 
 
-def _in_every_mode(forms: list[list[CallForm]]) -> Iterator[CallForm]:
-    """The forms of one mode, or those that are proven in both modes, under the conditions of both.
+def _in_every_mode(signatures: list[list[CallSignature]]) -> Iterator[CallSignature]:
+    """The signatures of one mode, or the signatures that both modes prove, under all conditions.
 
     Forms with the same arguments have the same names for their sizes.
     """
-    first, *others = forms
-    for form in first:
+    first, *others = signatures
+    for signature in first:
         alike = [
-            next((o for o in other if (o.owner, o.arguments) == (form.owner, form.arguments)), None)
+            next(
+                (
+                    o
+                    for o in other
+                    if (o.owner, o.arguments) == (signature.owner, signature.arguments)
+                ),
+                None,
+            )
             for other in others
         ]
         if None not in alike:
-            conditions = (c for one in (form, *alike) if one for c in one.conditions)
-            yield replace(form, conditions=tuple(dict.fromkeys(conditions)))
+            conditions = (c for one in (signature, *alike) if one for c in one.conditions)
+            yield replace(signature, conditions=tuple(dict.fromkeys(conditions)))
 
 
-def unproven_inputs(traced: Sequence[TracedModel]) -> list[str]:
+def unproven_inputs(traced: Sequence[ModelTraces]) -> list[str]:
     """Optional inputs that no trace of any class covers.
 
     A class passes unknown keywords on to its base model, so the base model's optional inputs count
     too, unless some class was traced with them.
     """
     if not _are_stock(traced):
-        return [OTHER_CALLS] if _have_forms(traced) else []
+        return [OTHER_CALLS] if _have_signatures(traced) else []
     left: set[str] = set()
     reached: set[str] = set()
     for one in traced:
@@ -186,9 +195,9 @@ def unproven_inputs(traced: Sequence[TracedModel]) -> list[str]:
     return sorted(left | reached.difference(*(one.inputs for one in traced)))
 
 
-def _are_stock(traced: Sequence[TracedModel]) -> bool:
+def _are_stock(traced: Sequence[ModelTraces]) -> bool:
     return all(one.captures.is_stock for one in traced)
 
 
-def _have_forms(traced: Sequence[TracedModel]) -> bool:
-    return all(one.forms is not None for one in traced)
+def _have_signatures(traced: Sequence[ModelTraces]) -> bool:
+    return all(one.signatures is not None for one in traced)

@@ -25,10 +25,10 @@ from enjoyln_cli.calls.calls import Call, ExampleCalls
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.garbage import no_collections
 from enjoyln_cli.models.norm_modules import runs_torchs_layer_norm
-from enjoyln_cli.plan.fold_options import PLAIN
-from enjoyln_cli.trace.capture import Captures
+from enjoyln_cli.plan.fold_options import CENTRING_ONLY
+from enjoyln_cli.trace.capture import Recorder
 from enjoyln_cli.trace.failure_reasons import foreign_code
-from enjoyln_cli.trace.traced_calls import TracedModel, trace_calls
+from enjoyln_cli.trace.traced_calls import ModelTraces, trace_calls
 
 
 @no_collections()
@@ -48,13 +48,13 @@ def analyze_training(
     """
     with foreign_code(model):
         calls = calls_of(model, tuple(args), dict(kwargs or {}), example_calls)
-        traced = trace_calls(Captures(model), calls), trace_in_training(model, calls)
+        traced = trace_calls(Recorder(model), calls), trace_in_training(model, calls)
         if any(trace.by_values for trace in traced[1].traces):
             raise UnsupportedModel(
                 f"{type(model).__name__}: in training mode, its code branches on values or on "
                 "random numbers (as LayerDrop does), so no plan is proven; set its rate to 0"
             )
-        analysis = analyze_family(family_in_memory(model, traced, training=True), PLAIN)
+        analysis = analyze_family(family_in_memory(model, traced, training=True), CENTRING_ONLY)
     rates = tuple((name, value) for name, _, _, value in dropout_rates(model))
     analysis = replace(analysis, plan=replace(analysis.plan, dropout_rates=rates))
     for verdict in analysis.plan.folded:
@@ -62,12 +62,12 @@ def analyze_training(
     return analysis
 
 
-def trace_in_training(model: nn.Module, calls: Iterable[Call]) -> TracedModel:
+def trace_in_training(model: nn.Module, calls: Iterable[Call]) -> ModelTraces:
     """Trace ``calls`` in training mode. Raises as ``trace_calls`` does."""
     trained = [
         replace(call, label=f"{call.label}, in training mode", training=True) for call in calls
     ]
-    return trace_calls(Captures(model), trained)
+    return trace_calls(Recorder(model), trained)
 
 
 def dropout_rates(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, float]]:

@@ -15,7 +15,7 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.models.classes import build
-from enjoyln_cli.models.memory import fits, room_for_weights
+from enjoyln_cli.models.memory import bytes_for_weights, fits
 from enjoyln_cli.models.offload import Offload, reader_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.opened_model import OpenedModel
@@ -52,14 +52,14 @@ class CheckpointPair:
             return None
         bare = build(opened.cls, opened.config)
         sizes = {name: parameter.numel() for name, parameter in bare.named_parameters()}
-        room = room_for_weights(sizes, dtype, *limits)
-        if room is None:
+        free_bytes = bytes_for_weights(sizes, dtype, *limits)
+        if free_bytes is None:
             return None
         total = sum(sizes.values()) * dtype.itemsize
         weights = f"{size(total)} in {dtype_name(dtype)}"
-        resident = f"{size(min(room, total))} of it stay in memory"
+        resident = f"{size(min(free_bytes, total))} of it stay in memory"
         self.event("stage", f"reading weights from disk as layers run: {weights}, {resident}")
-        return Offload(self.folder, room)
+        return Offload(self.folder, free_bytes)
 
     def run(self, model: Any, batch: Batch) -> dict[str, torch.Tensor]:
         """The outputs that are compared, for one batch."""

@@ -15,7 +15,7 @@ from tiny_models import BERT, GPT2, live
 from enjoyln_cli import analyze, fold
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.conversion.fold import FoldJob, prepare
-from enjoyln_cli.conversion.inspect import inspect
+from enjoyln_cli.conversion.open_and_analyse import open_and_analyse
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.plan.fold_options import FoldOptions
 
@@ -77,7 +77,7 @@ def test_a_report_on_a_directory_plans_what_a_fold_does(of_weights: bool, tmp_pa
     planned = prepared(source).plan
     if not of_weights:
         (source / "model.safetensors").unlink()
-    for found in (inspect(str(source)).analysis, analyze(source)):
+    for found in (open_and_analyse(str(source)).analysis, analyze(source)):
         assert (found.plan == planned) is of_weights
         assert found.plan.model_class == ("MPNetModel" if of_weights else "MPNetForMaskedLM")
 

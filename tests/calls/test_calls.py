@@ -12,14 +12,14 @@ from packaging.version import Version
 from transformers import CONFIG_MAPPING
 
 from enjoyln_cli.analysis.analyze import analyze_calls, analyze_config
-from enjoyln_cli.calls.calls import BATCH, TOKENS, Call, forms, ways_to_call
-from enjoyln_cli.calls.input_forms import main_inputs, optional_inputs
+from enjoyln_cli.calls.calls import BATCH, TOKENS, Call, input_sets, ways_to_call
 from enjoyln_cli.calls.input_makers import MAKERS
-from enjoyln_cli.calls.input_spec import Spec, ones, whole_numbers
+from enjoyln_cli.calls.input_sets import main_inputs, optional_inputs
+from enjoyln_cli.calls.input_spec import InputSpec, ones, whole_numbers
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import build
 from enjoyln_cli.plan.cache_argument import returned_cache
-from enjoyln_cli.trace.capture import Captures
+from enjoyln_cli.trace.capture import Recorder
 from enjoyln_cli.trace.traced_calls import accepted_calls
 
 of_its_version = pytest.mark.skipif(
@@ -32,17 +32,17 @@ def model_of(model_class: str, model_type: str, **settings: Any) -> Any:
     return build(getattr(transformers, model_class), CONFIG_MAPPING[model_type](**settings))
 
 
-def first(model: Any) -> dict[str, Spec]:
+def first(model: Any) -> dict[str, InputSpec]:
     return next(main_inputs(model, 2, 7))
 
 
 def test_every_kind_of_main_input() -> None:
     text = model_of("GPT2Model", "gpt2", n_layer=1, vocab_size=37)
-    assert first(text) == {"input_ids": Spec((2, 7), 37)}
+    assert first(text) == {"input_ids": InputSpec((2, 7), 37)}
     image = model_of("ViTModel", "vit", num_hidden_layers=1, image_size=(24, 40), num_channels=1)
-    assert first(image) == {"pixel_values": Spec((2, 1, 24, 40))}
+    assert first(image) == {"pixel_values": InputSpec((2, 1, 24, 40))}
     whisper = model_of("WhisperModel", "whisper", num_mel_bins=5, max_source_positions=9)
-    features, ids = Spec((2, 5, 18)), Spec((2, 7), whisper.config.vocab_size)
+    features, ids = InputSpec((2, 5, 18)), InputSpec((2, 7), whisper.config.vocab_size)
     assert first(whisper) == {"input_features": features, "decoder_input_ids": ids}
     speech = model_of("Wav2Vec2Model", "wav2vec2", num_hidden_layers=1)
     assert list(first(speech)) == ["input_values"] and len(first(speech)["input_values"].shape) == 2
@@ -50,23 +50,23 @@ def test_every_kind_of_main_input() -> None:
 
 def test_two_modalities_are_given_and_then_the_main_one() -> None:
     clip = model_of("CLIPModel", "clip")
-    forms = [set(form) for form in main_inputs(clip, 1, 3)]
-    assert forms[0] == {"input_ids", "pixel_values"} and forms[-1] == {"input_ids"}
+    input_sets = [set(inputs) for inputs in main_inputs(clip, 1, 3)]
+    assert input_sets[0] == {"input_ids", "pixel_values"} and input_sets[-1] == {"input_ids"}
 
 
 def test_boxes_go_with_the_tokens_that_they_are_around() -> None:
     page = model_of("LayoutLMModel", "layoutlm", num_hidden_layers=1)
-    assert first(page)["bbox"] == Spec((2, 7, 4), 1)
+    assert first(page)["bbox"] == InputSpec((2, 7, 4), 1)
 
 
 def test_text_comes_with_the_images_of_its_config() -> None:
     """ViLT has no separate config for images: its own config has the patch size."""
     vilt = model_of("ViltModel", "vilt", num_hidden_layers=1, image_size=64, patch_size=16)
     assert first(vilt).keys() == {"input_ids", "pixel_values"}
-    calls = accepted_calls(Captures(vilt))
+    calls = accepted_calls(Recorder(vilt))
     assert calls is not None and calls[0].steps[0][1]["pixel_values"].shape == (BATCH, 3, 64, 64)
     gpt2 = model_of("GPT2Model", "gpt2", n_layer=1)
-    assert all(form.keys() == {"input_ids"} for form in main_inputs(gpt2, 1, 3))
+    assert all(inputs.keys() == {"input_ids"} for inputs in main_inputs(gpt2, 1, 3))
 
 
 def test_a_second_tower_is_given_an_input_of_its_size() -> None:
@@ -74,8 +74,8 @@ def test_a_second_tower_is_given_an_input_of_its_size() -> None:
     config.vision_config.image_size = 32
     config.high_res_vision_config.image_size = 48
     given = first(build(transformers.DeepseekVLHybridModel, config))
-    assert given["pixel_values"] == Spec((2, 3, 32, 32))
-    assert given["high_res_pixel_values"] == Spec((2, 3, 48, 48))
+    assert given["pixel_values"] == InputSpec((2, 3, 32, 32))
+    assert given["high_res_pixel_values"] == InputSpec((2, 3, 48, 48))
 
 
 def test_entities_and_the_future_are_given_if_read() -> None:
@@ -83,7 +83,7 @@ def test_entities_and_the_future_are_given_if_read() -> None:
     assert first(luke)["entity_ids"].below == 11 and "entity_position_ids" in first(luke)
     series = model_of("AutoformerModel", "autoformer", prediction_length=6, context_length=12)
     assert first(series)["future_values"].shape == (2, 6)
-    calls = accepted_calls(Captures(series))
+    calls = accepted_calls(Recorder(series))
     assert calls is not None and "future_values" in calls[0].steps[0][1]
 
 
@@ -91,18 +91,18 @@ def test_each_audio_feature_has_its_token_with_a_head_too() -> None:
     """The method that counts features belongs to the inner model."""
     settings = {"audio_config": {"num_hidden_layers": 1}, "audio_token_id": 9}
     head = model_of("VoxtralForConditionalGeneration", "voxtral", **settings)
-    form = next(forms(head, 2, TOKENS))
-    leading = form["input_ids"].leading
+    inputs = next(input_sets(head, 2, TOKENS))
+    leading = inputs["input_ids"].leading
     assert set(leading) == {9} and len(leading) == 375  # of 3000 frames: by 2, and by 4
-    assert form["input_ids"].shape == (2, TOKENS + len(leading))
+    assert inputs["input_ids"].shape == (2, TOKENS + len(leading))
 
 
 def test_the_number_of_placeholders_is_in_the_error() -> None:
     """The method that counts features also reads the text, and compares both."""
     config = CONFIG_MAPPING["musicflamingo"](audio_token_id=9)
     config.audio_config.num_hidden_layers = config.text_config.num_hidden_layers = 1
-    form = next(forms(build(transformers.MusicFlamingoModel, config), 2, TOKENS))
-    assert form["input_ids"].leading == (9,) * 750  # of 3000 frames: by 2, and by 2
+    inputs = next(input_sets(build(transformers.MusicFlamingoModel, config), 2, TOKENS))
+    assert inputs["input_ids"].leading == (9,) * 750  # of 3000 frames: by 2, and by 2
 
 
 def test_placeholders_of_a_model_that_counts_none() -> None:
@@ -111,7 +111,7 @@ def test_placeholders_of_a_model_that_counts_none() -> None:
     vision, audio = config.vision_config, config.audio_config
     vision.num_hidden_layers, vision.image_size, vision.image_token_id = 2, 56, 8
     audio.num_blocks, audio.audio_token_id = 1, 9
-    calls = accepted_calls(Captures(build(transformers.Phi4MultimodalModel, config))) or []
+    calls = accepted_calls(Recorder(build(transformers.Phi4MultimodalModel, config))) or []
     given = {call.label: call.steps[0][1] for call in calls}
     # 2 x 2 patches of the image and of its crop, a newline after each row, and one in between
     both, seen, heard = 2 * (4 + 2) + 1, (BATCH, 2, 3, 56, 56), (BATCH, 32, 80)
@@ -132,7 +132,7 @@ def test_each_switch_is_also_called_the_other_way() -> None:
         "frames_per_clip": 4,
     }  # fmt: skip
     model = model_of("VJEPA2Model", "vjepa2", **settings)
-    calls = {call.label: call.flags for call in accepted_calls(Captures(model)) or []}
+    calls = {call.label: call.flags for call in accepted_calls(Recorder(model)) or []}
     assert calls["skip_predictor=True"] == {"skip_predictor": True}
     unproven = analyze_config(model.config, model_class="VJEPA2Model").plan.unproven
     assert "skip_predictor" not in unproven  # that call has all inputs that are proven
@@ -144,7 +144,7 @@ def test_an_image_to_be_made_has_a_grid_of_its_own() -> None:
     config = CONFIG_MAPPING["glm_image"](image_token_id=9)
     config.vision_config.depth = config.text_config.num_hidden_layers = 1
     model = build(transformers.GlmImageModel, config)
-    placed = next(form for form in forms(model, 2, 7) if "images_per_sample" in form)
+    placed = next(inputs for inputs in input_sets(model, 2, 7) if "images_per_sample" in inputs)
     assert placed["image_grid_thw"].shape == (4, 3)
     assert placed["images_per_sample"].leading == (2, 2)
     tokens = placed["input_ids"].shape[1]
@@ -158,14 +158,14 @@ def test_a_video_replaces_the_images_in_a_separate_call() -> None:
     vision = {"num_hidden_layers": 1, "image_size": 56, "patch_size": 28}
     settings = {"vision_config": vision, "text_config": {"num_hidden_layers": 1}}
     model = model_of("VideoLlavaModel", "video_llava", video_token_index=8, **settings)
-    calls = accepted_calls(Captures(model)) or []
+    calls = accepted_calls(Recorder(model)) or []
     (film,) = [call for call in calls if call.label == "with pixel_values_videos"]
     given = film.steps[0][1]
     assert not film.required and "pixel_values" not in given
     frames = given["pixel_values_videos"].shape[1]
     assert (given["input_ids"] == 8).sum(1).tolist() == [frames * 5] * BATCH  # 4 patches, 1 class
     assert all(
-        call.label != film.label for call in accepted_calls(Captures(model_of("CLIPModel", "clip")))
+        call.label != film.label for call in accepted_calls(Recorder(model_of("CLIPModel", "clip")))
     )
 
 
@@ -177,7 +177,7 @@ def test_prompts_of_a_segmentation_are_given_beside_the_image() -> None:
     sam.prompt_encoder_config.image_embedding_size = 4
     calls = {
         call.label: call
-        for call in accepted_calls(Captures(build(transformers.SamModel, sam))) or []
+        for call in accepted_calls(Recorder(build(transformers.SamModel, sam))) or []
     }
     given = calls["with input_masks"].steps[0][1]
     assert given["input_masks"].shape == (BATCH, 1, 16, 16) and "pixel_values" in given
@@ -188,9 +188,9 @@ def test_inputs_that_belong_to_others() -> None:
     times = model_of("TimesFmModel", "timesfm", num_hidden_layers=1, patch_length=8)
     assert first(times).keys() == {"past_values", "past_values_padding", "freq"}
     assert first(times)["past_values"].shape[1] % 8 == 0
-    assert accepted_calls(Captures(times)) is not None
+    assert accepted_calls(Recorder(times)) is not None
     painted = model_of("SegGptModel", "seggpt", num_hidden_layers=2, image_size=[64, 32])
-    half = Spec((2, 3, 32, 32))
+    half = InputSpec((2, 3, 32, 32))
     assert first(painted) == dict.fromkeys(
         ("pixel_values", "prompt_pixel_values", "prompt_masks"), half
     )
@@ -199,19 +199,19 @@ def test_inputs_that_belong_to_others() -> None:
 @of_its_version
 def test_latents_have_the_width_of_the_model() -> None:
     decoder = model_of("MimiDecoderModel", "mimi_decoder", num_hidden_layers=1)
-    assert first(decoder) == {"latents": Spec((2, decoder.config.hidden_size, 7))}
-    assert accepted_calls(Captures(decoder)) is not None
+    assert first(decoder) == {"latents": InputSpec((2, decoder.config.hidden_size, 7))}
+    assert accepted_calls(Recorder(decoder)) is not None
 
 
 def test_a_mask_can_be_boolean() -> None:
-    assert whole_numbers(Spec((2, 1), 2, (1,), truth=True)).tolist() == [[True], [True]]
+    assert whole_numbers(InputSpec((2, 1), 2, (1,), truth=True)).tolist() == [[True], [True]]
     assert whole_numbers(ones(2, 1)).tolist() == [[1], [1]]
 
 
 @pytest.mark.slow
 def test_speech_can_take_the_place_of_text() -> None:
     config = {"encoder_layers": 1, "speech_encoder_layers": 1, "decoder_layers": 1}
-    calls = accepted_calls(Captures(model_of("SeamlessM4TModel", "seamless_m4t", **config))) or []
+    calls = accepted_calls(Recorder(model_of("SeamlessM4TModel", "seamless_m4t", **config))) or []
     speech = [call for call in calls if call.label == "input_features alone"]
     assert speech and not any(call.required for call in speech)
     assert all("input_ids" not in step for call in speech for _, step in call.steps)
@@ -243,7 +243,7 @@ def test_a_mask_of_image_tokens_is_proven_for_all_values(
 ) -> None:
     sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
     config = getattr(transformers, f"{kind}Config")(**sizes, image_size=16, **settings)
-    captures = Captures(build(getattr(transformers, f"{kind}Model"), config))
+    captures = Recorder(build(getattr(transformers, f"{kind}Model"), config))
     masks = [c for c in accepted_calls(captures) or [] if c.label == "attention mask"]
     taken = [c.steps[0][1]["attention_mask"] for c in masks if captures.accepts(c)]
     assert [mask.shape[1] for mask in taken] == [tokens]
@@ -255,7 +255,7 @@ def test_a_mask_of_image_tokens_is_proven_for_all_values(
 def test_a_list_of_modules_may_have_gaps() -> None:
     model = model_of("InformerModel", "informer", prediction_length=6, context_length=12)
     assert None in list(model.encoder.conv_layers)
-    assert accepted_calls(Captures(model)) is not None
+    assert accepted_calls(Recorder(model)) is not None
 
 
 def test_a_text_part_that_names_the_input_is_given_text() -> None:
@@ -265,7 +265,7 @@ def test_a_text_part_that_names_the_input_is_given_text() -> None:
 
 def test_audio_codes_have_a_row_for_each_codebook_and_one_mask() -> None:
     config = transformers.MusicgenDecoderConfig(num_hidden_layers=1, num_codebooks=3)
-    calls = accepted_calls(Captures(build(transformers.MusicgenForCausalLM, config)))
+    calls = accepted_calls(Recorder(build(transformers.MusicgenForCausalLM, config)))
     assert calls is not None
     given = calls[0].steps[0][1]
     assert given["input_ids"].shape == (3 * BATCH, TOKENS)
@@ -309,7 +309,7 @@ def test_a_classifier_that_takes_one_row_comes_to_it_last() -> None:
     model = model_of("GPT2ForSequenceClassification", "gpt2", n_layer=1)
     rows = [next(iter(calls[0].steps[0][1].values())).shape[0] for calls in ways_to_call(model)]
     assert rows == sorted(rows, reverse=True) and set(rows) == {BATCH, 1}
-    accepted = accepted_calls(Captures(model))
+    accepted = accepted_calls(Recorder(model))
     assert accepted is not None and accepted[0].steps[0][1]["input_ids"].shape[0] == 1
 
 
@@ -346,7 +346,7 @@ def test_inputs_have_values_in_the_dtype_of_the_model() -> None:
 @pytest.mark.parametrize("channels", [256, [128, 32], [], None])
 def test_audio_features_for_any_kind_of_channels(channels: object) -> None:
     config = SimpleNamespace(num_mel_bins=80, subsampling_conv_channels=channels)
-    shapes = {form["input_features"].shape for form in MAKERS["input_features"](config, 2, 16)}
+    shapes = {inputs["input_features"].shape for inputs in MAKERS["input_features"](config, 2, 16)}
     assert {shape[-1] for shape in shapes} >= {80} | ({128} if channels == [128, 32] else set())
 
 

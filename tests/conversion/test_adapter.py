@@ -18,7 +18,7 @@ from stored_files import stored_plan
 from tiny_models import BERT, GPT2, PHI, live
 
 from enjoyln_cli import Options, fold, from_pretrained, refold
-from enjoyln_cli.conversion.relatives import edit_like
+from enjoyln_cli.conversion.edit_like import edit_like
 from enjoyln_cli.errors import (
     BadCheckpoint,
     EnjoyLNError,

@@ -22,7 +22,7 @@ from enjoyln_cli.comparison.run import run
 from enjoyln_cli.conversion.fold import convert
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models import load as compare
-from enjoyln_cli.models.memory import give_back, room_for_weights, used_memory
+from enjoyln_cli.models.memory import bytes_for_weights, give_back, used_memory
 from enjoyln_cli.models.offload import Offload, WeightsOnDemand, on_disk, reader_of
 from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.rewrite.opened_model import open_model
@@ -103,28 +103,28 @@ def _same(got: compare.Outputs, expected: compare.Outputs) -> bool:
 # Weights in memory and on disk.
 
 
-@pytest.mark.parametrize("room", [0, 300_000])
-def test_weights_stay_in_memory_if_there_is_room(room: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("free_bytes", [0, 300_000])
+def test_weights_stay_in_memory_if_there_is_room(free_bytes: int, tmp_path: Path) -> None:
     opened = open_model(str(CHECKPOINTS / "gpt2")).as_class("GPT2LMHeadModel")
-    model = opened.load(torch.float64, offload=Offload(tmp_path, room))
+    model = opened.load(torch.float64, offload=Offload(tmp_path, free_bytes))
     batches = inputs.seeded_batches(model, 2, 0, torch.float32)
     outputs = run(model, batches, tmp_path)
     assert all(parameter.is_meta for parameter in model.parameters())
     reader = reader_of(model)
-    assert reader and bool(reader.kept) == bool(room)
-    assert sum(value.nbytes for value in reader.kept.values()) <= room
+    assert reader and bool(reader.kept) == bool(free_bytes)
+    assert sum(value.nbytes for value in reader.kept.values()) <= free_bytes
     assert _same(run(model, batches), outputs)
     assert _same(outputs, run(opened.load(torch.float64), batches))
 
 
 def test_a_weight_that_is_set_replaces_the_one_in_memory() -> None:
-    reader = WeightsOnDemand({"a": torch.ones(4), "b": torch.full((8,), 2.0)}, room=40)
+    reader = WeightsOnDemand({"a": torch.ones(4), "b": torch.full((8,), 2.0)}, free_bytes=40)
     assert reader["a"] is reader["a"] and reader["b"] is not None
-    assert set(reader.kept) == {"a"} and reader.room == 24
+    assert set(reader.kept) == {"a"} and reader.free_bytes == 24
     before = reader.source("a")
     reader.make("a", lambda: before() + 1)
     assert torch.equal(reader["a"], torch.full((4,), 2.0))
-    assert reader.room == 24 and list(reader) == ["a", "b"] and len(reader) == 2
+    assert reader.free_bytes == 24 and list(reader) == ["a", "b"] and len(reader) == 2
 
 
 def test_outputs_on_the_disk(tmp_path: Path) -> None:
@@ -134,30 +134,30 @@ def test_outputs_on_the_disk(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_room_for_weights() -> None:
+def test_the_bytes_for_weights() -> None:
     sizes = {"small": 10**6, "large": 10**8}
     give_back()
     used = used_memory()
     assert used > 0
     wide = torch.float64
-    assert room_for_weights(sizes, wide, "auto", used + 2 * 10**9) is None
-    assert room_for_weights(sizes, wide, "cpu", 1) is None
-    assert room_for_weights(sizes, wide, "disk", None) == 0
-    some = room_for_weights({**sizes, "more": 10**8}, wide, "auto", used + 1650 * 10**6)
+    assert bytes_for_weights(sizes, wide, "auto", used + 2 * 10**9) is None
+    assert bytes_for_weights(sizes, wide, "cpu", 1) is None
+    assert bytes_for_weights(sizes, wide, "disk", None) == 0
+    some = bytes_for_weights({**sizes, "more": 10**8}, wide, "auto", used + 1650 * 10**6)
     assert some is not None and 8 * 10**6 <= some < 8 * 10**8  # the small one, not a second large
     with pytest.raises(UnsupportedModel, match=r"large alone takes 800\.0 MB.*--max-memory \d"):
-        room_for_weights(sizes, wide, "auto", used + 10**8)
+        bytes_for_weights(sizes, wide, "auto", used + 10**8)
     with pytest.raises(UnsupportedModel, match="'gpu', not one of auto"):
-        room_for_weights(sizes, wide, "gpu", None)
+        bytes_for_weights(sizes, wide, "gpu", None)
 
 
 def test_the_memory_named_in_the_message_is_enough() -> None:
     sizes = {"large": 10**8}
     with pytest.raises(UnsupportedModel) as caught:
-        room_for_weights(sizes, torch.float64, "auto", used_memory() + 10**7)
+        bytes_for_weights(sizes, torch.float64, "auto", used_memory() + 10**7)
     asked = re.search(r"--max-memory ([\d.]+)GB", str(caught.value))
     assert asked
-    room_for_weights(sizes, torch.float64, "auto", int(float(asked[1]) * 1e9))
+    bytes_for_weights(sizes, torch.float64, "auto", int(float(asked[1]) * 1e9))
 
 
 def test_a_fold_says_that_its_check_reads_from_the_disk(

@@ -18,19 +18,19 @@ from transformers import CONFIG_MAPPING, LlavaConfig, LlavaForConditionalGenerat
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 
 from enjoyln_cli.analysis.analyze import analyze_module
-from enjoyln_cli.calls.calls import Call, forms
+from enjoyln_cli.calls.calls import Call, input_sets
 from enjoyln_cli.comparison.batches import seeded_batches
 from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.models.classes import build
 from enjoyln_cli.models.meta_device import (
     Memory,
     copy_without_weights,
-    weightless,
+    meta_weights,
     without_weights,
 )
 from enjoyln_cli.models.outputs import tensors_in
 from enjoyln_cli.runtime.install import install
-from enjoyln_cli.trace.capture import Captures, accepts
+from enjoyln_cli.trace.capture import Recorder, accepts
 from enjoyln_cli.trace.traced_calls import accepted_calls
 
 WIDTH = 12
@@ -278,7 +278,7 @@ def test_weights_of_a_live_model_are_not_copied_or_changed() -> None:
 
 def test_inputs_keep_their_values_and_activations_have_none() -> None:
     ids, real = torch.tensor([[3, 0, 2]]), torch.zeros(1, 3, 4, device="meta")
-    with weightless():
+    with meta_weights():
         counted = (ids.to(real.device) > 0).sum(-1).tolist()
         chosen = real[ids > 0]
         positions = torch.arange(3, device=real.device) + torch.tensor(2, device=real.device)
@@ -334,10 +334,10 @@ def test_images_in_a_text_get_a_token_for_each_feature() -> None:
     )
     model = LlavaForConditionalGeneration(config).eval()
     given = next(
-        form for form in forms(model, 2, 7) if form.keys() == {"input_ids", "pixel_values"}
+        form for form in input_sets(model, 2, 7) if form.keys() == {"input_ids", "pixel_values"}
     )
     assert given["input_ids"].leading == (40,) * 16 and given["input_ids"].shape == (2, 23)
-    main = (accepted_calls(Captures(without_weights(model))) or [])[0]
+    main = (accepted_calls(Recorder(without_weights(model))) or [])[0]
     assert main.label == "prefill and decode" and "pixel_values" in main.steps[0][1]
     (batch,) = seeded_batches(model, 2, 0, torch.float32)
     assert [int(row.sum()) for row in batch["input_ids"] == 40] == [16, 16]

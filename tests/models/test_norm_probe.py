@@ -16,7 +16,7 @@ from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.models.norm_probe import LayerNormForm, computes_rms_norm, examine
+from enjoyln_cli.models.norm_probe import LayerNormSpec, computes_rms_norm, examine
 from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
@@ -24,10 +24,10 @@ from enjoyln_cli.runtime.install import install
 WIDTH = 13
 
 
-def layer_norm_form(module: nn.Module) -> LayerNormForm | None:
+def layer_norm_form(module: nn.Module) -> LayerNormSpec | None:
     """How ``module`` computes LayerNorm; ``None`` if it does not, or not for all inputs."""
     found = examine(module, {})
-    return found if isinstance(found, LayerNormForm) else None
+    return found if isinstance(found, LayerNormSpec) else None
 
 
 Formula = Callable[..., torch.Tensor]
@@ -107,23 +107,23 @@ class Either(nn.LayerNorm):
 
 
 @pytest.mark.parametrize(
-    ("module", "form"),
+    ("module", "spec"),
     [
-        (spelled("last"), LayerNormForm(-1, "weight", True, 1e-6, (2, 3, 4, 5))),
-        (spelled("last", eps=1e-12), LayerNormForm(-1, "weight", True, 1e-12, (2, 3, 4, 5))),
-        (spelled("channels"), LayerNormForm(1, "weight", True, 1e-6, (4,))),
-        (spelled("one plus"), LayerNormForm(-1, "1 + weight", True, 1e-6, (2, 3, 4, 5))),
-        (nn.GroupNorm(1, WIDTH), LayerNormForm(-1, "weight", True, 1e-5, (2,))),
-        (Channels(WIDTH), LayerNormForm(1, "weight", True, 1e-5, (3,))),
-        (Either(WIDTH), LayerNormForm(-1, "weight", True, 1e-5, (3,))),
-        (Wide(), LayerNormForm(-1, "1", False, 1e-5, (2, 3, 4, 5))),
-        (nn.LayerNorm(WIDTH, bias=False), LayerNormForm(-1, "weight", False, 1e-5, (2, 3, 4, 5))),
+        (spelled("last"), LayerNormSpec(-1, "weight", True, 1e-6, (2, 3, 4, 5))),
+        (spelled("last", eps=1e-12), LayerNormSpec(-1, "weight", True, 1e-12, (2, 3, 4, 5))),
+        (spelled("channels"), LayerNormSpec(1, "weight", True, 1e-6, (4,))),
+        (spelled("one plus"), LayerNormSpec(-1, "1 + weight", True, 1e-6, (2, 3, 4, 5))),
+        (nn.GroupNorm(1, WIDTH), LayerNormSpec(-1, "weight", True, 1e-5, (2,))),
+        (Channels(WIDTH), LayerNormSpec(1, "weight", True, 1e-5, (3,))),
+        (Either(WIDTH), LayerNormSpec(-1, "weight", True, 1e-5, (3,))),
+        (Wide(), LayerNormSpec(-1, "1", False, 1e-5, (2, 3, 4, 5))),
+        (nn.LayerNorm(WIDTH, bias=False), LayerNormSpec(-1, "weight", False, 1e-5, (2, 3, 4, 5))),
     ],
 )
-def test_a_layer_norm_is_recognised_in_any_form(module: nn.Module, form: LayerNormForm) -> None:
+def test_a_layer_norm_is_recognised_in_any_form(module: nn.Module, spec: LayerNormSpec) -> None:
     for example in (module, copy.deepcopy(module).to("meta")):
         found = layer_norm_form(example)
-        assert found is not None and replace(found, takes_other_dtypes=False) == form
+        assert found is not None and replace(found, takes_other_dtypes=False) == spec
     assert not computes_rms_norm(module)
 
 
@@ -198,8 +198,8 @@ ROUNDING: dict[str, Formula] = {
 
 @pytest.mark.parametrize("kind", CASTS)
 def test_a_layer_norm_that_casts_is_recognised(kind: str) -> None:
-    form = LayerNormForm(-1, "weight", True, 3e-6, (2, 3, 4, 5), takes_other_dtypes=CASTS[kind][1])
-    assert examine(Casting(kind), {}) == form
+    spec = LayerNormSpec(-1, "weight", True, 3e-6, (2, 3, 4, 5), takes_other_dtypes=CASTS[kind][1])
+    assert examine(Casting(kind), {}) == spec
 
 
 @pytest.mark.parametrize("kind", ROUNDING)
@@ -365,7 +365,7 @@ TRAPS: dict[str, tuple[Formula, str]] = {
 def test_a_layer_norm_for_common_inputs_only_is_none(kind: str) -> None:
     torch.manual_seed(0)
     found = examine(Trap(kind), {})
-    assert not isinstance(found, LayerNormForm) and TRAPS[kind][1] in (found or "")
+    assert not isinstance(found, LayerNormSpec) and TRAPS[kind][1] in (found or "")
 
 
 OF_EVERY_ANSWER = [

@@ -12,7 +12,7 @@ from torch import nn
 
 from enjoyln_cli.errors import UnprovenCall
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument, in_plans, returned_cache
-from enjoyln_cli.plan.covered_calls import CallForm, CoveredCalls, TensorForm, call_form
+from enjoyln_cli.plan.covered_calls import CallSignature, CoveredCalls, TensorSpec, call_signature
 from enjoyln_cli.runtime.install import install
 
 STATE = torch.ones(2, 3)
@@ -48,17 +48,19 @@ def test_the_cache_in_a_result() -> None:
 
 
 def test_a_proven_call_is_covered_under_either_name() -> None:
-    form = call_form(New(), (STATE,), {"cache": STATE})
+    form = call_signature(New(), (STATE,), {"cache": STATE})
     assert form is not None and dict(form.arguments).keys() == {"x", CACHE}
     for model, name in ((New(), "cache"), (New(), CACHE), (Old(), CACHE)):
-        covered = CoveredCalls((CallForm(type(model).__name__, form.arguments),)).calls_of(model)
+        covered = CoveredCalls((CallSignature(type(model).__name__, form.arguments),)).calls_of(
+            model
+        )
         assert covered.uncovered((STATE,), {name: STATE}) == []
         assert covered.uncovered((STATE,), {name: STATE[0]}) == [CACHE]
 
 
 def test_code_that_takes_both_names_means_two_things() -> None:
-    arguments = (("x", TensorForm("float", (2, 3))), ("cache", TensorForm("float", (2, 3))))
-    covered = CoveredCalls((CallForm("Both", arguments),)).calls_of(Both())
+    arguments = (("x", TensorSpec("float", (2, 3))), ("cache", TensorSpec("float", (2, 3))))
+    covered = CoveredCalls((CallSignature("Both", arguments),)).calls_of(Both())
     assert covered.uncovered((STATE,), {"cache": STATE}) == []
     assert CACHE in covered.uncovered((STATE,), {CACHE: STATE})
 

@@ -18,7 +18,7 @@ from enjoyln_cli.proof.linear_layers import (
     parameter_names,
     with_added_bias,
 )
-from enjoyln_cli.trace.capture import Captures
+from enjoyln_cli.trace.capture import Recorder
 
 IN, OUT = 3, 4
 X = torch.zeros(2, IN)
@@ -31,7 +31,7 @@ def layers(
     """The linear layers of a function of ``x``, ``w`` and ``b``, with all its parameters."""
     parts = {"w": nn.Parameter(torch.zeros(shape)), "b": nn.Parameter(torch.zeros(bias))}
     model = Computing(lambda m, x: forward(x, m.w, m.b), **parts)
-    trace = Captures(model).capture(Call("x", (((x,), {}),)))
+    trace = Recorder(model).capture(Call("x", (((x,), {}),)))
     named = parameter_names(trace, {name: name for name, _ in model.named_parameters()})
     found = (linear_layer(node, named) for node in trace.graph.nodes)
     return [(layer, named) for layer in found if layer]

@@ -142,10 +142,10 @@ def test_a_size_is_filled_with_the_layers_that_need_it(tmp_path: Path) -> None:
     model, words = hurt(tmp_path / "model"), ("--scheme", "w4a16", *TEXT)
     good("quantize", model, "-o", tmp_path / "first", *words)
     first = record(tmp_path / "first")
-    room = first["size"] + 40_000
-    good("quantize", model, "-o", tmp_path / "out", *words, "--max-size", room)
+    spare_units = first["size"] + 40_000
+    good("quantize", model, "-o", tmp_path / "out", *words, "--max-size", spare_units)
     found = record(tmp_path / "out")
-    assert first["size"] < found["size"] <= room
+    assert first["size"] < found["size"] <= spare_units
     assert found["held_out"]["kl"] < first["held_out"]["kl"]
     small = ("--max-size", first["size"] - 20_000)
     said = refused("quantize", model, "-o", tmp_path / "none", *words, *small)

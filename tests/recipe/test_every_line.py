@@ -9,7 +9,7 @@ import pytest
 
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.covered_calls import CallForm, Constant, CoveredCalls, TensorForm
+from enjoyln_cli.plan.covered_calls import CallSignature, Constant, CoveredCalls, TensorSpec
 from enjoyln_cli.plan.edited_tensors import (
     CentredWeight,
     GrownParameter,
@@ -140,8 +140,8 @@ def plan() -> Plan:
         MeanSubtraction(f"h.{i}.attn", "input", heads, f"read by h.{i + 1}.ln_1") for i in LAYERS
     )
     unread = "it is read by something that is not linear"
-    arguments = (("input_ids", TensorForm("int", ("a", "b"))), ("flag", Constant(True)))
-    form = CallForm("ToyModel", arguments, ("b <= 64",))
+    arguments = (("input_ids", TensorSpec("int", ("a", "b"))), ("flag", Constant(True)))
+    form = CallSignature("ToyModel", arguments, ("b <= 64",))
     return Plan(
         model_type="toy",
         model_class="ToyModel",

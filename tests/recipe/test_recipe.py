@@ -11,7 +11,7 @@ import pytest
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.edited_tensors import CentredWeight
-from enjoyln_cli.plan.fold_options import PLAIN, Options
+from enjoyln_cli.plan.fold_options import CENTRING_ONLY, Options
 from enjoyln_cli.plan.plan import MeanSubtraction, Plan, Verdict
 from enjoyln_cli.recipe.compare import differences, require_same
 from enjoyln_cli.recipe.from_plan import recipe_of
@@ -385,7 +385,7 @@ def test_a_transformers_config_serves_as_well() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (PLAIN, ""),
+        (CENTRING_ONLY, ""),
         (Options(untie=True), "options: {untie: true}"),
         (Options(keep_norms=("*.ln_f", "h.0.ln")), "options: {keep_norms: ['*.ln_f', h.0.ln]}"),
         (

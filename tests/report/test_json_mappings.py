@@ -28,7 +28,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from enjoyln_cli.conversion.inspect import inspect
+from enjoyln_cli.conversion.open_and_analyse import open_and_analyse
 from enjoyln_cli.plan.fold_options import FoldOptions, Options
 
 pytestmark = pytest.mark.one_case
@@ -191,7 +191,9 @@ def test_a_tied_weight_writes_and_reads(tmp_path: Path) -> None:
     config = OlmoConfig(**SIZES, tie_word_embeddings=True)
     OlmoForCausalLM(config).save_pretrained(tmp_path / "olmo")
     options = Options(fold=False, rotate=True, values=False)
-    plan = inspect(str(tmp_path / "olmo"), folding=FoldOptions(options=options)).analysis.plan
+    plan = open_and_analyse(
+        str(tmp_path / "olmo"), folding=FoldOptions(options=options)
+    ).analysis.plan
     uses = {
         t.parameter: (t.writes, t.reads) for group in plan.rotation_groups for t in group.tensors
     }

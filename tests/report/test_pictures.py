@@ -14,7 +14,7 @@ from commands import enjoyln
 from live_models import CHECKPOINTS
 
 from enjoyln_cli.analysis.analyze import Analysis, analyze_config
-from enjoyln_cli.conversion.inspect import inspect
+from enjoyln_cli.conversion.open_and_analyse import open_and_analyse
 from enjoyln_cli.errors import EnjoyLNError, OutputError
 from enjoyln_cli.plan.fold_options import FoldOptions, Options
 from enjoyln_cli.report import picture as drawing
@@ -27,7 +27,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def analysis_of(name: str) -> Analysis:
-    return inspect(str(CHECKPOINTS / name)).analysis
+    return open_and_analyse(str(CHECKPOINTS / name)).analysis
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_a_kept_norm_says_why() -> None:
 @pytest.mark.slow
 def test_a_widened_mlp_says_that_it_subtracts() -> None:
     folding = FoldOptions(options=Options(widen_mlp=True))
-    wide = inspect(str(CHECKPOINTS / "bert"), folding=folding).analysis
+    wide = open_and_analyse(str(CHECKPOINTS / "bert"), folding=folding).analysis
     found = boxes_of(model_picture("bert", wide))
     assert found["writer"] == [("output.dense", "centred, subtracts a mean")]
     assert names(found["in_weights"]) == ["output.LayerNorm"]

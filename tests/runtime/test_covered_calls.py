@@ -32,13 +32,13 @@ from enjoyln_cli.errors import BadCheckpoint, UnprovenCall
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument
 from enjoyln_cli.plan.covered_calls import (
-    CallForm,
+    CallSignature,
     Constant,
     CoveredCalls,
     Items,
     Length,
-    TensorForm,
-    call_form,
+    TensorSpec,
+    call_signature,
 )
 from enjoyln_cli.plan.size_conditions import holds, require_condition
 from enjoyln_cli.plan.trusted_code import is_stock
@@ -219,7 +219,7 @@ def test_a_call_is_not_proven_where_values_are_read_in_any_way(how: str) -> None
     model = moved(Computing(run, own=nn.Linear(5, D), norm=nn.LayerNorm(D)))
     plan = analyze(model, x(), torch.tensor([3, 4])).plan
     assert plan.folded and plan.covered is not None
-    assert bool(plan.covered.forms) == (how == "shape")
+    assert bool(plan.covered.signatures) == (how == "shape")
 
 
 def test_an_example_of_one_row_is_traced_with_two() -> None:
@@ -284,9 +284,9 @@ def test_attributes_may_be_set_in_any_order_and_keys_not() -> None:
             return self.stream(x, False)
 
     def uncovered(proven: Any, passed: Any) -> list[str]:
-        form = call_form(Stateful(), (x(),), {"state": proven})
-        assert form is not None
-        return CoveredCalls((form,)).calls_of(Stateful()).uncovered((x(),), {"state": passed})
+        signature = call_signature(Stateful(), (x(),), {"state": proven})
+        assert signature is not None
+        return CoveredCalls((signature,)).calls_of(Stateful()).uncovered((x(),), {"state": passed})
 
     State.__module__ = "transformers.states"
     one, two = {"seen": 3, "values": torch.ones(2)}, {"values": torch.zeros(2), "seen": 3}
@@ -336,14 +336,14 @@ def test_one_compiled_graph_and_a_pickle() -> None:
 # As text and as data.
 
 FORMS = {
-    "Net()": CallForm("Net", ()),
-    "Net(int[()], x=float[a, 2, b])": CallForm(
-        "Net", (("*0", TensorForm("int", ())), ("x", TensorForm("float", ("a", 2, "b"))))
+    "Net()": CallSignature("Net", ()),
+    "Net(int[()], x=float[a, 2, b])": CallSignature(
+        "Net", (("*0", TensorSpec("int", ())), ("x", TensorSpec("float", ("a", 2, "b"))))
     ),
-    "Net(x=bool[a]) if a * 3 % 4 > 0": CallForm(
-        "Net", (("x", TensorForm("bool", ("a",))),), ("a * 3 % 4 > 0",)
+    "Net(x=bool[a]) if a * 3 % 4 > 0": CallSignature(
+        "Net", (("x", TensorSpec("bool", ("a",))),), ("a * 3 % 4 > 0",)
     ),
-    r"""Net(v0=None, v1=True, v2=0, v3=-3, v4=1.5, v5=inf, v6="it's \" if x\n")""": CallForm(
+    r"""Net(v0=None, v1=True, v2=0, v3=-3, v4=1.5, v5=inf, v6="it's \" if x\n")""": CallSignature(
         "Net",
         tuple(
             (f"v{i}", Constant(value))
@@ -351,12 +351,12 @@ FORMS = {
         ),
     ),
     'Net(pair=(float[a],), both=[None, ()], batch={"a b": complex[2, a]}, cache=Cache(seen=a)) '
-    "if (a - 1 == min(a, 9) or a // 2 <= max(a, 3)) and a != 4": CallForm(
+    "if (a - 1 == min(a, 9) or a // 2 <= max(a, 3)) and a != 4": CallSignature(
         "Net",
         (
-            ("pair", Items("tuple", (TensorForm("float", ("a",)),))),
+            ("pair", Items("tuple", (TensorSpec("float", ("a",)),))),
             ("both", Items("list", (Constant(None), Items("tuple", ())))),
-            ("batch", Items("dict", (TensorForm("complex", (2, "a")),), ("a b",))),
+            ("batch", Items("dict", (TensorSpec("complex", (2, "a")),), ("a b",))),
             ("cache", Items("Cache", (Length("a"),), ("seen",))),
         ),
         ("a - 1 == min(a, 9) or a // 2 <= max(a, 3)", "a != 4"),
@@ -364,11 +364,11 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(("text", "form"), FORMS.items(), ids=range(len(FORMS)))
-def test_a_form_survives_writing_and_reading(text: str, form: CallForm) -> None:
-    assert call_text.to_text(form) == text
-    stored = json.loads(json.dumps(schema.plain(form)))
-    assert schema.read(CallForm, stored) == form
+@pytest.mark.parametrize(("text", "signature"), FORMS.items(), ids=range(len(FORMS)))
+def test_a_form_survives_writing_and_reading(text: str, signature: CallSignature) -> None:
+    assert call_text.to_text(signature) == text
+    stored = json.loads(json.dumps(schema.plain(signature)))
+    assert schema.read(CallSignature, stored) == signature
 
 
 @pytest.mark.parametrize(
@@ -621,12 +621,17 @@ def test_a_config_that_says_something_else_is_refused(own_result: Path) -> None:
         enjoyln_cli.from_pretrained(out, loud=True, trust_remote_code=True)
     config = json.loads((out / "config.json").read_text())
     calls = read_marker(config).plan.covered
-    assert calls is not None and any(form.owner == "OwnModel" for form in calls.forms)
+    assert calls is not None and any(
+        signature.owner == "OwnModel" for signature in calls.signatures
+    )
     entry = config["enjoyln"]
-    form = {"owner": "OwnModel", "arguments": [["input_ids", {"kind": "int", "sizes": ["a", "b"]}]]}
-    assert form in entry["plan"]["covered"]["forms"]
+    signature = {
+        "owner": "OwnModel",
+        "arguments": [["input_ids", {"kind": "int", "sizes": ["a", "b"]}]],
+    }
+    assert signature in entry["plan"]["covered"]["signatures"]
     for condition, wrong in (("a.b", "a.b is no condition on sizes"), ("c > 1", "c > 1 is a")):
-        covered = {"forms": [{**form, "conditions": [condition]}]}
+        covered = {"signatures": [{**signature, "conditions": [condition]}]}
         broken = {**entry, "plan": {**entry["plan"], "covered": covered}}
         broken["proof"] = proof_of(broken)
         with pytest.raises(BadCheckpoint, match=rf"malformed: plan.covered.forms\[0\].*: {wrong}"):

@@ -203,7 +203,7 @@ def test_one_operation_of_onnx_with_any_eps(eps: float, opset: int, tmp_path: Pa
         norm.weight.uniform_(0.5, 2)
         norm.bias.normal_()
         expected = nn.functional.layer_norm(x, (16,), norm.weight, norm.bias, eps)
-        norm._enjoyln_fold = thread.running.proven = FoldedModelState()
+        norm._enjoyln_state = thread.running.proven = FoldedModelState()
         try:
             torch.onnx.export(norm, (x,), tmp_path / "n.onnx", opset_version=opset, verbose=False)
         finally:

@@ -28,7 +28,7 @@ from enjoyln_cli.checkpoint.marker import Marker, proof_of, read_marker
 from enjoyln_cli.checkpoint.reader import read_tensor
 from enjoyln_cli.checkpoint.result_files import PLAN_FILE
 from enjoyln_cli.conversion import fold
-from enjoyln_cli.conversion.inspect import inspect
+from enjoyln_cli.conversion.open_and_analyse import open_and_analyse
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.recipe.read import parse_recipe
 from enjoyln_cli.recipe.stored_plan import read_plan
@@ -240,7 +240,7 @@ def test_configs(folder_of_cases: Path, config: Any) -> None:
     """A config without a number of layers gets the default of up to 24, and so more time."""
     (folder_of_cases / "config.json").write_text(json.dumps(config))
     seconds = SECONDS if config.keys() & {"num_hidden_layers", "n_layer"} else LONGEST
-    in_bounds(lambda: inspect(str(folder_of_cases)), seconds)
+    in_bounds(lambda: open_and_analyse(str(folder_of_cases)), seconds)
 
 
 GROUP = {"start": 0, "outer": 1, "size": 8, "inner": 1}
@@ -309,7 +309,7 @@ def test_markers(entry: Any) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
     """Import everything before the first case, so that imports do not count for its limits."""
-    inspect(str(CHECKPOINTS / FAMILIES[0]))
+    open_and_analyse(str(CHECKPOINTS / FAMILIES[0]))
 
 
 @pytest.fixture

@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 from enjoyln_cli import fold_in_memory, from_pretrained, optimize
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.conversion.fold import prepare
-from enjoyln_cli.conversion.inspect import analyze
+from enjoyln_cli.conversion.open_and_analyse import analyze
 from enjoyln_cli.kernels import gpu
-from enjoyln_cli.matrix_choice.learned_matrices import learn_matrices
-from enjoyln_cli.matrix_choice.seed_search import search_seeds
-from enjoyln_cli.matrix_choice.trials import trials
 from enjoyln_cli.plan.fold_options import FoldOptions, Options
 from enjoyln_cli.quantisation.measure import Differences
+from enjoyln_cli.rotation_search.learned_matrices import learn_matrices
+from enjoyln_cli.rotation_search.seed_search import search_seeds
+from enjoyln_cli.rotation_search.trials import trials
 
 DEVICE = "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

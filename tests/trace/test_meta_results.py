@@ -38,7 +38,7 @@ class Called(nn.Module):
         return self.function(*inputs)
 
 
-def form_of(value: Any, operands: list[torch.Tensor]) -> list[Any]:
+def argument_spec(value: Any, operands: list[torch.Tensor]) -> list[Any]:
     """A description of tensors without values, and of the memory they share with operands."""
     found: list[Any] = [type(value)]
     for x in pytree.tree_leaves(value):
@@ -62,10 +62,10 @@ def test_cached_results_are_those_of_torch(family: str, monkeypatch: pytest.Monk
     def judged(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal compared
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        expected = form_of(func(*args, **kwargs), operands)
+        expected = argument_spec(func(*args, **kwargs), operands)
         compute(func, args, kwargs)
         again = compute(func, args, kwargs)
-        assert form_of(again, operands) == expected
+        assert argument_spec(again, operands) == expected
         compared += 1
         return again
 

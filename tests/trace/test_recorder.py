@@ -19,7 +19,7 @@ from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.graph.in_place import replace_private_writes
 from enjoyln_cli.models import classes
-from enjoyln_cli.trace.capture import Captures, accepts, record_call
+from enjoyln_cli.trace.capture import Recorder, accepts, record_call
 from enjoyln_cli.trace.graph_builder import NotRecorded
 from enjoyln_cli.trace.steps import Steps, quiet
 from enjoyln_cli.trace.trace import Trace
@@ -33,14 +33,14 @@ FROM_EXPORT_ALONE = {"aten._assert_tensor_metadata.default", "aten.detach_.defau
 def stock(model_type: str) -> tuple[nn.Module, list[Call]]:
     config = transformers.CONFIG_MAPPING[model_type](**CONFIGS[model_type])
     model = classes.build(classes.classes_for(config)[0], config)
-    calls = accepted_calls(Captures(model))
+    calls = accepted_calls(Recorder(model))
     assert calls
     return model, [call for call in calls if call.required or accepts(model, call)]
 
 
 def traced(model: nn.Module, call: Call) -> Trace:
     with quiet():
-        return record_call(Captures(model).prepared(call))
+        return record_call(Recorder(model).prepared(call))
 
 
 def written(graph: Graph) -> list[Any]:

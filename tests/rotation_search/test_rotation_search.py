@@ -19,12 +19,12 @@ from transformers import BertModel, GPT2LMHeadModel, GPT2Model
 from enjoyln_cli.comparison.data_files import read_user_data
 from enjoyln_cli.comparison.simulated_rounding import Scheme, simulated
 from enjoyln_cli.conversion.fold import FoldJob, prepare
-from enjoyln_cli.matrix_choice.learned_matrices import learn_matrices
-from enjoyln_cli.matrix_choice.seed_search import search_seeds
-from enjoyln_cli.matrix_choice.trials import MatrixChoice, Trials, trials
 from enjoyln_cli.plan.fold_options import FoldOptions, Options
 from enjoyln_cli.plan.orthogonal_matrices import GivenMatrix
 from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rotation_search.learned_matrices import learn_matrices
+from enjoyln_cli.rotation_search.seed_search import search_seeds
+from enjoyln_cli.rotation_search.trials import MatrixChoice, Trials, trials
 
 ROWS = 16
 TOKENS = 24

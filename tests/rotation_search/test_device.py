@@ -24,12 +24,12 @@ from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import simulated
 from enjoyln_cli.conversion.fold import prepare
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.matrix_choice import learned_matrices
-from enjoyln_cli.matrix_choice.learned_matrices import learn_matrices
-from enjoyln_cli.matrix_choice.trials import Trials, device_named, trials
 from enjoyln_cli.plan.fold_options import FoldOptions, Options
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.opened_model import OpenedModel, open_model
+from enjoyln_cli.rotation_search import learned_matrices
+from enjoyln_cli.rotation_search.learned_matrices import learn_matrices
+from enjoyln_cli.rotation_search.trials import Trials, device_named, trials
 
 DEVICE = torch.device("lazy:0")
 

@@ -1,7 +1,7 @@
 """Find the inputs of a transformers model, from its ``forward`` and its config.
 
 The functions here decide which inputs belong together in one call, the most likely first. Inputs
-are described by ``Spec``; tensors are made from these elsewhere (``calls``).
+are described by ``InputSpec``; tensors are made from these elsewhere (``calls``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from enjoyln_cli.calls.input_makers import MAKERS
-from enjoyln_cli.calls.input_spec import Inputs, Spec, ones, vocabulary
+from enjoyln_cli.calls.input_spec import Inputs, InputSpec, ones, vocabulary
 from enjoyln_cli.errors import UnsupportedModel
 
 
@@ -38,12 +38,14 @@ def main_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     others = [name for name in _PARTS if name not in needed and _has_part(model, name, accepted)]
     others += [name for name in accepted if name not in needed and _kin(model, name)]
     for more in dict.fromkeys((tuple(others), *((other,) for other in others), ())):
-        for bundle in product(*(_forms(model, name, rows, tokens) for name in (*needed, *more))):
+        for bundle in product(
+            *(_input_sets(model, name, rows, tokens) for name in (*needed, *more))
+        ):
             given: Inputs = {}
             for part in bundle:
                 given |= part
             if "decoder_input_ids" in accepted:
-                given["decoder_input_ids"] = Spec((rows, tokens), vocabulary(model.config))
+                given["decoder_input_ids"] = InputSpec((rows, tokens), vocabulary(model.config))
             yield given
 
 
@@ -51,21 +53,21 @@ def one_modality(model: Any, given: Inputs, rows: int, tokens: int) -> Iterator[
     """If ``given`` has several modalities besides text: the inputs of each of them alone."""
     kinds = [name for name in given if name in _PARTS and name != "input_ids"]
     for name in kinds if len(kinds) > 1 else ():
-        forms = _forms(model, name, rows, tokens)
-        yield next(form for form in forms if form.items() <= given.items())
+        input_sets = _input_sets(model, name, rows, tokens)
+        yield next(inputs for inputs in input_sets if inputs.items() <= given.items())
 
 
 def spoken_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     """Audio inputs alone, for a text model whose config has a sub-config for audio."""
     if _has_part(model, "input_features", accepted_by(model)):
-        yield from _forms(model, "input_features", rows, tokens)
+        yield from _input_sets(model, "input_features", rows, tokens)
 
 
 def further_inputs(model: Any, given: Inputs, rows: int, tokens: int) -> Iterator[Inputs]:
     """Further optional inputs of ``forward``, one kind at a time, each in all of its forms."""
     for name in ("pixel_values_videos", "input_boxes", "input_masks", "tile_fine_mask"):
         if name in accepted_by(model) and name not in given:
-            yield from _forms(model, name, rows, tokens)
+            yield from _input_sets(model, name, rows, tokens)
 
 
 def _required(model: Any) -> list[str]:
@@ -74,7 +76,7 @@ def _required(model: Any) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
 
 
-def _forms(model: Any, name: str, rows: int, tokens: int) -> list[Inputs]:
+def _input_sets(model: Any, name: str, rows: int, tokens: int) -> list[Inputs]:
     """Alternatives for the input ``name``, each with the inputs that belong to it."""
     accepted = accepted_by(model)
     if name not in MAKERS and (kin := _kin(model, name)):
@@ -87,12 +89,12 @@ def _forms(model: Any, name: str, rows: int, tokens: int) -> list[Inputs]:
             "Pass example inputs to analyze() in Python"
         )
     made = list(MAKERS[name](model.config, rows, tokens))
-    found = [form for form in made if form.keys() <= accepted]
+    found = [inputs for inputs in made if inputs.keys() <= accepted]
     if name not in accepted:  # forward passes its keyword arguments on
-        found = [form for form in made if form.keys() == {name}]
+        found = [inputs for inputs in made if inputs.keys() == {name}]
     required = {n for n in _required(model) if n in _COMPANIONS and n not in MAKERS}
-    with_all = [form for form in found if required <= form.keys()]
-    return with_all if any(required & form.keys() for form in found) else found
+    with_all = [inputs for inputs in found if required <= inputs.keys()]
+    return with_all if any(required & inputs.keys() for inputs in found) else found
 
 
 def _kin(model: Any, name: str) -> tuple[str, Any] | None:
@@ -113,10 +115,12 @@ def _kin(model: Any, name: str) -> tuple[str, Any] | None:
 def _forms_of_kin(
     name: str, known: str, part: Any, accepted: frozenset[str], rows: int, tokens: int
 ) -> list[Inputs]:
-    forms = [form[known] for form in MAKERS[known](part, rows, tokens) if form.keys() == {known}]
+    input_sets = [
+        inputs[known] for inputs in MAKERS[known](part, rows, tokens) if inputs.keys() == {known}
+    ]
     mask = name.replace("input_ids", "attention_mask")
     masked = {mask: ones(rows, tokens)} if mask != name and mask in accepted else {}
-    return [{name: form, **masked} for form in forms]
+    return [{name: inputs, **masked} for inputs in input_sets]
 
 
 def _has_part(model: Any, name: str, accepted: frozenset[str]) -> bool:

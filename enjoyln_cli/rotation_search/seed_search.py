@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from enjoyln_cli.clock import Countdown, Progress
 from enjoyln_cli.events import Event
-from enjoyln_cli.matrix_choice.trials import MatrixChoice, Trials
 from enjoyln_cli.quantisation.candidates import ORIGINAL
+from enjoyln_cli.rotation_search.trials import MatrixChoice, Trials
 from enjoyln_cli.text import counted
 
 

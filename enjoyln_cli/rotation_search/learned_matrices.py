@@ -30,7 +30,6 @@ from enjoyln_cli.comparison.run import cache_flag, inputs_for, tensors
 from enjoyln_cli.comparison.simulated_rounding import simulated
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.events import Event
-from enjoyln_cli.matrix_choice.trials import MatrixChoice, Trials
 from enjoyln_cli.models.load import values_of
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.orthogonal_matrices import GivenMatrix, matrix, rotate
@@ -38,6 +37,7 @@ from enjoyln_cli.plan.plan import Plan, RotationGroup
 from enjoyln_cli.quantisation.candidates import ORIGINAL
 from enjoyln_cli.quantisation.measure import Outputs, with_embedding
 from enjoyln_cli.rotation.given_matrices import nearest_orthogonal
+from enjoyln_cli.rotation_search.trials import MatrixChoice, Trials
 
 RATE = 0.03
 """Adam's learning rate at the beginning, times the square root of the size of the matrix. A step

@@ -27,7 +27,7 @@ from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.holders import holds_a_model, models_in
-from enjoyln_cli.plan.fold_options import FOLD_DEFAULTS, PLAIN, FoldOptions, Options
+from enjoyln_cli.plan.fold_options import CENTRING_ONLY, FOLD_DEFAULTS, FoldOptions, Options
 from enjoyln_cli.report.model_report import ModelReport
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class AnalysedModel:
     """The analysis of one model for ``enjoyln report``."""
 
     name: str
     config: PretrainedConfig
     analysis: Analysis
-    options: Options = PLAIN
+    options: Options = CENTRING_ONLY
 
     def report(self, paper: bool = False) -> ModelReport:
         """The report; on request with the norms that the paper's algorithm would convert."""
@@ -66,7 +66,7 @@ def analyze(
     cache_dir: str | Path | None = None,
     trust_remote_code: bool = False,
     outputs: str | Sequence[str] = (),
-    options: Options = PLAIN,
+    options: Options = CENTRING_ONLY,
     example_calls: ExampleCalls = (),
     **example_keywords: Any,
 ) -> Analysis:
@@ -147,13 +147,13 @@ def _only_model_in(holder: Any) -> torch.nn.Module:
     return models[0]
 
 
-def inspect(
+def open_and_analyse(
     name: str,
     opening: OpenOptions = OPENED_PLAINLY,
     folding: FoldOptions = FOLD_DEFAULTS,
     *,
     is_type: bool = False,
-) -> Inspection:
+) -> AnalysedModel:
     """Analyse the model ``name``, or with ``is_type`` that model type's default configuration."""
     from enjoyln_cli.analysis.analyze import analyze_config
 
@@ -170,7 +170,7 @@ def inspect(
         outputs=folding.outputs,
         options=folding.options,
     )
-    return Inspection(name, config, analysis, folding.options)
+    return AnalysedModel(name, config, analysis, folding.options)
 
 
 def default_config(model_type: str) -> PretrainedConfig:
@@ -197,11 +197,15 @@ def mappings_text(
 
     fusing = Options(fold=False, rotate=True, merge="affine", untie=True)
     try:
-        inspection = inspect(name, opening, replace(folding, options=fusing), is_type=is_type)
+        analysed = open_and_analyse(
+            name, opening, replace(folding, options=fusing), is_type=is_type
+        )
     except UnsupportedModel:  # tied weights stay tied
         fusing = replace(fusing, untie=False)
-        inspection = inspect(name, opening, replace(folding, options=fusing), is_type=is_type)
-    plan = inspection.analysis.plan
+        analysed = open_and_analyse(
+            name, opening, replace(folding, options=fusing), is_type=is_type
+        )
+    plan = analysed.analysis.plan
     if form == "json":
         return mappings_json(plan)
-    return llm_compressor_text(plan, inspection.analysis.family.reference.model)
+    return llm_compressor_text(plan, analysed.analysis.family.reference.model)
