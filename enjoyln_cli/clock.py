@@ -47,7 +47,7 @@ class Clock:
 
 @dataclass
 class Countdown:
-    """Reports the progress of a job of equal steps, and how long the remaining ones take."""
+    """Reports the progress of a job of equal steps, and how long the remaining steps take."""
 
     steps: int
     on_progress: Progress
@@ -58,7 +58,7 @@ class Countdown:
 
     @property
     def left(self) -> float:
-        """Seconds that the remaining steps take if each takes as long as those that are done."""
+        """Seconds for the remaining steps, if each takes as long as the average step before."""
         return self._clock.spent / self.done * (self.steps - self.done)
 
     @property

@@ -1,8 +1,8 @@
 """When Python looks for garbage.
 
 An analysis makes many objects of which few are garbage, in a process that holds a million of torch
-and transformers. Python's collector would pass over all of them once in a while: two fifths of the
-time of an analysis, and two thirds of that of a verification, which frees several models.
+and transformers. Python's collector would pass over all of them once in a while. That took two
+fifths of an analysis, and two thirds of a verification, which frees several models.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """The versions of enjoyln and of those ``packages`` that are installed, by name."""
+    """The versions of enjoyln and of installed ``packages``, by name."""
     found = {"enjoyln": __version__}
     for package in packages:
         try:

@@ -1,7 +1,7 @@
 """From traced classes to the problem that the minimum cut solves.
 
 A problem consists of the norms that could be swapped, the values that their inputs are computed
-from, the possible edits, and the reasons against the other ones. Parameters that are tied in any
+from, the possible edits, and the reasons against other edits. Parameters that are tied in any
 graph count as one. A parameter that the checkpoint stores in another layout can be centred if that
 layout allows it.
 """
@@ -66,7 +66,7 @@ class Statement:
 
     problem: Problem
     specs: Mapping[str, LayerNormSpec]
-    """The form of each LayerNorm of the reference, by module path."""
+    """The spec of each LayerNorm of the reference, by module path."""
     refused: dict[str, str]
     """The norms that cannot be swapped, even with a zero-mean input, and why."""
     inputs_of_tables: Mapping[str, tuple[str, ...]]

@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 def require_same(tied: nn.Module, model: nn.Module, call: Call) -> None:
-    """Raises ``UnsupportedModel`` if ``model``, the untied form of ``tied``, runs other ops."""
+    """Raise ``UnsupportedModel`` if ``model``, which is ``tied`` but untied, runs other ops."""
     first: dict[int, str] = {}
     named = tied.named_parameters(remove_duplicate=False)
     groups = {name: first.setdefault(id(parameter), name) for name, parameter in named}

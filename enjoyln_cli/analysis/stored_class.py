@@ -1,15 +1,15 @@
-"""Which model class a checkpoint belongs to: its config names one, its tensors may fill another.
+"""Which model class a checkpoint belongs to, if its tensors fill another than its config names.
 
 Only the headers of the weight files are read. The class that the config names stays if the
 checkpoint stores every weight that it needs. Otherwise the checkpoint belongs to the class that its
 tensors fill (a config that names a masked language model, over the tensors of an encoder). If they
-fill none, they may do so without a prefix that all their names begin with, which a wrapper added.
+fill no class, a prefix that all their names begin with is left out: a wrapper may have added it.
 
 transformers initialises weights that a checkpoint does not store. That is right for a part that was
 never trained, such as an unused pooler. A missing weight is needed if
 
     its module         has another parameter that is stored (a bias without its weight)
-    another layer      stores the same weight (all layers but the third one)
+    another layer      stores the same weight (all layers but the third)
     every output       is computed with it, as the graph of a call shows
 
 A class that the config does not name (``--model-class``) may have a new head. For such a class,
@@ -88,9 +88,9 @@ def tensors_of(config: Any, checkpoint: Checkpoint) -> StoredTensors:
 
 
 def require_known_class(config: Any, checkpoint: Checkpoint | None) -> None:
-    """Raise ``UnsupportedModel`` for a class that transformers lacks; names one to use instead.
+    """Raise ``UnsupportedModel`` for a class that transformers lacks, and name another class.
 
-    That is the class that takes most of the stored tensors, or without a checkpoint the base class.
+    It is the class that takes most of the stored tensors, or without a checkpoint the base class.
     """
     unknown = unknown_class(config)
     if unknown is None:
@@ -99,7 +99,7 @@ def require_known_class(config: Any, checkpoint: Checkpoint | None) -> None:
     names, why = [cls.__name__ for cls in listed], "it has"
     if checkpoint:
         names = [found.name for found in tensors_of(config, checkpoint).filled(listed)]
-        why = "the stored tensors are those of"
+        why = "the stored tensors belong to"
     if hint := did_you_mean(unknown, names, most=1) or (
         names and f"{why} {names[0]}: pass --model-class {names[0]}"
     ):

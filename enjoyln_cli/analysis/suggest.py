@@ -2,7 +2,7 @@
 
 Wider MLPs are tried if any norm stays LayerNorm, and separate copies of tied weights if a tied
 weight prevents a conversion. Each answer takes a plan of its own. For wider MLPs the plan uses the
-existing graphs; for copies it takes new ones, and so as long as the analysis.
+existing graphs; copies need new graphs, which take as long as the analysis.
 """
 
 from __future__ import annotations

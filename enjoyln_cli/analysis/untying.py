@@ -1,8 +1,8 @@
 """Which parameters a model ties, and how to store them untied.
 
 If ``tie_word_embeddings`` of a config is true, transformers ties parameters; if it is false, it
-loads a tensor for each name. This module decides whether that entry, in the config or in a nested
-one, can be set to false so that the result loads untied, and under which names the copies are
+loads a tensor for each name. This module decides whether that entry, in the config or in a config
+inside it, can be set to false so that the result loads untied, and under which names the copies are
 stored. ``same_ops`` checks that the model computes the same otherwise. A model that ties parameters
 in another way cannot be untied by a checkpoint.
 """
@@ -127,7 +127,7 @@ def _flags_on(config: Any) -> list[str]:
 def _names(candidate: Candidate, model: Any) -> dict[str, str]:
     """Map each parameter that the untied ``model`` holds to a stored parameter that it was tied to.
 
-    Raises ``UnsupportedModel`` if that one is stored in another layout.
+    Raises ``UnsupportedModel`` if the stored parameter has another layout.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names: dict[str, str] = {}

@@ -148,9 +148,9 @@ def _token_table(model: nn.Module, groups: Mapping[str, str]) -> Parameter | Non
 def _fusions(
     statement: Statement, cut: Cut, family: CheckpointTraces, options: Options, known: Rotations
 ) -> tuple[tuple[NormFusion, ...], tuple[UnfusedNorm, ...]]:
-    """The norms that are fused: those asked for, and those in rotation groups that are rotated.
+    """The norms that are fused: norms asked for, and norms in rotation groups that are rotated.
 
-    Folded norms are asked for; if no norm is to be folded, all that could be swapped are.
+    Folded norms are asked for; if no norm is to be folded, all norms that could be swapped are.
     """
     problem, reference = statement.problem, family.reference
     specs = known.specs

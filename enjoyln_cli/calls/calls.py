@@ -52,7 +52,7 @@ MAX_ELEMENTS = 1 << 30
 
 @dataclass(frozen=True)
 class Call:
-    """One way to call a model: ``steps`` run in turn, each with the cache of the one before."""
+    """One way to call a model: ``steps`` run in order, each with the cache of the step before."""
 
     label: str
     steps: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
@@ -69,7 +69,10 @@ ExampleCalls = Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
 
 
 def calls_like(examples: ExampleCalls) -> list[Call]:
-    """The user's example calls as ``Call`` objects. Raises ``EnjoyLNError`` for malformed ones."""
+    """The user's example calls as ``Call`` objects.
+
+    Raises ``EnjoyLNError`` if a call is malformed.
+    """
     found = []
     for number, example in enumerate(examples, 1):
         pair = isinstance(example, tuple | list) and len(example) == 2
@@ -134,7 +137,7 @@ def _with_placeholders(model: Any, given: Inputs) -> Inputs:
 
 
 def _placeholder(model: Any, kind: str) -> int | None:
-    """The placeholder token for features of one modality, if the config names one."""
+    """The placeholder token for features of one modality; ``None`` if the config names no token."""
     owners = with_parts([model.config])
     ids = (getattr(c, f"{kind}_token_{end}", None) for c in owners for end in ("id", "index"))
     marked = 0 if f"{kind}_embeds_position_mask" in accepted_by(model) else None
@@ -171,7 +174,7 @@ def _features(model: Any, kind: str, token: int, given: Inputs, rows: int) -> in
     try:
         with torch.no_grad(), meta_weights():
             found = encode(**examples)
-    except Exception as error:  # most often because the model needs inputs of another form
+    except Exception as error:  # most often because the model needs other inputs
         count = _COUNT_IN_ERROR.search(str(error))
         return int(count[count.lastindex or 0]) // rows if count else 0
     if by_error:
@@ -216,9 +219,9 @@ def keeps_cache(model: Any) -> bool:
 
 
 def _step(model: Any, given: Inputs, seen: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of one call, with an attention mask if the model takes one.
+    """The arguments of one call, with an attention mask if the model takes a mask.
 
-    The mask covers the tokens of this call and, in a decoder-only model, ``seen`` earlier ones.
+    The mask covers the tokens of this call and, in a decoder-only model, ``seen`` earlier tokens.
     """
     inputs = {name: example(model, spec) for name, spec in given.items()}
     if "input_ids" in given and "attention_mask" in accepted_by(model) - given.keys():
@@ -381,9 +384,9 @@ def _optional_images(model: Any, pixels: InputSpec) -> Iterator[Call]:
         )
     if "attention_mask" in accepted:
         registers = getattr(model.config, "num_register_tokens", 0)
-        # Beside the patches: a class token, none, a second one for distillation, or registers.
+        # Beside the patches: a class token, none, a second token for distillation, or registers.
         for others in dict.fromkeys((1, 0, 2, 1 + registers)):
-            # A mask of ones is ignored, whatever its length; one with a zero is not.
+            # A mask of ones is ignored, whatever its length; a mask with a zero is not.
             shape = rows, patches + others
             mask = example(model, InputSpec(shape, 2, (1,) * (shape[1] - 1), last=0))
             inputs = {**plain, "attention_mask": mask}

@@ -80,7 +80,7 @@ def _taken(given: dict[str, Any]) -> Any:
 def _recorded(
     model: nn.Module, tokens: int, padded: bool, options: dict[str, Any]
 ) -> list[GeneratedCall]:
-    """The arguments of each call of ``forward`` while ``generate`` runs, and runs another turn."""
+    """The arguments of each call of ``forward`` in two turns of a conversation by ``generate``."""
     bare: Any = without_weights(model)
     forward = bare.forward
     steps: list[GeneratedCall] = []

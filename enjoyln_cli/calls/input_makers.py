@@ -137,7 +137,7 @@ def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
         "image_token_pooling": InputSpec((rows * GRID, GRID), rows * places),
         "image_grids": InputSpec((rows, 4), GRID + 1, (1, GRID, 0, 0)),
     }
-    yield {  # each sample has one input image and one to generate
+    yield {  # each sample has an input image and an image to generate
         "pixel_values": InputSpec((count, width)),
         "image_grid_thw": InputSpec((2 * rows, 3), GRID + 1, (1, GRID, GRID)),
         "images_per_sample": InputSpec((rows,), 3, (2,) * rows),

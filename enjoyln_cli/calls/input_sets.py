@@ -64,7 +64,7 @@ def spoken_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 
 
 def further_inputs(model: Any, given: Inputs, rows: int, tokens: int) -> Iterator[Inputs]:
-    """Further optional inputs of ``forward``, one kind at a time, each in all of its forms."""
+    """Further optional inputs of ``forward``, one kind at a time, with all alternatives of each."""
     for name in ("pixel_values_videos", "input_boxes", "input_masks", "tile_fine_mask"):
         if name in accepted_by(model) and name not in given:
             yield from _input_sets(model, name, rows, tokens)

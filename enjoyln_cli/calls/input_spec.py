@@ -94,7 +94,7 @@ def patch_size(config: Any) -> tuple[int, int]:
 
 
 def vision_configs(config: Any) -> list[Any]:
-    """The config and those of its sub-configs that may describe images, most relevant first."""
+    """The config, and its sub-configs that may describe images, most relevant first."""
     names = (
         "vision_config", "image_config", "backbone_config", "encoder_config", "vq_config",
         "vit_config", "encoder",

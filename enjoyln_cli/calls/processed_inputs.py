@@ -1,8 +1,8 @@
 """Pictures and recordings as inputs, each prepared alone by the checkpoint's own processor.
 
 Everything that the processor returns and ``forward`` takes is an input. A model that reads pictures
-and text gets both from its processor, by its chat template if it has one, so that the text has as
-many placeholders as the picture needs.
+and text gets both from its processor, by its chat template if there is a template. So the text has
+as many placeholders as the picture needs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Prepare = Callable[[Any, str], Mapping[str, Any]]
 
 
 def cannot_read(what: str, error: ImportError) -> UnsupportedModel:
-    """The refusal for a library that transformers misses; which one depends on its version."""
+    """The refusal for a missing library; the version of transformers decides which it needs."""
     named = [name for name in READERS if name in str(error).lower()]
     if named:
         return UnsupportedModel(f"reading {what} needs: pip install {' '.join(named)}")
@@ -44,7 +44,8 @@ def from_images(
 ) -> list[Prepared]:
     """Each picture as one input: everything that the processor makes of it and ``forward`` takes.
 
-    ``texts`` are none, one for all pictures, or one for each. Floating inputs are in ``dtype``.
+    ``texts`` are empty, one text for all pictures, or a text for each. Floating inputs are in
+    ``dtype``.
 
     Raises ``UnsupportedModel`` if the model takes no pictures, the directory has no processor for
     what is given, a file is not a picture, the numbers of texts and pictures differ, or the library
@@ -87,7 +88,7 @@ def from_audio(
     """Each recording as one input in ``dtype``, prepared by the checkpoint's feature extractor.
 
     Raises ``UnsupportedModel`` if the directory has no feature extractor, the model does not take
-    what it makes, a file is no recording, or the libraries that read recordings are missing.
+    its features, a file is no recording, or the libraries that read recordings are missing.
     """
     from transformers import AutoFeatureExtractor
     from transformers.audio_utils import load_audio

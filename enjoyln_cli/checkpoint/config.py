@@ -95,7 +95,7 @@ def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedCo
         config = AutoConfig.from_pretrained(
             source.path, trust_remote_code=trust_remote_code, **states
         )
-    except Exception as error:  # config classes, also custom ones, may raise any exception
+    except Exception as error:  # a config class may raise any exception
         first = first_line(error)
         raise UnsupportedModel(
             f"transformers rejects the {CONFIG} of {source.model}: {type(error).__name__}: {first}"
@@ -183,7 +183,7 @@ def _code_of(config: Mapping[str, Any] | PretrainedConfig) -> dict[str, Any]:
 
 
 def require_known_type(config: Mapping[str, Any], model: str, files: Iterable[str] = ()) -> None:
-    """Raise ``UnsupportedModel`` for a model type that transformers lacks; suggest similar ones.
+    """Raise ``UnsupportedModel`` for a model type that transformers lacks; suggest similar types.
 
     A config without a type may belong to another program, as the ``files`` beside it show.
     """
@@ -203,14 +203,15 @@ def require_known_type(config: Mapping[str, Any], model: str, files: Iterable[st
 
 
 def require_in_transformers(model_type: str, prefix: str = "") -> None:
-    """Raise ``UnsupportedModel`` unless transformers knows the type; suggest similar ones.
+    """Raise ``UnsupportedModel`` unless transformers knows the type; suggest similar types.
 
     The message begins with ``prefix``.
     """
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
-        hint = did_you_mean(model_type, CONFIG_MAPPING.keys()) or "upgrade it if it is a new one"
+        near = did_you_mean(model_type, CONFIG_MAPPING.keys())
+        hint = near or "if it is new, upgrade transformers"
         raise UnsupportedModel(f"{prefix}transformers has no model type {model_type!r}; {hint}")
 
 

@@ -1,8 +1,8 @@
 """Which files of a model's directory are weights, and which are copied to a converted checkpoint.
 
 Decided by file names and the shard index. The weights are the files that transformers would load
-(safetensors before pickles). All other files "come along": they are copied. The exception is other
-forms of the same weights, since a result must not contain an unconverted copy of the model.
+(safetensors before pickles). All other files "come along": they are copied. The exception is the
+same weights in other formats, since a result must not contain an unconverted copy of the model.
 """
 
 from __future__ import annotations

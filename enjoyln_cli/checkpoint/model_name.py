@@ -16,7 +16,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 
 
 def local_folder(model: str) -> Path | None:
-    """The directory that ``model`` names; ``None`` if it has the form of a Hub id.
+    """The directory that ``model`` names; ``None`` if it looks like a Hub id.
 
     Raises ``ModelNotFound`` for a file, for a name that is neither a directory nor a Hub id, and
     for a path that cannot be stored as text; ``UnsupportedModel`` for a file of another format.

@@ -25,7 +25,7 @@ class OpenOptions:
         is_in_card=False,
         repr=False,
     )
-    """``None``: use the token stored by ``hf auth login``, if there is one."""
+    """``None``: use the token stored by ``hf auth login``, if any."""
     cache_dir: str | Path | None = hub_option(
         None,
         "Where files from the Hub are stored.",
@@ -49,8 +49,8 @@ def access_keywords(opening: OpenOptions) -> dict[str, Any]:
 def require_token(opening: OpenOptions) -> None:
     """Raise ``ModelNotFound`` if the token cannot be valid.
 
-    A token consists of printable ASCII characters without spaces. For any other, for example one
-    that ends in a line break, libraries would raise an error that quotes the token.
+    A token consists of printable ASCII characters without spaces. For anything else, such as a
+    line break at the end, libraries would raise an error that quotes the token.
     """
     token = opening.token
     if token is not None and not re.fullmatch(r"[!-~]+", token):

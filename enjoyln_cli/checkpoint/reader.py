@@ -50,7 +50,7 @@ class Checkpoint:
     metadata: dict[str, dict[str, str]]
     """The ``__metadata__`` in the header of each shard."""
     index: str | None
-    """Name of the index file, if there is one."""
+    """Name of the index file, if any."""
     states: Mapping[str, State] = field(default_factory=dict)
     """Size and time of the config and the weight files before anything was read."""
 
@@ -58,7 +58,7 @@ class Checkpoint:
 def open_checkpoint(source: Source) -> Checkpoint:
     """Read and check the headers of all weight files.
 
-    Raises ``UnsupportedModel`` if there are no weights for PyTorch or only quantised ones,
+    Raises ``UnsupportedModel`` if there are no weights for PyTorch or only quantised weights,
     ``BadCheckpoint`` if files are missing, damaged, or contradict each other.
     """
     states = states_of(source.path, (CONFIG,))
@@ -67,7 +67,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
     if config.get("transformers_weights"):
         raise UnsupportedModel(
             f"the config of {source.model} names its own weight file (transformers_weights); load "
-            "it and save it with save_pretrained first"
+            "the model, and save it with save_pretrained first"
         )
     names = {entry.name for entry in os.scandir(source.path)}
     first = weights_among(sorted(names), source.model)

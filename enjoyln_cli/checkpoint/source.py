@@ -1,6 +1,6 @@
 """Find the model that ``MODEL`` names, and the files that are copied to its result.
 
-``MODEL`` is a directory if there is one of that name, otherwise a Hub id. A file is read only if
+``MODEL`` is a directory if that directory exists, otherwise a Hub id. A file is read only if
 it lies in the directory, or in the Hub cache that the directory is part of.
 """
 
@@ -53,7 +53,7 @@ class Source:
 def open_source(
     model: str, opening: OpenOptions = OPENED_PLAINLY, *, weights: bool = False
 ) -> Source:
-    """Find ``model``: a directory if there is one of that name, otherwise a Hub id.
+    """Find ``model``: a directory if that directory exists, otherwise a Hub id.
 
     For a Hub id, this downloads only ``config.json`` and code that it names. With ``weights`` it
     also downloads the weights (safetensors if there are any) and all files that are copied to the

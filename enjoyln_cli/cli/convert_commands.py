@@ -263,7 +263,7 @@ def _choose(
 @option(
     "--fp16-safe",
     is_flag=True,
-    help="Scale what norms read so that float16 does not overflow; needs calibration data.",
+    help="Scale the inputs of norms so that float16 does not overflow; needs calibration data.",
 )
 @options_of(DataFiles, "data", without=("samples",))
 @option("--force", is_flag=True, help="Replace DIR if it exists.")

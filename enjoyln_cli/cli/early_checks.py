@@ -150,7 +150,7 @@ def require_choice(
     dry_run: bool,
     like: Path | None,
 ) -> None:
-    """Refuse what --search and --learn cannot be combined with, and what they lack.
+    """Refuse --search and --learn beside options that exclude them, or without options they need.
 
     Without ``force`` and ``resume``, the state of an interrupted run of --learn is refused.
     """
@@ -175,6 +175,6 @@ def require_choice(
     require_one_source(data)
     if learn and out and not (writing.force or writing.resume) and learning_state(out).exists():
         raise OutputError(
-            f"{learning_state(out)} is of an interrupted run; continue it with --resume, or begin "
-            "again with --force"
+            f"{learning_state(out)} belongs to an interrupted run; continue it with --resume, or "
+            "begin again with --force"
         )

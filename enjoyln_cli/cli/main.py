@@ -74,8 +74,8 @@ def completion(shell: str) -> None:
 def run() -> None:
     """Run the command, and end the process.
 
-    Python itself would look for garbage in all of torch before it ends, which takes a second, and
-    while torch is imported, which takes half a second.
+    Python itself would look for garbage while torch is imported, for half a second, and in all of
+    torch before it ends, for a second.
     """
     gc.set_threshold(YOUNG_OBJECTS)
     end_on_signals()

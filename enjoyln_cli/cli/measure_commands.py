@@ -69,8 +69,8 @@ def verify(
 ) -> None:
     """Check that OUT gives the original's outputs: exit status 0 if so, 1 if not.
 
-    For a result of `enjoyln quantize`: that its error on your data is the recorded one. No file of
-    OUT may have changed since it was written.
+    For a result of `enjoyln quantize`: that its error on your data equals the recorded error. No
+    file of OUT may have changed since it was written.
     """
     is_quantised = (out / QUANTISATION_FILE).is_file()
     if is_quantised:
@@ -192,7 +192,7 @@ def quantize(
 ) -> None:
     """Quantise MODEL, rotated if that is better on your data, and measure the result.
 
-    The original and its rotated forms are compared on one half of your data (calibration data), in
+    The original and rotated candidates are compared on one half of your data (calibration data), in
     the program that the format is for. The result is measured on the other half (held-out data).
     If its error is too large, the layers that cost most get more bits. Exit status 1 if it remains
     too large.

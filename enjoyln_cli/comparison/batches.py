@@ -133,9 +133,9 @@ def unpadded_batch(model: nn.Module, rows: int, tokens: int, dtype: torch.dtype)
 
 
 def _accepted_form(model: Any, bare: nn.Module, rows: int) -> tuple[int, int]:
-    """The number of rows that the model takes at once (``rows`` or 1), and the index of the inputs.
+    """The number of rows that the model takes at once (``rows`` or 1), and an index.
 
-    The index is that of the first of ``input_sets`` that the model accepts.
+    ``input_sets`` has at this index the first inputs that the model accepts.
     """
     tried: list[tuple[int, int, Inputs]] = []
     for n in dict.fromkeys((rows, 1)):
@@ -163,7 +163,7 @@ def _first_that_runs(
         try:
             with torch.no_grad():
                 model(**_batch(model, inputs, torch.Generator().manual_seed(0), dtype_of(model)))
-        except Exception as error:  # with inputs of a wrong form, a model may raise any exception
+        except Exception as error:  # with wrong inputs, a model may raise any exception
             if errors is not None:
                 errors.append(error)
         else:

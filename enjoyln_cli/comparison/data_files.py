@@ -28,7 +28,7 @@ class UserData:
     text: str | None = None
     """A running text."""
     texts: tuple[str, ...] = ()
-    """Texts that become one input each; with images, one for all of them or one for each."""
+    """Texts that become one input each; with images, one text for all or a text for each."""
     images: tuple[str | Path, ...] = ()
     """Image files."""
     audio: tuple[str | Path, ...] = ()
@@ -160,7 +160,7 @@ def read_user_data(
 
 
 def texts_in(file: str | Path) -> tuple[str, ...]:
-    """The texts in a file with one on each line. Raises ``UnsupportedModel`` if there is none."""
+    """The texts of a file, a text on each line. Raises ``UnsupportedModel`` if it has no text."""
     if not Path(file).is_file():
         raise UnsupportedModel(f"samples={str(file)!r} is not a file of texts, one on each line")
     texts = tuple(line.strip() for line in text_of(file).splitlines() if line.strip())

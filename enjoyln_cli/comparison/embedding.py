@@ -1,8 +1,7 @@
 """The sentence embedding of a sentence-transformers pipeline, as one more output to compare.
 
 The modules after the transformer (pooling, dense, normalisation) are loaded by that library, each
-from its folder. They are applied to the transformer's outputs, in the dtype and on the device of
-those outputs.
+from its folder. They are applied to the transformer's outputs, in their dtype and on their device.
 Gradients of the embedding reach these outputs, but not the modules' weights.
 """
 

@@ -15,11 +15,11 @@ inputs may share an error. ``D`` is estimated from the errors themselves, with a
 
 where ``e_i`` is the error of input ``i`` over all entries of the output, ``q`` is the mean squared
 cosine of the angle between the errors of two inputs (one over the independent entries of an input),
-``r`` is the mean of ``e_i . e_j`` relative to that of ``|e_i|^2`` (what all inputs share), and
-``n`` is the number of inputs that matter. Two runs are compared with the mean of both ``1 / D``.
-If some inputs are much worse in one run and others in the other, that is chance as well: the spread
-of the inputs' shares is added to ``1 / D``. With one input nothing of this can be estimated: ``D``
-is 1, and only a gross error (``GROSS``) is no chance.
+``r`` is the mean of ``e_i . e_j`` over the mean of ``|e_i|^2`` (what all inputs share), and ``n``
+is the number of inputs that matter. Two runs are compared with the mean of both ``1 / D``. By
+chance, each run may also be much worse on inputs of its own: the spread of the inputs' shares is
+added to ``1 / D``. With one input nothing of this can be estimated: ``D`` is 1, and only a gross
+error (``GROSS``) is no chance.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def distances_of(
 
 
 def pool_distances(batches: Sequence[Mapping[str, Distance]]) -> dict[str, Distance]:
-    """The distances of several batches joined into one, for each output."""
+    """For each output, the distances of several batches joined into one distance."""
     pooled = {}
     for name in dict.fromkeys(name for batch in batches for name in batch):
         parts = [batch[name] for batch in batches if name in batch]

@@ -131,7 +131,7 @@ def _meaning(config: Any, name: str, outputs: Named, batch: Named) -> Meaning:
 def in_same_order(
     found: Mapping[str, Meaning], got: dict[str, torch.Tensor], exact: Named
 ) -> dict[str, torch.Tensor]:
-    """The outputs ``got``, with each detection at the place of the most similar one in ``exact``.
+    """The outputs ``got``; each detection takes the place of the most similar in ``exact``.
 
     Detections have no order, and a model that selects its best queries returns them by scores that
     rounding may exchange. Other outputs stay as they are. ``found`` are the meanings.

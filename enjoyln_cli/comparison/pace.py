@@ -2,14 +2,14 @@
 
 A check loads several models and makes several runs on the same inputs. The remaining time, minus
 the time for the models that are still to be loaded, is shared equally among the remaining runs. A
-run takes the batches in order and stops before one that would not fit into its share. Later runs
-use no more batches than it did. So a check ends in time, even if one dtype is slow on this machine,
-and every run has at least one batch. Loading, and the comparison of every stored tensor, are never
+run takes the batches in order and stops before a batch that would not fit into its share. Later
+runs use no more batches. So a check ends in time, even if one dtype is slow on this machine, and
+every run has at least one batch. Loading, and the comparison of every stored tensor, are never
 skipped.
 
-The first run of a model is slower than later ones (memory is mapped, libraries choose algorithms).
-So the first input is timed twice, and the first batch of a run only says what the next one costs
-until the next one has been timed.
+The first run of a model is slower than later runs (memory is mapped, libraries choose algorithms).
+So the first input is timed twice. The time of a run's first batch predicts only the second batch;
+from then on, later batches do.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Pace:
         self.tell()
 
     def fitting(self, try_one: Callable[[], Result]) -> tuple[Result, int | None]:
-        """The result of ``try_one``, which runs one input, and how many such inputs fit into a run.
+        """The result of ``try_one``, which runs an input, and how many such inputs fit into a run.
 
         At least 1; ``None`` for no limit.
         """

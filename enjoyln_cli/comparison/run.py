@@ -58,8 +58,8 @@ def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) 
 def encoded_once(model: Any) -> Iterator[None]:
     """Inside the block, the encoder of ``model`` returns the same outputs for the same tensors.
 
-    Generating a decoder's tokens, trying whether a model runs, and its outputs to compare all begin
-    with the encoder, which takes most of the time of a speech model.
+    The encoder takes most of the time of a speech model. It runs whenever a decoder's tokens are
+    generated, a model is tried, or outputs are compared.
 
     Tensors are the same if they are one object. The outputs stay in memory until the block ends,
     and the weights may not change inside of it. Nothing happens for a model without an encoder, or

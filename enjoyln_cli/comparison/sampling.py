@@ -80,7 +80,7 @@ class Examples:
 
 
 def choose(runner: Runner, data: UserData, seed: int, pace: Pace) -> Examples:
-    """Choose the user's examples, and seeded ones if a stable ratio needs more rows."""
+    """Choose the user's examples, and seeded examples if a stable ratio needs more rows."""
     own, mask_token, is_scored = _user_batches(runner, data)
     if is_scored:
         pace.runs += 2

@@ -1,7 +1,7 @@
 """Simulate round-to-nearest quantisation of linear layers.
 
 Integers of ``b`` bits are symmetric: ``q = round(x / s)`` with ``s = max |x| / (2^(b-1) - 1)``. The
-weight of a layer has one scale ``s`` for each output, and its inputs have one for each token. A
+weight of a layer has a scale ``s`` for each output, and its inputs have a scale for each token. A
 single large feature makes the scale of its token large, so that all others lose digits. Embeddings
 and the layer that computes the logits stay as they are, as most quantisers leave them.
 
@@ -52,7 +52,7 @@ def path_of_head(model: Any) -> list[str]:
 
 
 def linear_layers(model: Any) -> dict[str, nn.Module]:
-    """The linear layers of ``model`` by path, without the one that computes the logits."""
+    """The linear layers of ``model`` by path, without the layer that computes the logits."""
     head = head_of(model)
     return {
         name: module

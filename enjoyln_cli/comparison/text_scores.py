@@ -15,7 +15,7 @@ from enjoyln_cli.errors import UnsupportedModel
 
 
 def head_kind(model: nn.Module) -> Literal["causal", "masked"] | None:
-    """The kind of language model head; ``None`` for a class without one."""
+    """The kind of language model head; ``None`` for a class without such a head."""
     from transformers.models.auto import modeling_auto as auto
 
     name = type(model).__name__

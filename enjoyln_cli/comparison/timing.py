@@ -3,7 +3,7 @@
 In a round each call runs once, and every other round runs them in the opposite order. So slow
 changes (clock rates, other programs) affect all calls alike, and two calls can be compared by their
 ratio within each round. A short call is repeated within its round until the repeats take
-``SHORTEST``. The clock is that of ``torch.utils.benchmark``, which waits for a GPU to finish.
+``SHORTEST``. ``torch.utils.benchmark`` is the clock: it waits for a GPU to finish.
 """
 
 from __future__ import annotations

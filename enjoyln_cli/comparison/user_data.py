@@ -70,7 +70,7 @@ class OwnInputs:
 
     @property
     def mask_token(self) -> int | None:
-        """The token that stands for a hidden one."""
+        """The token that stands for a hidden token."""
         token: int | None = getattr(self.tokenizer, "mask_token_id", None)
         return token
 

@@ -100,8 +100,8 @@ def edit_adapter(folder: str | Path, plan: Plan, original: OpenedModel) -> Adapt
         out = base.output_dim(where)
         if "lora_A.weight" not in parts or "lora_B.weight" not in parts or out is None:
             raise UnsupportedModel(
-                f"{path}: the fold edits this layer, and its adapter is not one of a linear layer; "
-                "merge the adapter into the original and fold the result"
+                f"{path}: the fold edits this layer, and the adapter does not treat it as a linear "
+                "layer; merge the adapter into the original and fold the result"
             )
         a, b = (tensors[parts[f"lora_{name}.weight"]] for name in "AB")
         base.require_fit(where, out, a, b)
@@ -143,7 +143,7 @@ def _edited_prompt(
         )
     if not edit.is_linear_map or edit.mixed_dims - {1}:
         raise UnsupportedModel(
-            f"{folder}: {name} is edited in another way than row by row, so no prompt can be; "
+            f"{folder}: the fold edits {name} not row by row, so a prompt cannot be edited alike; "
             "train the prompt on the result"
         )
     return {"prompt_embeddings": rounded("prompt_embeddings", prompt, edit)}
@@ -219,8 +219,8 @@ def _biases(
     for path, parts in layers.items():
         if "lora_B.weight" not in parts:
             raise UnsupportedModel(
-                f"{path}: its adapter cannot have a bias, but others need one, since the bias of a "
-                "norm is fused into their layers; fold without --merge"
+                f"{path}: its adapter cannot have a bias, but other layers' adapters need one, "
+                "since the bias of a norm is fused into these layers; fold without --merge"
             )
         b, key = edited[parts["lora_B.weight"]], f"{PREFIX}{path}.lora_B.bias"
         bias = edited.get(key, b.new_zeros(b.shape[0])).double()
@@ -263,7 +263,7 @@ class EditedBase:
             path_in_model = None
         if path_in_model is None:
             raise BadCheckpoint(
-                f"{path}: the adapter changes it, and {type(self.model).__name__} has none; pass "
+                f"{path}: the adapter changes it, and {type(self.model).__name__} lacks it; pass "
                 "the model that the adapter was trained on, and its class with --model-class"
             )
         return path_in_model
@@ -287,7 +287,7 @@ class EditedBase:
         edit = self.edits.get(self.path_of(name, tensor_at), Edit())
         if not edit.is_linear_map or any(dim >= value.ndim for dim in edit.mixed_dims):
             raise UnsupportedModel(
-                f"{name}: the adapter has its own values of it, which the fold would have to edit "
+                f"{name}: the adapter has its own values of this tensor, and the fold edits it "
                 "together with others; merge the adapter into the original and fold the result"
             )
         return rounded(name, value, edit)

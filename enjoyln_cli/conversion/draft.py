@@ -1,15 +1,15 @@
 """Edit an EAGLE-3 draft model so that it goes on working when its target model is rotated.
 
-A draft model proposes the tokens that its target then checks. One of EAGLE-3 reads hidden states of
-several layers of its target, side by side, and the embeddings of its target, through a norm:
+A draft model proposes the tokens that its target then checks. A draft of EAGLE-3 reads hidden
+states of several layers of its target, side by side, and its target's embeddings, through a norm:
 
     h = fc [x_1, x_2, x_3]                     x_i' = Q x_i,   so  fc' = fc diag(Q', Q', Q')
     q = W_q [norm(e), hidden_norm(h)]          e' = Q e,       so  W_q' = [W_q1 diag(g) Q', W_q2]
 
 ``g`` is the weight of the RMSNorm, which becomes ones; keys and values are read as queries are.
 Everything else (its layer, norms, head and token tables) is the draft's own, and stays. A draft
-without an embedding table, or with a copy of the target's, reads the target's: a copy is rotated as
-the table of the target was, so it does not matter which of both a program takes.
+without an embedding table reads the target's table. A copy of the target's table in the draft is
+rotated as the table itself was, so it does not matter which of the two a program takes.
 
 Drafts that write what the target's head reads cannot be rotated, and are refused (EAGLE-1 and 2,
 Medusa).
@@ -97,8 +97,8 @@ def edit_draft(
     if "medusa_num_heads" in config or any(source.path.glob("medusa_lm_head.*")):
         raise UnsupportedModel(
             f"{model}: each Medusa head computes x + SiLU(W x + b) (its 0.linear) from what the "
-            "lm_head of the target reads. x can be rotated and the SiLU cannot, so no weights of "
-            f"this form compute the same; {_TRAIN}"
+            "lm_head of the target reads. x can be rotated and the SiLU cannot, so no Medusa head "
+            f"computes the same on rotated features; {_TRAIN}"
         )
     checkpoint = open_checkpoint(source)
     layer = _first_layer(checkpoint)
@@ -128,13 +128,13 @@ def _first_layer(checkpoint: Checkpoint) -> str:
     if layer is None:
         raise UnsupportedModel(
             f"{model}: {FC} of EAGLE-1 and EAGLE-2 reads the last hidden state, and the layers "
-            "after it write what the lm_head of the target reads. That is rotated, and has the "
-            "weight of the last norm fused, which the norms within these layers do not allow; "
-            + _TRAIN
+            "after it write what the lm_head of the target reads. This lm_head is rotated, and the "
+            "weight of the last norm is fused into it, which the norms within these layers do not "
+            f"allow; {_TRAIN}"
         )
     if HEAD not in names:
         raise UnsupportedModel(
-            f"{model} stores no {HEAD}, so it reads that of the target, which is edited; {_TRAIN}"
+            f"{model} stores no {HEAD}, so it uses its target's, which is edited; {_TRAIN}"
         )
     if (checkpoint.raw_config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
         raise UnsupportedModel(
@@ -144,7 +144,7 @@ def _first_layer(checkpoint: Checkpoint) -> str:
     known = (FC, "fc.bias", TABLE, "input_norm.weight")
     for name in names:
         if name not in known and not name.startswith(WITHIN):
-            raise UnsupportedModel(f"{model}: {name} is no tensor of EAGLE-3 that is known")
+            raise UnsupportedModel(f"{model}: {name} is no known tensor of EAGLE-3; {_TRAIN}")
     return layer
 
 
@@ -213,8 +213,8 @@ def _reads_of_embeddings(
         stored = checkpoint.tensors.get(name)
         if stored is None or stored.shape[1] != 2 * stream.size:
             raise BadCheckpoint(
-                f"{model}: {name} does not read {stream.size} features of an embedding beside as "
-                "many others; pass the result of the model it was trained for"
+                f"{model}: {name} does not read {stream.size} features of an embedding and as many "
+                "of a hidden state; pass the result of the model it was trained for"
             )
     return [Read(name, 1, f"{layer}.input_layernorm.weight") for name in names]
 

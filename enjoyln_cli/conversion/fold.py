@@ -169,8 +169,8 @@ def _why_another_class(plan: Plan, unproven: Sequence[str], is_chosen: bool) -> 
             f"{named}, the class it was saved as, its outputs may differ"
         )
     return (
-        f"config.json names {named}, but weights of it are not stored; the stored tensors are "
-        f"those of {plan.model_class}, so load the result as {plan.model_class}"
+        f"config.json names {named}, but not all of its weights are stored; the stored tensors "
+        f"belong to {plan.model_class}, so load the result as {plan.model_class}"
     )
 
 

@@ -76,7 +76,7 @@ def analyze(
       inputs of one call. No weights are downloaded; of a directory, only the headers of its weight
       files are read. For a pipeline or a sentence-transformers model, the model inside is analysed.
     * ``example_calls`` are further calls that have to be proven, each as a pair ``(args, kwargs)``.
-      A converted model whose code is not from transformers refuses calls of any other form.
+      A converted model whose code is not from transformers refuses calls that differ from these.
     * ``outputs`` are the fields of the model's output that have to stay the same, as names or
       patterns (``vision_model_output.pooler_output``, ``logits_*``); all of them by default.
     * ``options`` allow more changes than centring.

@@ -17,12 +17,12 @@ from enjoyln_cli.edits.step import ReadTensor, Shape, Step
 
 @dataclass(frozen=True)
 class Edit:
-    """How one tensor changes. Steps that mix no dimension come before those that mix one."""
+    """How one tensor changes. Steps that mix a dimension come last."""
 
     steps: tuple[Step, ...] = ()
     """Sorted by their ``order``."""
     source: str = ""
-    """The tensor that it starts from; empty for the one stored under its own name."""
+    """The tensor that the edit starts from; empty for the stored tensor of the same name."""
 
     def __post_init__(self) -> None:
         """Sort the steps."""
@@ -69,9 +69,9 @@ class Edit:
         return shape
 
     def require_fit(self, name: str, shapes: Mapping[str, Shape]) -> None:
-        """Raise ``ValueError`` unless it fits the tensor ``name``, and what it needs is there.
+        """Raise ``ValueError`` unless the edit fits the tensor ``name`` and finds its tensors.
 
-        ``shapes`` are those of all tensors before the edits.
+        ``shapes`` are the shapes of all tensors before the edits.
         """
         source = self.source or name
         for needed in (source, *self.needs):

@@ -2,8 +2,8 @@
 
 Scale         W <- W diag(g)      the weight of a norm moves into a linear layer that reads it
 AddProduct    b <- b + W v        the bias v of a norm moves into that layer's bias (W is the
-                                  weight as stored; if other layers have a part of W, only the
-                                  rows of this one)
+                                  weight as stored; if several layers share W, only the rows
+                                  of this layer)
 LayerScale    W <- diag(s) W      a vector that multiplies a linear layer's output
 CentreAxis    W <- P W            over an axis
 RotateAxis    W <- Q W            by an orthogonal matrix, along an axis
@@ -138,9 +138,9 @@ class AddProduct(Step):
     by: str
     outer: int = 1
     inner: int = 1
-    """The vector repeats along ``dim`` as that of a ``Scale``."""
+    """The vector repeats along ``dim`` as the vector of a ``Scale``."""
     outputs: tuple[int, int] | None = None
-    """The range of elements that it is for; ``None`` for all of them."""
+    """The range of elements that the product is added to; ``None`` for all elements."""
     added: torch.Tensor | None = field(default=None, compare=False, repr=False)
     """One-dimensional, with as many elements as the tensor; ``None`` before it is loaded."""
     sizes: torch.Tensor | None = field(default=None, compare=False, repr=False)
@@ -283,7 +283,7 @@ class RotateAxis(CentreAxis):
 
 
 def repeated(values: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
-    """One value for each slice; ``values`` has one for each feature."""
+    """One value for each slice; ``values`` has a value for each feature."""
     return values.repeat_interleave(inner).repeat(outer)
 
 
@@ -297,7 +297,7 @@ def require_outputs(name: str, shape: Shape, dim: int, outputs: tuple[int, int] 
 
 
 def largest_of(x: torch.Tensor) -> float:
-    """The largest absolute value of ``x``; NaN if it holds one."""
+    """The largest absolute value of ``x``; NaN if ``x`` holds NaN."""
     if not x.numel():
         return 0.0
     low, high = (float(number) for number in torch.aminmax(x.detach()))

@@ -1,6 +1,6 @@
 """Do the tensors of a checkpoint, or of a model in memory, fit the edits of a plan?
 
-A tensor has one name in the files and one in the model.
+The files and the model may name a tensor differently.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from enjoyln_cli.plan.plan import Plan
 def fitting_edits(
     plan: Plan, shapes: Mapping[str, tuple[int, ...]], *, in_memory: bool = False
 ) -> Mapping[str, Edit]:
-    """The edits of ``plan`` for tensors of these ``shapes``, which are those before the edits.
+    """The edits of ``plan`` for tensors that have these ``shapes`` before the edits.
 
-    The names are those in the checkpoint, or with ``in_memory`` those in the model. Raises
-    ``ValueError`` that names the first tensor that is missing or has another shape.
+    Tensors are named as in the checkpoint, or with ``in_memory`` as in the model. Raises
+    ``ValueError``, which names the first tensor that is missing or has another shape.
     """
     copies = {copy.tensor: copy.stored for copy in plan.untied}
     planned = [(copy.source if in_memory else copy.stored, copy.shape) for copy in plan.untied]

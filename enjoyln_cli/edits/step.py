@@ -37,12 +37,12 @@ class Step:
 
     @property
     def front(self) -> int | None:
-        """The dimension that has to come first in memory for the step to be fast, if one has to."""
+        """The dimension that has to come first in memory for the step to be fast, if any."""
         return None
 
     @property
     def terms(self) -> int:
-        """How many numbers it adds to each element, without those along the mixed dimensions."""
+        """How many numbers it adds to each element, besides numbers along the mixed dimensions."""
         return 0
 
     def loaded(self, read: ReadTensor) -> Self:
@@ -101,5 +101,5 @@ class Step:
         return size
 
     def largest(self, largest: float) -> float:
-        """A bound for the absolute values of the result, if those before are up to ``largest``."""
+        """A bound for absolute values after the step, if values before are at most ``largest``."""
         return largest

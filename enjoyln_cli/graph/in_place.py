@@ -1,4 +1,4 @@
-"""In-place writes: replace those that no one else can see, and mark the values others may change.
+"""In-place writes: replace writes that nothing else can see, and mark values that others change.
 
 After an in-place write, a node of the graph no longer stands for one value: a reader after the
 write gets other numbers than a reader before. Ignoring this gave an error of 15.8 %. So the proof
@@ -47,7 +47,7 @@ _SCATTERS: dict[Any, Any] = {
     aten.select.int: aten.select_scatter.default,
     aten.slice.Tensor: aten.slice_scatter.default,
 }
-"""For an op that selects a part of a tensor, the one that returns the tensor with another part."""
+"""For an op that selects a part of a tensor, the op that returns the tensor with another part."""
 _COPIES = {aten.copy_, aten.index_add_, aten.index_copy_, aten.index_put_, aten.scatter_}
 """In-place ops that copy values, so that what they write does not share memory with the source."""
 
@@ -55,10 +55,10 @@ _COPIES = {aten.copy_, aten.index_add_, aten.index_copy_, aten.index_put_, aten.
 def replace_private_writes(graph: Graph) -> None:
     """Replace ``x.add_(y)`` by ``x.add(y)`` if nothing else sees the memory of ``x`` afterwards.
 
-    That holds if ``x`` has its own memory, or that of a value that nothing but ``x`` reads, and if
-    all other readers of its memory come before the write. (Nodes that read ``x`` after the write
-    refer to the result of the write.) A write to a part of such a value, ``x[:, 1:] = y``, becomes
-    an op that returns the whole with another part.
+    That holds if ``x`` has its own memory, or shares it only with a value that nothing but ``x``
+    reads, and if all other readers of the memory come before the write. (Nodes that read ``x``
+    after the write refer to its result.) A write to a part of such a value, ``x[:, 1:] = y``,
+    becomes an op that returns the whole with another part.
     """
     writes = mutating_ops(graph)
     if writes:
@@ -136,7 +136,7 @@ def _put_back(part: Node, new: Node, position: dict[Node, int]) -> None:
 
 
 def _owns_memory(node: Node) -> bool:
-    """Whether nothing else reads the memory of a value: it is new, or the only view of one."""
+    """Whether nothing else reads the memory of a value: it is new, or a new value's only view."""
     while not _is_fresh(node):
         operands = node.all_input_nodes
         target = node.target
@@ -169,10 +169,9 @@ def replace_scalings(graph: Graph, parameters: Iterable[Node]) -> list[Node]:
     """Replace ``w.mul_(2)`` by ``w.mul(2)``, and return the parameters that were multiplied so.
 
     A parameter that a call only multiplies or divides by numbers, as RWKV does at its first call,
-    can still be centred: (P W) / c = P (W / c), so after any number of calls the centred parameter
-    is the centred one of what the original has become. None of ``parameters`` may share its memory
-    with another tensor. A parameter that is written in another way, or of which there are views,
-    is left as it is.
+    can still be centred: (P W) / c = P (W / c), so after any number of calls it is the original's
+    present value, centred. None of ``parameters`` may share its memory with another tensor. A
+    parameter that is written in another way, or of which there are views, is left as it is.
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
     scaled = []
@@ -225,7 +224,7 @@ def _returns_new(target: Any) -> bool:
 
 
 def mark_written(graph: Graph, together: Sequence[Node] = ()) -> None:
-    """Set ``meta["written"]`` on every value that may share memory with one written in place.
+    """Set ``meta["written"]`` on every value that may share memory with a value written in place.
 
     The nodes in ``together`` may share memory with each other from the start.
     """
@@ -234,7 +233,7 @@ def mark_written(graph: Graph, together: Sequence[Node] = ()) -> None:
 
 
 def _written(graph: Graph, together: Sequence[Node] = ()) -> list[Node]:
-    """The values that may share memory with one that is written in place.
+    """The values that may share memory with a value that is written in place.
 
     The result of an op is assumed to share memory with all its operands, unless it is fresh, or the
     op is known to copy.

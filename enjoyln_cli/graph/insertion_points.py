@@ -3,9 +3,9 @@
 An operation can act on the output of a leaf module, or on the first input of any module with
 children inside the model. Of these, blocks (in a ``ModuleList`` or ``Sequential``) are preferred.
 The proof is about a value in a graph, while the folded model changes an input or output of
-``forward``. Both use ``change_input`` and ``change_output``, so that they refer to the same value,
-and while a graph is captured, that value is marked in it. A module has no such place if the value
-is not a floating-point tensor in one of its calls.
+``forward``. Both use ``change_input`` and ``change_output``, so that they refer to the same value.
+While a graph is captured, that value is marked in it. A module has no such place if in any of its
+calls the value is not a floating-point tensor.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def change_input(
 
 
 def change_output(change: Change, output: Any) -> Any:
-    """``output`` changed, if it is a float tensor or a tuple that begins with one, or ``None``."""
+    """``output`` changed: a float tensor, or the first of a tuple; ``None`` for anything else."""
     if _is_real(output):
         return change(output)
     if type(output) is tuple and output and _is_real(output[0]):
@@ -135,7 +135,7 @@ def _marking(
 
 
 def _is_among(value: Any, given: Sequence[Any]) -> bool:
-    """Whether a value is one of those in ``given``, or nested in one of them."""
+    """Whether ``given`` contains a value, itself or nested in its elements."""
     several = [one for one in given if not isinstance(one, torch.Tensor)]
     return any(value is one for one in (*given, *pytree.tree_leaves(several)))
 

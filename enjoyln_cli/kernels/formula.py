@@ -21,7 +21,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """RMSNorm of ``x`` ``(..., d)``; ``weight`` and ``bias`` broadcast to it, of any float dtype.
 
-    The result is always contiguous, like that of torch's LayerNorm: models take views of it.
+    The result is always contiguous, as with torch's LayerNorm: models take views of it.
     """
     wide = x.to(compute_dtype(x.dtype)).contiguous()
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -45,7 +45,7 @@ def torch_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
     """``rms_norm`` by ``F.rms_norm``, which stays one node in an exported graph.
 
     The formula would be several nodes there, from which the ONNX optimiser drops an ``eps`` below
-    1e-8. ONNX's operator needs a weight. Without one, torch's exporter would create a weight as
+    1e-8. ONNX's operator needs a weight. If none is passed, torch's exporter creates a weight as
     large as ``x``, so a weight of ones is passed.
     """
     shape, fits = x.shape[-1:], weight is not None and weight.shape == x.shape[-1:]

@@ -27,7 +27,7 @@ ROWS = (1, 32, 1024, 8192, 32768)
 MOST_COMPARED = 1024
 """Rows that are compared with the float64 formula."""
 CALLS, ROUNDS = 20, 5
-"""Calls in one CUDA graph, and how often each candidate is timed, in turns."""
+"""Calls in one CUDA graph, and in how many rounds each candidate is timed."""
 MARGIN = 0.05
 """How much faster a candidate has to be to replace another: a share of the other's time."""
 EPS = 1e-5
@@ -41,7 +41,7 @@ class Norms(NamedTuple):
     dtype: torch.dtype
     """Of the rows."""
     parameters: torch.dtype
-    """Of weight and bias; that of the rows if there are none."""
+    """Of weight and bias; without both, the dtype of the rows."""
     weight: bool
     bias: bool
     width: int
@@ -78,9 +78,8 @@ fewest = 0
 def fastest_for(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Norm | None:
     """The fastest candidate for a norm of ``x``, or ``None`` if nothing was measured for it.
 
-    It is that of the largest number of rows that was measured and that ``x`` has. With more rows
-    a norm takes more of the GPU's time, and calling it as much of the processor's. So what pays for
-    more rows may not pay here.
+    It is chosen by the largest measured number of rows that ``x`` has or exceeds. The cost of a
+    launch is constant, so a kernel that wins on many rows may lose on few.
     """
     parameter = weight if weight is not None else x if bias is None else bias
     width, has = x.shape[-1], (weight is not None, bias is not None)
@@ -142,7 +141,7 @@ def measure(device: torch.device, norms: Norms, rows: int) -> Choice:
 
 
 def times_of(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Times]:
-    """The times of each call on the current GPU, taken in turns."""
+    """The times of each call on the current GPU, measured in rounds."""
     from torch.utils.benchmark import Timer
 
     timers = {}
@@ -152,21 +151,21 @@ def times_of(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Times]:
             for _ in range(CALLS):
                 call()
         timers[name] = [Timer("run()", globals={"run": run}) for run in (graph.replay, call)]
-    turns = [
+    rounds = [
         {name: [timer.timeit(CALLS).mean for timer in pair] for name, pair in timers.items()}
         for _ in range(ROUNDS)
     ]
     times = {}
     for name in calls:
-        graph_time, call_time = (median(turn[name][i] for turn in turns) for i in (0, 1))
+        graph_time, call_time = (median(took[name][i] for took in rounds) for i in (0, 1))
         times[name] = Times(1e6 * graph_time / CALLS, 1e6 * call_time)
     return times
 
 
 def fastest(times: Mapping[str, Times]) -> str:
-    """The first candidate, unless a later one is clearly faster.
+    """The first candidate, unless a later candidate is clearly faster.
 
-    It has to be so in a CUDA graph, and no slower if it is called from Python.
+    A later candidate has to be faster in a CUDA graph, and no slower when called from Python.
     """
     best = next(iter(times), "layer_norm")
     for name in times:

@@ -46,7 +46,7 @@ def rms_norm(
     have that ``shape`` and any floating dtype. Returns a contiguous tensor of the shape and dtype
     of ``x``, computed in float32 or wider and rounded once; in float64 by the formula on every
     machine. The rows must have zero mean, since in most cases LayerNorm is computed. With
-    ``literal`` it never is: a mean shows in the result, and the gradient is that of RMSNorm.
+    ``literal`` it never is: a mean shows in the result, and the gradient is RMSNorm's.
     """
     if dims > 1:
         weight, bias = (None if p is None else p.flatten() for p in (weight, bias))

@@ -116,7 +116,7 @@ class WriteOptions:
         False, "Accept weights with NaN or Inf; the edits spread them within a tensor."
     )
     force: bool = option(False, "Replace OUT if it exists.", is_in_card=False)
-    resume: bool = option(False, "Continue an interrupted run, if there is one.", is_in_card=False)
+    resume: bool = option(False, "Continue an interrupted run, if any.", is_in_card=False)
     """Take over the weight files that an interrupted run has finished."""
 
     def __post_init__(self) -> None:

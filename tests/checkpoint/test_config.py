@@ -72,7 +72,7 @@ def test_no_model_type(tmp_path: Path, found: Any) -> None:
 
 def test_an_unknown_model_type_gets_a_suggestion(tmp_path: Path) -> None:
     refused(write(tmp_path, {"model_type": "gtp2"}), "no model type 'gtp2'; did you mean .*gpt2")
-    refused(write(tmp_path, {"model_type": "qqqqqq"}), "no model type 'qqqqqq'; upgrade it")
+    refused(write(tmp_path, {"model_type": "qqqqqq"}), "no model type 'qqqqqq'; if it is new")
 
 
 def test_values_that_transformers_rejects(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_what_an_interrupted_run_left_is_kept(tokens: Path, tmp_path: Path) -> N
     learns = ("rotate", GPT2, "-o", out, "--learn", 3, "--tokens", tokens, "--no-verify")
     state.write_bytes(b"of another run")
     said = refused(*learns, "--scheme", "w4a8")
-    assert f"{state} is of an interrupted run; continue it with --resume" in said
+    assert f"{state} belongs to an interrupted run; continue it with --resume" in said
     said = refused(*learns, "--scheme", "w4a8", "--resume")
     assert f"{state} belongs to other data or options" in said
     assert state.read_bytes() == b"of another run"
