@@ -2,7 +2,7 @@
 
 A module that is tested on a few inputs may compute something else on others. That is impossible if
 its ``forward`` does not branch and all its ops are analytic (sums, products, powers, moments). To
-find out, its ops are recorded, and the functions of torch that it calls. If one of these could tell
+find out, its ops are recorded, and the functions of torch that it calls. If any function could tell
 it a value or a size, it is run once more on a tensor without values, whose number of rows is a
 symbol.
 """
@@ -157,7 +157,7 @@ class _Choices(TorchFunctionMode):
         self.known = len(sizes.guards)
 
     def look(self) -> None:
-        """Check for new guards on sizes: the module added those since the last call of torch."""
+        """Check for new guards on sizes: the module made them since the last call of torch."""
         self.taken = self.taken or len(self.sizes.guards) > self.known
 
     def __torch_function__(

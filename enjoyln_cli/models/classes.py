@@ -107,8 +107,8 @@ def unknown_class(config: Any) -> str | None:
 def classes_for(config: Any) -> list[type]:
     """All classes that transformers' auto classes list for this config.
 
-    The class named in the config comes first; one that transformers lacks is left out. Raises
-    ``UnsupportedModel`` if there is none.
+    The class that the config names comes first, if transformers has it. Raises
+    ``UnsupportedModel`` if there is no class.
     """
     import transformers
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -178,6 +178,6 @@ def locate(
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of a model: that of its first floating-point parameter."""
+    """The dtype of the first floating-point parameter of a model."""
     dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
     return next(dtypes, torch.get_default_dtype())

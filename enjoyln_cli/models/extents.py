@@ -1,4 +1,4 @@
-"""Which bytes does a tensor cover, and do two tensors share one?
+"""Which bytes does a tensor cover, and do two tensors share any?
 
 On the meta device, memory has no address; there tensors share memory if they have the same storage
 object.
@@ -33,7 +33,7 @@ PlaceInMemory = tuple[str, Extent]
 
 
 def extent_of(tensor: torch.Tensor) -> Extent | None:
-    """Where a tensor lies in memory; ``None`` for one without elements or without a storage."""
+    """Where a tensor lies in memory; ``None`` if it has no elements or no storage."""
     try:
         storage = tensor.untyped_storage()
         address = 0 if tensor.is_meta else storage.data_ptr()

@@ -5,7 +5,7 @@
 * Detection models clamp activations if ``not torch.isfinite(x).all()``. The trace assumes that all
   activations are finite: with others, training has failed already.
 
-Any other reading of a value stays one.
+Any other reading of a value counts as a reading.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def stored_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _in_float64(model: Any) -> Any:
-    """The model in float64, with experts computed one by one: grouped products lack float64."""
+    """The model in float64, which computes experts singly: grouped products lack float64."""
     with silent():
         apply_experts(model, "eager")
     return model.double()

@@ -1,6 +1,6 @@
 """Decide how much of a model is in memory while it runs, and how much stays on disk.
 
-The decision depends on the bytes of the parameters: ``all`` of them, and the ``largest`` one. If
+The decision depends on the bytes of the parameters: of ``all``, and of the ``largest``. If
 ``HEADROOM * all`` bytes are free, the whole model is in memory. Otherwise weights are read from
 disk when they are needed: ``COPIES * largest`` bytes are reserved for the weight that is being
 read, and the rest of the memory keeps other weights.
@@ -21,8 +21,8 @@ from enjoyln_cli.text import size
 HEADROOM = 1.3
 """Memory of a running model relative to its parameters: copies by the loader, and activations."""
 COPIES = 2
-"""Copies of a tensor in memory while it is read: the converted and the edited one. The stored one
-is mapped from its file."""
+"""Copies of a tensor in memory while it is read: the converted and the edited copy. The stored
+tensor is mapped from its file."""
 M_MMAP_THRESHOLD, LARGE = -3, 1 << 20
 """The option of ``mallopt`` for the smallest block with its own mapping, and its new value."""
 DEVICE_MAPS = ("auto", "cpu", "disk")
@@ -45,7 +45,7 @@ def available_memory() -> int | None:
         limit = int((group / "memory.max").read_text())
         limits.append(limit - int((group / "memory.current").read_text()))
     except (OSError, ValueError):
-        pass  # no control group, or one without a limit
+        pass  # no control group, or no limit
     return min(limits) if limits else None
 
 

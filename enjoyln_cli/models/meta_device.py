@@ -56,9 +56,9 @@ def answers_without_values() -> Iterator[None]:
     """Inside the block, torch answers two questions that it cannot answer without values.
 
     * ``torch.is_autocast_enabled(x.device.type)`` raises an error on the meta device, and so does
-      ``torch.autocast(x.device.type)``. The answers here are those for the CPU.
-    * ``nn.TransformerEncoder`` compares its mask with a causal one if ``is_causal`` is not given.
-      It then chooses how to compute attention, not what, so here the mask counts as any other.
+      ``torch.autocast(x.device.type)``. Here both answer as for the CPU.
+    * ``nn.TransformerEncoder`` compares its mask with a causal mask if ``is_causal`` is not given.
+      The result is the same either way, so here the mask counts as not causal.
     """
     begin: Any = torch.autocast.__init__
     asked: Any = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -161,8 +161,8 @@ class KeepWhole(TorchFunctionMode):
     """While a model is built without weights, integer constants in its code keep their values.
 
     An example is the stride of a convolution that is stored as a tensor. ``forget_buffers`` then
-    removes the values of those that a checkpoint provides. Random values are not drawn for a tensor
-    that has none: for that alone, torch takes half of the time of building a GPT-2.
+    removes the values that a checkpoint provides. For a tensor without values no random values are
+    drawn: torch takes half of the time of building a GPT-2 for them.
     """
 
     def __torch_function__(
@@ -181,7 +181,7 @@ _DRAWS = {nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_}
 
 
 def forget_buffers(model: nn.Module, keep_integers: bool = False) -> None:
-    """Move buffers to the meta device, each shared one once.
+    """Move buffers to the meta device, each shared buffer once.
 
     With ``keep_integers``, integer and bool buffers that no checkpoint stores keep their values.
     """
@@ -254,7 +254,7 @@ def without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on(device: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that replaces a tensor by an empty one of its shape on ``device``."""
+    """A function that replaces a tensor by an empty tensor of its shape on ``device``."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.device.type == device else torch.empty_like(tensor, device=device)
@@ -325,7 +325,7 @@ def without_weights(model: nn.Module) -> nn.Module:
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter on the meta device, which has shapes only.
 
-    A parameter of another class, such as a quantised one, is copied with its values.
+    A parameter of another class, such as a quantised parameter, is copied with its values.
     """
     if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
         return copy.deepcopy(parameter)

@@ -1,6 +1,6 @@
 """Check that a call of a norm module runs its class's ``forward``, and nothing else.
 
-To convert a norm of a live model, its class is replaced by one with another ``forward``. That is
+A norm of a live model is converted by giving it a class with another ``forward``. That is
 safe only if nothing comes between a call of the module and ``forward``. ``interference`` looks for
 hooks, parametrisations and replaced methods: before a norm is proven, and again before a plan is
 installed.
@@ -50,7 +50,7 @@ def interference(module: nn.Module) -> str | None:
 
 
 def forward_hooks(module: nn.Module) -> tuple[Any, ...]:
-    """All forward hooks of ``module``, including torch's global ones."""
+    """All forward hooks of ``module``, including torch's global hooks."""
     return *module._forward_hooks.values(), *hooks_of_all._global_forward_hooks.values()
 
 

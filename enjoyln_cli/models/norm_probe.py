@@ -39,7 +39,7 @@ Gain = Literal["weight", "1 + weight", "1"]
 RANKS = range(2, 6)
 """Numbers of dimensions of test inputs."""
 OTHERS = (3, 5, 2)
-"""Sizes of the dimensions of a test input that are neither the first one nor normalised."""
+"""Sizes of the dimensions of a test input that are neither the first nor normalised."""
 ROWS = (6, 64)
 """Minimum and maximum of rows in a test input. Many rows are needed to detect a clamp, which may
 only change the largest elements."""
@@ -77,8 +77,8 @@ class LayerNormSpec:
     bias: str = "bias"
     """Name of the bias; it may have dimensions of size 1."""
     takes_other_dtypes: bool = False
-    """Whether it also normalises inputs of another dtype than that of its parameters, and returns
-    their dtype."""
+    """Whether it also normalises inputs of other dtypes than its parameters have, and returns
+    the inputs' dtype."""
 
     def holds_for(self, rank: int) -> bool:
         """Whether inputs with ``rank`` dimensions are normalised in this way."""
@@ -145,7 +145,7 @@ def _normal(size: tuple[int, ...]) -> torch.Tensor:
 
 
 def _off(y: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error relative to the largest element; NaN if there is one."""
+    """The largest error relative to the largest element; NaN if any element is NaN."""
     return float((y - expected).abs().max() / expected.abs().max())
 
 
@@ -176,7 +176,7 @@ def examine(module: nn.Module, known: Known) -> LayerNormSpec | str | None:
 
     Returns the spec; or, as text, why the module computes LayerNorm for many inputs but perhaps not
     for all; or ``None`` if it is not a LayerNorm. Results for modules of the same kind are taken
-    from ``known``, and new ones are added to it.
+    from ``known``, and new results are added to it.
     """
     if not (roles := _roles(module)):
         return None
@@ -286,7 +286,7 @@ def _objection_in(
     if not _off(y, expected) <= NARROW[dtype]:
         return f"it does not compute LayerNorm in {dtype_name(dtype)}"
     if probe.module(x).dtype != dtype:
-        return "it returns another dtype than that of its input"
+        return "its result has another dtype than its input"
     return None
 
 

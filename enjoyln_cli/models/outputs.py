@@ -46,7 +46,7 @@ def config_returning(config: Any, outputs: Iterable[str]) -> Any:
 
 
 def by_field(value: Any) -> dict[str, list[torch.Tensor]]:
-    """Every tensor that a model returned, by field, including those in caches and nested outputs.
+    """Every tensor that a model returned, by field, also in caches and nested outputs.
 
     A tensor that is returned twice appears under both names.
     """
@@ -57,7 +57,7 @@ def by_field(value: Any) -> dict[str, list[torch.Tensor]]:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor that a model returned, including those in caches and nested outputs."""
+    """Every tensor that a model returned, also in caches and nested outputs."""
     return [tensor for tensors in by_field(value).values() for tensor in tensors]
 
 
@@ -65,7 +65,7 @@ def _walk(
     value: Any, path: tuple[str, ...], around: tuple[int, ...], opened: dict[int, Any]
 ) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
     """The tensors with their paths. An object with attributes may refer to many others, so it is
-    visited only once; ``opened`` holds the visited ones."""
+    visited only once; ``opened`` holds the visited objects."""
     if isinstance(value, torch.Tensor):
         yield path, value
         return
@@ -86,7 +86,7 @@ def _walk(
 
 
 def instance_attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object, also those that its class keeps in slots."""
+    """The attributes of an object, also attributes that its class keeps in slots."""
     slots = (vars(base).get("__slots__", ()) for base in type(value).__mro__)
     names = chain.from_iterable((one,) if isinstance(one, str) else one for one in slots)
     held = {name: getattr(value, name) for name in names if hasattr(value, name)}
@@ -106,7 +106,7 @@ def is_in_cache(field: str) -> bool:
 def match_names(patterns: Iterable[str], fields: Iterable[str]) -> frozenset[str]:
     """The fields that match a pattern: a name, possibly with wildcards, of the field or a parent.
 
-    ``vision_model_output`` matches all of its fields, ``*.pooler_output`` that of every output.
+    ``vision_model_output`` matches all its fields, ``*.pooler_output`` this field of every output.
     """
     return frozenset(f for f in fields if any(_names(pattern, f) for pattern in patterns))
 

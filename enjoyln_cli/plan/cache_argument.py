@@ -1,8 +1,8 @@
 """The argument of ``forward`` that takes the cache, under the name of any transformers release.
 
 transformers 5.24 renamed ``past_key_values`` to ``cache``, in arguments and in outputs, and accepts
-the old name as well. Plans, markers and recipes say ``past_key_values``, so that a checkpoint that
-was folded with one release means the same with another.
+the old name as well. Plans, markers and recipes say ``past_key_values``, so a checkpoint that was
+folded with any release means the same with another.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class CallSignature:
 
     owner: str
     arguments: tuple[tuple[str, ArgumentSpec], ...]
-    """By name, without those equal to their default. Items of ``*args`` are ``*0``, ``*1`` ..."""
+    """By name, unless equal to their default. Items of ``*args`` are ``*0``, ``*1`` ..."""
     conditions: tuple[Annotated[str, checked(require_condition)], ...] = ()
     """A call is covered only if all of these hold for its sizes (see ``plan.size_conditions``)."""
 
@@ -172,7 +172,7 @@ class ForwardSignature:
     """Whether one argument takes a cache, by either name (see ``plan.cache_argument``)."""
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by their names in plans, without those equal to their default."""
+        """The arguments of a call that differ from their default, by their names in plans."""
         arguments = dict(zip(self.order, args, strict=False))
         for place in range(len(self.order), len(args)):
             arguments[f"*{place - len(self.order)}"] = args[place]
@@ -324,7 +324,7 @@ def attributes_of(model: nn.Module) -> tuple[tuple[str, str, Plain], ...]:
     """The plain attributes on which ``forward`` of custom code may branch.
 
     These are the plain attributes of all modules that are neither torch's nor transformers', and
-    those entries of the config that not every transformers config has.
+    the entries of the config that not every transformers config has.
     """
     owner, attributes = type(model).__name__, {}
     internal = {*vars(nn.Module()), "name_or_path"}

@@ -58,7 +58,7 @@ class EditedTensor:
     """A vector (LayerScale) that is fused in along ``axis.dim`` first, into all writers of a layer
     or none, and then set to ones."""
     baked: BakedNorm | None = None
-    """Baked into this table. ``axis`` is that of the rows, which are those of the norm's result."""
+    """The norm that is baked into this table: ``axis`` is the last axis of the norm's result."""
 
     def __post_init__(self) -> None:
         """Set the default of ``tensor``."""
@@ -74,15 +74,15 @@ class CentredWeight(EditedTensor):
 class RotatedTensor(EditedTensor):
     """A stored tensor that is multiplied by the matrix of a group: ``W <- Q W`` over ``axis``.
 
-    The tensors that write the group are rotated over their outputs, and those that read it over
-    their inputs. For an orthogonal ``Q`` both are the same product. Every group of the axis is
-    rotated by the same matrix.
+    Tensors that write the group are rotated over their outputs, tensors that read it over their
+    inputs. For an orthogonal ``Q`` both are the same product. Every group of the axis is rotated by
+    the same matrix.
     """
 
     writes: bool = True
     """Whether the features are computed from it."""
     reads: bool = False
-    """Whether it is multiplied by the features. One that is tied may do both."""
+    """Whether it is multiplied by the features. A tied tensor may do both."""
 
 
 @dataclass(frozen=True)

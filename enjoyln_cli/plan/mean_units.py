@@ -48,7 +48,7 @@ def _scale(features: int) -> float:
 
 @dataclass(frozen=True)
 class Widening:
-    """An MLP that gets more hidden units: those of ``plan.mean_units``, then units of zeros."""
+    """An MLP that gets more hidden units: units that subtract a mean, then units of zeros."""
 
     first: GrownParameter
     """The weight of the layer that computes the hidden units."""
@@ -57,7 +57,7 @@ class Widening:
     second: GrownParameter
     """The weight of the layer that reads the hidden units."""
     size: Count
-    """How many hidden units there were before, and so the index of the first new one."""
+    """How many hidden units there were before, and so the index of the first new unit."""
     to: Count
     """How many hidden units there are afterwards."""
     features: Count
@@ -117,7 +117,7 @@ def intact(layers: Layers, mlp: Widening, dtypes: tuple[torch.dtype, ...]) -> bo
 
 
 def spare_units(layers: Layers, mlp: Widening) -> int | None:
-    """How far behind the units the next unused ones begin, or ``None`` if there are none.
+    """How far behind the units the next unused units begin; ``None`` if there are none.
 
     A hidden unit is unused if its weights in the second layer are zeros.
     """
@@ -127,7 +127,7 @@ def spare_units(layers: Layers, mlp: Widening) -> int | None:
 
 
 def copy_units(layers: Layers, mlp: Widening, after: int) -> None:
-    """Copy the present values of the units to those ``after`` places behind them."""
+    """Copy the present values of the units to the units ``after`` places behind them."""
     now, free = rows(layers, mlp), rows(layers, mlp, after)
     free.first.copy_(now.first)
     free.second.copy_(now.second)

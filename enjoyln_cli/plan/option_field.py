@@ -104,7 +104,7 @@ def changed_options(options: Any) -> Iterator[tuple[str, Any, OptionText]]:
 
 
 def made_from(kind: Callable[..., Made], values: Mapping[str, Any]) -> Made:
-    """A dataclass with those of ``values`` that it has fields for."""
+    """A dataclass ``kind`` with the ``values`` that it has fields for; the others are ignored."""
     names: Any = fields(kind)  # type: ignore[arg-type]
     return kind(**{each.name: values[each.name] for each in names if each.name in values})
 

@@ -7,7 +7,7 @@ order 2, and of one circulant of odd or small order whose eigenvalues are ``exp(
 
 ``Q 1 = 1`` is what a rotation group with a LayerNorm needs: then ``Q`` commutes with centring, and
 ``LayerNorm(Q x) = Q LayerNorm(x)`` for a LayerNorm without weight and bias. The matrices of order 4
-and the circulant have it; that of order 2 is left out there. No entry of ``K`` is larger than
+and the circulant fix ``1``; the matrix of order 2 is left out then. No entry of ``K`` is above
 ``1.45 / sqrt(d)`` for the sizes of usual models, and ``1.75 / sqrt(d)`` for large primes;
 ``1 / sqrt(d)`` is the least possible.
 
@@ -116,8 +116,8 @@ def matrix(rotation: Rotation) -> torch.Tensor:
 def _factors(size: int, fixes_ones: bool) -> tuple[int, torch.Tensor | None, int]:
     """``K`` as a Kronecker product: how many matrices of order 4, a matrix, and a circulant.
 
-    The matrix joins the small factors. The circulant is given by its order, which is 1 if it is
-    small, and so a part of the matrix.
+    The matrix joins the small factors. The circulant is given by its order. A small circulant is a
+    part of the matrix, and the order is 1.
     """
     fours, two, rest = _orders(size, fixes_ones)
     tail = torch.ones(1, 1, dtype=torch.float64)
@@ -135,7 +135,7 @@ def _factors(size: int, fixes_ones: bool) -> tuple[int, torch.Tensor | None, int
 
 
 def _orders(size: int, fixes_ones: bool) -> tuple[int, bool, int]:
-    """How many matrices of order 4, whether one of order 2, and the order of the circulant.
+    """How many matrices of order 4, whether a matrix of order 2, and the circulant's order.
 
     With ``Q 1 = 1``, an even circulant takes a factor of 4 with it: of order 2 there are only the
     identity and the exchange.

@@ -83,12 +83,12 @@ class NextLinear:
     """The dimension of inputs in the parameter, if the class uses another layout than the file.
     Such a parameter, as a stack of experts, has a reader for each of its stored tensors."""
     outer: Count = 1
-    """How often the norm's features follow each other along ``dim``, as those of several tokens."""
+    """How often the norm's features follow each other along ``dim``, as with several tokens."""
     inner: Count = 1
     """How many elements belong to one feature each time."""
     outputs: tuple[int, int] | None = None
-    """The first output of the weight and the bias that reads the norm, and the one after the last,
-    if the others read another value, as in the packed weight of a cross attention."""
+    """The range of outputs of the weight and the bias that read the norm, without its end, if the
+    others read another value, as in the packed weight of a cross attention."""
 
 
 @dataclass(frozen=True)
@@ -142,17 +142,17 @@ class RotationGroup:
     """
 
     name: str
-    """The first parameter of it; a group that stays may have none."""
+    """Its first parameter; a group that stays may have none."""
     kind: RotationKind
     size: int
-    """How many features each matrix acts on: those of the stream, or of one head."""
+    """How many features each matrix acts on: all of the stream, or of one head."""
     fixes_ones: bool
     """Whether a LayerNorm is inside, so that the matrix has to fix the vector of ones."""
     tensors: tuple[RotatedTensor, ...] = ()
     norms: tuple[str, ...] = ()
     """The norms inside whose weight has to be fused (see ``NormFusion``)."""
     inputs: tuple[str, ...] = ()
-    """Optional inputs of ``forward`` (``inputs_embeds``) that have to be given in the new basis."""
+    """Optional inputs of ``forward`` (``inputs_embeds``) that have to be passed rotated."""
     outputs: tuple[str, ...] = ()
     """Output fields (``image_outputs.last_hidden_state``) that change if it is rotated."""
     reason: str = ""
@@ -162,7 +162,7 @@ class RotationGroup:
     """The matrix, if the user gave one."""
     online_rotation: Annotated[str, NOT_STORED] = ""
     """Path of the block whose first input is multiplied by the matrix, since nothing linear writes
-    this stream. Only a live model or a program can carry that; empty if it is not needed."""
+    this stream. Only a live model or a program can do that; empty if it is not needed."""
 
     @property
     def is_rotated(self) -> bool:
@@ -170,7 +170,7 @@ class RotationGroup:
         return not self.reason
 
     def rotation(self, seed: int) -> Rotation:
-        """The matrix that the user gave, or the one for a seed."""
+        """The matrix that the user gave, or the matrix for ``seed``."""
         return Rotation(self.size, seed, self.name, self.fixes_ones, self.given)
 
 
@@ -275,7 +275,7 @@ class Plan:
 
     @property
     def edited_tensors(self) -> tuple[EditedTensor, ...]:
-        """The tensors that are centred, then those that are rotated; some are in both."""
+        """The centred tensors, then the rotated tensors; a tensor may be in both."""
         return (
             *self.centred_weights,
             *(tensor for group in self.rotated for tensor in group.tensors),

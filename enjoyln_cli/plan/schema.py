@@ -1,8 +1,7 @@
 """Read the frozen dataclasses of a plan from plain data, as in JSON and YAML, and write them.
 
 The fields of a dataclass are the keys of its file, and their types say what is valid there.
-pydantic checks them: no unknown key, no missing one, and no value of another type (``1`` is not
-true).
+pydantic refuses unknown keys, missing keys, and values of another type (``1`` is not true).
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ def quote(value: Any) -> str:
 
 
 def _most_helpful(error: ValidationError) -> Any:
-    """The first error; if it is a missing key beside an unknown one, the unknown key."""
+    """The first error; if it is a missing key beside an unknown key, the unknown key."""
     errors = error.errors(include_url=False)
     beside = [other for other in errors if other["loc"][:-1] == errors[0]["loc"][:-1]]
     return min(beside, key=lambda other: other["type"] != "unexpected_keyword_argument")

@@ -37,7 +37,7 @@ def require_condition(text: str) -> str:
 
 
 def holds(condition: str, sizes: Mapping[str, int]) -> bool:
-    """Whether a condition holds for sizes by name; one that divides by zero does not."""
+    """Whether a condition holds for sizes by name; a condition that divides by zero does not."""
     try:
         return bool(_value(_parsed(condition), sizes))
     except ZeroDivisionError:

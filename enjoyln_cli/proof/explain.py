@@ -200,7 +200,7 @@ def _inserted(cut: Cut) -> set[CentringPoint | None]:
 def _terms(problem: Problem, cut: Cut, item: Item) -> list[tuple[Item, Mlp | None]]:
     """All addends of nested sums, in the order of the graph.
 
-    Each comes with the MLP that subtracts its mean, if one does. Views and other ops with a single
+    Each comes with the MLP that subtracts its mean, if any. Views and other ops with a single
     source are skipped.
     """
     terms: dict[tuple[Item, Mlp | None], None] = {}

@@ -1,9 +1,9 @@
 """The two questions that the pull-back table answers, over all traces of a model.
 
-* ``sources``: which operands need a zero mean so that a value has one? This looks up the graph.
+* ``sources``: which operands need zero mean so that a value has zero mean? This looks up the graph.
 * ``observer``: which op, if any, would give another result if a value were shifted? This looks down
-  the graph. Every consumer of the value must either absorb the shift, or turn it into a shift of
-  its own result that has no observer in turn.
+  the graph. Every consumer of the value must either absorb the shift, or pass it on as a shift of
+  its own result, which must have no observer either.
 
 Each answer is computed once per (value, axis).
 """
@@ -223,7 +223,7 @@ def parameters_within(trace: Trace) -> dict[Node, frozenset[str]]:
 
 
 def consumers(node: Node) -> Iterator[Node]:
-    """The nodes that read a value; instead of a split, those of its parts that are used."""
+    """The nodes that read a value; instead of a split, its parts that are used."""
     for user in node.users:
         if packet(user) in TAKEN_APART:
             yield from (part if is_part(part) else user for part in user.users if part.users)

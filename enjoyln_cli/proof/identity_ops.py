@@ -20,7 +20,7 @@ norm's weight and bias:
 
 * every reader of the table is a lookup whose rows only a call of this norm reads;
 * every call of the norm reads such rows, or an input that takes their place (``inputs_embeds``).
-  Who gives these has to take them from the new table.
+  Callers have to take such inputs from the new table.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _product(node: Node, named: Mapping[Node, str]) -> _Product | None:
 
 
 def _scaled_axis(factor: Any, shape: tuple[int, ...]) -> Axis | None:
-    """The feature axis of the one dimension along which the factor varies, if there is only one."""
+    """The feature axis along which the factor varies; ``None`` if there is not exactly one."""
     own = shape_of(factor) or ()
     varying = [dim - len(own) for dim, size in enumerate(own) if size != 1]
     if len(varying) != 1 or own[varying[0]] != shape[varying[0]]:

@@ -39,10 +39,10 @@ def _indexed_dims(indices: list[Node | None]) -> int:
 
 @rule(aten.index)
 def _index(node: Node, axis: Axis) -> Pull:
-    """Advanced indexing of the dimensions before that of the axis selects whole groups.
+    """Advanced indexing of dimensions before the axis selects whole groups.
 
-    The dimensions after the last index are the last ones of the result, wherever torch puts those
-    of the indices.
+    The dimensions after the last index come last in the result, wherever torch puts the indices'
+    dimensions.
     """
     source = node.args[0]
     rank, trailing = rank_of(source), rank_of(source) - _indexed_dims(node.args[1])
@@ -74,7 +74,7 @@ def _index_add(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.repeat_interleave)
 def _repeat_interleave(node: Node, axis: Axis) -> Pull:
-    """Elements are repeated one by one, along another dimension than that of the axis."""
+    """Elements are repeated one by one, along another dimension than the axis."""
     dim = argument(node, 2, "dim")
     if dim is None or dim % rank_of(node) == axis.dim:
         return Opaque("elements that are repeated along the features")

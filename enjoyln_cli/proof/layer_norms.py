@@ -33,7 +33,7 @@ _MORE = "it is called with more than one tensor"
 
 
 def layer_norms(model: nn.Module) -> tuple[dict[str, LayerNormSpec], dict[str, str]]:
-    """Each LayerNorm's form by module path, and the reason for each that cannot be swapped."""
+    """Each LayerNorm's spec by module path, and the reason for each that cannot be swapped."""
     found: dict[str, LayerNormSpec] = {}
     refused: dict[str, str] = {}
     known: Known = {}
@@ -63,7 +63,7 @@ def norm_calls(
 ) -> tuple[dict[str, tuple[Value, ...]], dict[str, str]]:
     """The input of every call of each norm that can be swapped, and the others with the reason.
 
-    A module may be a LayerNorm for inputs of some ranks only: ``nn.GroupNorm(1, d)`` is not one for
+    A module may be a LayerNorm for inputs of some ranks only: ``nn.GroupNorm(1, d)`` is none for
     images. A module that is called only with other ranks is in neither result.
     """
     calls: dict[str, list[Value]] = {path: [] for path in norms}

@@ -3,7 +3,7 @@
 Three edits change such layers: ``widening`` adds hidden units to them, ``identity_ops`` fuses
 scales into them, and ``rotation.norm_fusion`` fuses the weights and biases of norms into them.
 Each edit checks by itself which kinds of layers it accepts. An ``nn.Linear`` and a Conv1D store the
-same matrix transposed, so a layer records which dimension of its weight is that of the inputs.
+same matrix transposed, so a layer records which dimension of its weight is the inputs'.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from enjoyln_cli.proof.views import VIEWS, source_of
 from enjoyln_cli.trace.trace import Trace
 
 LayerKind = Literal["matrix", "product", "convolution", "embedding"]
-"""A ``matrix`` is in an op that can add a bias, a ``product`` in one that cannot. An ``embedding``
-looks up rows of a table, which is a product with one-hot rows."""
+"""A ``matrix`` is in an op that can add a bias, a ``product`` in an op that cannot. An
+``embedding`` looks up rows of a table, which is a product with one-hot rows."""
 
 WHOLE_FEATURE_OPS = VIEWS | {
     aten.alias, aten.clone, aten.contiguous, aten.detach, aten.dropout, aten.permute,
@@ -92,7 +92,7 @@ class LinearLayer:
     input_dim: int
     """The dimension (0 or 1) of the stored weight that belongs to the input features.
 
-    The output features belong to the other one.
+    The output features belong to the other dimension.
     """
     scaled: bool
     """Whether the op is an ``addmm`` that may multiply its terms by ``alpha`` and ``beta``."""
@@ -107,7 +107,7 @@ class LinearLayer:
 
     @property
     def parameters(self) -> tuple[ReadParameter, ...]:
-        """The weight, and the bias if there is one."""
+        """The weight, and the bias if any."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property

@@ -293,8 +293,8 @@ def _network(
     """The flow network, in which each item is an edge ``_in(number) -> _out(number)``.
 
     An edge without capacity cannot be cut. Costs are multiplied by ``scale``, and each operation
-    and MLP costs 1 more, so that of two equally cheap cuts the one with fewer edits wins. Another
-    place than a leaf or a block costs 2 more.
+    and MLP costs 1 more, so that among equally cheap cuts the fewest edits win. Another place than
+    a leaf or a block costs 2 more.
     """
     graph = networkx.DiGraph()
     graph.add_nodes_from(("source", "sink"))

@@ -1,7 +1,7 @@
 """The pull-back of one op: what a rule is, and how the rule of an op is found.
 
 ``pull(node, axis)`` lists (operand, axis) pairs. With all other operands fixed, the op is jointly
-linear in the listed ones and commutes with centring them: ``f(P x) = P f(x)``. Two facts follow:
+linear in the listed operands and commutes with centring them: ``f(P x) = P f(x)``. So:
 
 * if the listed operands have zero mean, so has the output;
 * a shift of the listed operands is a shift of the output. A shift is an added tensor that is
@@ -126,7 +126,7 @@ def _is_called_in_order(node: Node) -> bool:
 
 @cache
 def _places(target: Any) -> tuple[int, frozenset[str]]:
-    """The number of required positional arguments, and the names of the keyword-only ones."""
+    """The number of required positional arguments, and the names of keyword-only arguments."""
     ordered = [a for a in target._schema.arguments if not a.kwarg_only]
     needed = sum(not argument.has_default_value() for argument in ordered)
     return needed, frozenset(a.name for a in target._schema.arguments if a.kwarg_only)

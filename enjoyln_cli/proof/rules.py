@@ -1,8 +1,8 @@
 """The pull-back table: one rule for each family of aten ops, with its proof in one line.
 
 A rule lists the operands in which the op is jointly linear and commutes with centring (see
-``pullback.pull``), or returns ``Opaque`` with the reason that there are none. An op without a rule
-is treated as one that does not keep a zero mean and that notices every shift. A missing rule
+``pullback.pull``), or returns ``Opaque`` with the reason that there are none. Of an op without a
+rule it is assumed that it does not keep a zero mean and that it notices every shift. A missing rule
 therefore costs converted norms, never correctness.
 
 This module has the rules of ops that move, select and add elements. Ops that index are in
@@ -181,7 +181,7 @@ def _expand(node: Node, axis: Axis) -> Pull:
 def _repeat(node: Node, axis: Axis) -> Pull:
     """As ``expand``: the dimension of the axis may occur only once."""
     source, rank = node.args[0], rank_of(node)
-    times = [1] * (rank - len(node.args[1])) + list(node.args[1])  # tile may omit leading ones
+    times = [1] * (rank - len(node.args[1])) + list(node.args[1])  # tile may omit leading 1s
     if times[axis.dim] != 1:
         return Opaque("a value that is repeated along the features")
     return ((source, broadcast(source, axis, rank_of(node))),)

@@ -72,7 +72,7 @@ def source_of(node: Node) -> Node | None:
 def pull_through_view(node: Node, axis: Axis) -> tuple[Node, Axis] | None:
     """A value that ``node`` takes elements from through a view, and ``axis`` on that value.
 
-    It is the nearest one that holds the axis in a single dimension; ``None`` if there is none.
+    It is the nearest value that holds the axis in a single dimension; ``None`` if there is none.
     """
     chain = [node]
     while (source := source_of(chain[-1])) is not None:
@@ -123,7 +123,7 @@ def _find_taken_elements(node: Node, source: Node) -> tuple[list[Node], list[Sel
 
 
 def axis_on_source(chain: list[Node], source: Node, axis: Axis) -> Axis | None:
-    """The axis of ``source`` that ``axis`` of ``chain[0]`` is; ``None`` if no single one is."""
+    """The axis of ``source`` that ``axis`` of ``chain[0]`` is; ``None`` if no single axis is."""
     found, shape = _places(chain, source, axis), shape_of(source)
     return None if found is None or shape is None else _axis_of(found, shape)
 
@@ -175,7 +175,7 @@ def _places(chain: list[Node], source: Node, axis: Axis | None = None) -> list[S
 def _factors(
     shape: Sequence[int], strides: Sequence[int], axis: Axis | None
 ) -> tuple[int, list[Factor]]:
-    """The offset of the first element of a tensor with these strides, and those of the others."""
+    """The offset of the first element of a tensor with these strides, and steps to all others."""
     offset, factors = 0, []
     for dim, (count, stride) in enumerate(zip(shape, strides, strict=True)):
         if axis is None or dim != axis.dim:
@@ -253,7 +253,7 @@ def _divided(
 
 
 def _merged(factors: list[Factor]) -> list[Factor]:
-    """The factors by decreasing stride; adjoining ones without a gap are joined."""
+    """The factors by decreasing stride; neighbours without a gap are joined."""
     merged: list[Factor] = []
     for factor in sorted(factors, key=lambda f: -f.stride):
         last = merged[-1] if merged else None

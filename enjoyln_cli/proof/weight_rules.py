@@ -39,7 +39,7 @@ def _weight_and_bias(node: Node, axis: Axis) -> Pull:
 
 
 def _product(node: Node, axis: Axis, equation: str, factors: Sequence[Any]) -> Pull:
-    """The pair of an einsum: the only factor whose letters include that of the axis.
+    """The pair of an einsum: the only factor whose letters include the letter of the axis.
 
     ``equation`` is in einsum's notation, with an arrow.
     """
@@ -62,8 +62,8 @@ def _product(node: Node, axis: Axis, equation: str, factors: Sequence[Any]) -> P
 def letters_of(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]] | None:
     """The letters of each factor's dimensions and of the result's; ``None`` if the ranks differ.
 
-    An ellipsis becomes ``...n`` to ``...1``, one for each dimension that the letters do not name,
-    counted from the end as in broadcasting.
+    An ellipsis becomes ``...n`` to ``...1``: a term for each dimension that the letters do not
+    name, counted from the end as in broadcasting.
     """
     inputs, _, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")

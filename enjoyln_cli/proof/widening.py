@@ -157,7 +157,7 @@ def _cannot_grow(
     readers: Mapping[str, set[Node]],
     single: Callable[[str], bool],
 ) -> str | None:
-    """Why the MLP cannot get more hidden units, even ones whose weights are zero."""
+    """Why the MLP cannot get more hidden units, even units whose weights are zero."""
     for call in calls:
         inside = {*call.between, call.second}
         for node in (call.first, *call.between):
@@ -221,7 +221,7 @@ def _activated(call: _Call, u: torch.Tensor) -> torch.Tensor:
 
 
 def _calls(trace: int, graph: Trace, named: Mapping[Node, str]) -> Iterator[_Call | Edge]:
-    """Every MLP of a graph; for a gated one, only the residual sum that it is added in."""
+    """Every MLP of a graph; for a gated MLP, only the residual sum that it is added in."""
     for node in graph.graph.nodes:
         second = _linear(node, named)
         if second is None:
@@ -263,7 +263,7 @@ def _mlp(first: LinearLayer, second: LinearLayer) -> Mlp | None:
 
 
 def _linear(node: Any, named: Mapping[Node, str]) -> LinearLayer | None:
-    """The node as a linear layer that reads its weight and bias directly, if it is one."""
+    """The linear layer that ``node`` is and that reads its weight and bias directly, if any."""
     layer = linear_layer(node, named)
     if layer is None or layer.kind != "matrix" or layer.scaled or not layer.reads_directly:
         return None
@@ -305,7 +305,7 @@ def _operands(node: Node) -> list[Node] | None:
 
 
 def _unchanged_operand(node: Node) -> Node | None:
-    """The operand of an op that changes neither values nor the last dimension, if it is one."""
+    """The operand of an op that changes neither values nor the last dimension; or ``None``."""
     if not node.args or not isinstance(node.args[0], Node) or node.meta.get("written"):
         return None
     source = node.args[0]

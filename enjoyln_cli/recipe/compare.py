@@ -54,7 +54,7 @@ def differences(recipe: Recipe, plan: Plan) -> list[str]:
 
 
 def _texts(lines: Recipe) -> dict[str, Any]:
-    """The text of each line by section and name, and that of each list."""
+    """The text of each line by section and name, and the text of each list."""
     texts: dict[str, Any] = {
         section: _without_repeats({n: _text(line) for n, line in getattr(lines, section).items()})
         for section in (*SECTIONS, "settings")
@@ -71,7 +71,7 @@ def _text(line: Any) -> str:
 
 
 def _without_repeats(texts: Mapping[str, str]) -> dict[str, str]:
-    """The lines without those of single layers that say, but for a reason, what all layers do."""
+    """The lines that differ, reasons aside, from the line that stands for all layers."""
     return {
         name: text
         for name, text in texts.items()

@@ -53,7 +53,7 @@ Section = Mapping[Text, Annotated[Any, checked(_one_line)]]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The edits of a fold, or of most checkpoints of a family, with what they were proven for."""
+    """The edits of a fold, or of most checkpoints of a family, and the models they hold for."""
 
     version: Annotated[int, checked(_version)]
     model_type: Text

@@ -1,8 +1,8 @@
-"""Read recipes from YAML text: the edits made to a checkpoint, or those to be proven again.
+"""Read recipes from YAML text: edits that were made to a checkpoint, or that must be proven again.
 
-``docs/formats.md`` explains the format. The keys are those of ``recipe.model.Recipe``, and in a
-line those of the plan's dataclasses. ``keep`` in any section says that a name stays as it is. A
-name with ``{i}`` stands for every layer; a line with a layer number overrides it.
+``docs/formats.md`` explains the format. The keys are the fields of ``recipe.model.Recipe``, and in
+a line the fields of the plan's dataclasses. ``keep`` in any section says that a name stays as it
+is. A name with ``{i}`` stands for every layer; a line with a layer number overrides it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from enjoyln_cli.recipe.yaml_text import MAX_CHARS, load, one_line
 def tried_to_fuse(folder: Path) -> bool:
     """Whether the checkpoint in ``folder`` was converted with ``--merge``, by its recipe.
 
-    A norm of it that still has a weight or a bias cannot be fused.
+    If so, a norm in it that still has a weight or a bias cannot be fused.
     """
     try:
         return load_recipe(folder / RECIPE_FILE).options.merge is not None

@@ -3,7 +3,7 @@
 A layer number in a dotted name becomes a placeholder: ``h.3.ln_1`` is written ``h.{i}.ln_1`` and
 stands for every layer (a second number becomes ``{j}``, and so on). A text that a line mentions may
 name the layer before or after it: ``h.{i-1}.ln_2``. ``join_layers`` writes one line for all layers
-that agree, and one for each that differs.
+that agree, and a line for each that differs.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def map_texts(data: Any, change: Callable[[str], str]) -> Any:
 def join_layers(lines: Lines, layers: Mapping[str, int], *, gaps: bool) -> dict[str, Any]:
     """One line for the layers that agree, followed by a line for each that differs.
 
-    With ``gaps``, there may be fewer layers without such a line than with one; those get ``keep``.
-    Otherwise lines are joined only if every layer has one.
+    Without ``gaps``, lines are joined only if every layer has a line. With ``gaps``, half of the
+    layers need a line, and the others get ``keep``.
     """
     groups: dict[str, dict[str, Any]] = {}
     for name, data in lines.items():

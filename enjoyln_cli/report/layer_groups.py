@@ -105,7 +105,7 @@ def addresses_of(parts: Sequence[ModelPart]) -> dict[ModelPart, Address]:
 
 
 def _box(key: str, parts: Sequence[ModelPart], address: Address) -> Box:
-    """The box of a part that is in several layers, or in one."""
+    """The box of a part that occurs in one or several layers."""
     part, frames = parts[0], [frame for frame, _ in address.layers]
     inside = frames[-1] if frames else ""
     name, lines = address.path.removeprefix(inside).lstrip("."), part.lines

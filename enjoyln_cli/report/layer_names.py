@@ -1,4 +1,4 @@
-"""Names that differ only in layer numbers, written as one: ``h.0-11.ln_1``."""
+"""Names that differ only in layer numbers, written as one name: ``h.0-11.ln_1``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LAYER = re.compile("(?<![0-9])(?:0|[1-9][0-9]*)(?![0-9])")
 
 
 def compact(names: Iterable[str]) -> list[str]:
-    """Join names that differ only in layer numbers into one: ``h.0-11.ln_1``. Keeps the order."""
+    """Join names that differ only in layer numbers: ``h.0-11.ln_1``. Keeps the order."""
     groups: dict[str, list[tuple[int, ...]]] = {}
     for name in names:
         pattern, numbers = layers_in(name)
@@ -23,8 +23,8 @@ def compact(names: Iterable[str]) -> list[str]:
 def layers_in(text: str) -> tuple[str, tuple[int, ...]]:
     """``text`` with ``\\0`` for every layer number, and the list of these numbers.
 
-    Layer numbers are those in dotted paths that contain a name, such as ``h.3.ln_1``. The numbers
-    in ``0.05`` and ``1e-05`` are none.
+    Layer numbers stand in dotted paths that contain a name, such as ``h.3.ln_1``. The numbers in
+    ``0.05`` and ``1e-05`` are none.
     """
     numbers: list[int] = []
 

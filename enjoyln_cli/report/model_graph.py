@@ -7,7 +7,7 @@ It shows, for the first traced graph:
 * observers: layers that would notice a missing mean;
 * the model's inputs and outputs.
 
-Other operations are left out; a link says that one box is computed from the other. Layers that look
+Other operations are left out; a link says that a box is computed from another. Layers that look
 alike are drawn once, with their number.
 """
 
@@ -85,7 +85,7 @@ def _add_stream(sketch: Sketch, analysis: Analysis) -> None:
     """Add the whole residual stream: the layers that write to it, its sums, and opaque values.
 
     These are the zero-mean graphs of all norms, and the sums after them that no norm reads, for
-    example those of the last block before a concatenation.
+    example the sums of the last block before a concatenation.
     """
     problem = analysis.problem
     starts = (v for values in problem.norms.values() for v in values if v.trace == 0)

@@ -74,7 +74,7 @@ class ModelReport:
 
     @property
     def calls(self) -> tuple[str, ...] | None:
-        """The forms of the proven calls as text; ``None`` if proven calls are not limited."""
+        """The signatures of the proven calls as text; ``None`` if proven calls are not limited."""
         covered = self.plan.covered
         return tuple(map(to_text, covered.signatures)) if covered else None
 

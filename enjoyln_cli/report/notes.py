@@ -59,7 +59,7 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
     lines += _fused_lines(plan)
     for table, norm in plan.baked.items():
         weight = norm.weight.parameter.rpartition(".")[0]
-        lines.append(f"  bake the norm {weight} into {table}, whose rows it passes on from then on")
+        lines.append(f"  bake the norm {weight} into {table}, so the norm passes its rows on as is")
     for copy in plan.untied:
         same = copy.tensor == copy.stored
         of = "" if same else f", as a copy of {copy.stored}"
@@ -115,7 +115,7 @@ def _proven_calls(signatures: Sequence[CallSignature], other: str) -> str:
 
 
 def _rotated_lines(plan: Plan) -> list[str]:
-    """What an orthogonal matrix rotates, and what it does not, and why."""
+    """What is rotated, and what is not, and why."""
     lines = [
         f"  rotate {_groups_in_words(plan.rotated, kind)}"
         for kind in ("residual", "heads", "values")

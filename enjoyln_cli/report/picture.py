@@ -1,7 +1,7 @@
 """A picture as data (boxes, frames around them, links), and its file.
 
-``model_graph`` decides what a box means. The layout and the drawing are those of Graphviz, whose
-program ``dot`` reads the picture as text. Names come from untrusted files, so that text is escaped.
+``model_graph`` decides what a box means. Graphviz places and draws the boxes: its program ``dot``
+reads the picture as text. Names come from untrusted files, so that text is escaped.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     W (g * x + v) = (W diag(s)) ((g / s) * x + v / s)
 
-SmoothQuant and AWQ scale the features of a norm by such ``s``, and SpinQuant takes ``s = g``, which
-is right only for a norm without a bias. All of them need to know every layer that reads the norm,
-which a plan with fused norms has proven.
+SmoothQuant and AWQ scale the features of a norm by such ``s``. SpinQuant takes ``s = g``, which is
+right only for a norm without a bias. All three need to know every layer that reads the norm, and a
+plan with fused norms has proven this.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _left_out(plan: Plan, model: Any) -> str:
 
 
 def _why_none(fusion: NormFusion, model: Any) -> str:
-    """Why a norm has no mapping although it could be fused; empty if it has one."""
+    """Why a norm has no mapping although it could be fused; empty if it has a mapping."""
     for reader in fusion.readers:
         layer = model.get_submodule(reader.weight.parameter.rpartition(".")[0])
         if not isinstance(layer, nn.Linear):

@@ -3,7 +3,7 @@
 The plan has decided which norms fold, and ``edits`` how its tensors change. This module decides
 what a converted directory consists of: the weights, the source's other files unchanged,
 ``config.json`` with the plan's settings and the ``enjoyln`` entry (the marker),
-``enjoyln_recipe.yaml`` and reports. In a pipeline, this is the transformer's folder, and the other
+``enjoyln_recipe.yaml`` and reports. In a pipeline, this is the transformer's folder; the other
 modules are copied unchanged. The directory appears whole, after its check has passed, or not at
 all.
 """

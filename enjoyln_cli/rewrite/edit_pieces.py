@@ -46,7 +46,7 @@ def apply_in_pieces(
 
 
 def _passes(edit: Edit) -> list[Edit]:
-    """The edit as several that apply one after the other; each mixes at most one dimension.
+    """The edit as several edits, to be applied in order; each mixes at most one dimension.
 
     Steps that mix different dimensions commute.
     """

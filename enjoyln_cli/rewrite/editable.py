@@ -1,9 +1,9 @@
 """May the weights of a live model be edited in place?
 
-Every function that edits one asks this before it writes anything. A weight may be edited if torch
-can write to it, and if all that covers its bytes is edited alike: other names of one parameter, and
-parameters that are the same elements of the same memory. Bytes that a tensor of another layout
-covers, or a tensor that is no parameter, may not be edited.
+Every function that edits such weights asks this before it writes anything. A weight may be edited
+if torch can write to it, and if all that covers its bytes is edited alike: other names of the
+parameter, and parameters that are the same elements of the same memory. Bytes that a tensor of
+another layout covers, or a tensor that is no parameter, may not be edited.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Notes on finished weight files, so that a later run can continue an interrupted one.
+"""Notes on finished weight files, so that a later run can continue an interrupted run.
 
     .OUT.partial/made-from.json          everything that determines the result's bytes, by name
     .OUT.partial/finished/SHARD.json     {"size": bytes, "modified": nanoseconds}

@@ -81,7 +81,7 @@ def _code(dtype: torch.dtype | None) -> str | None:
 
 
 def _slots(checkpoint: Checkpoint, edits: Mapping[str, Edit], code: str | None) -> list[Slot]:
-    """Every tensor to write; new ones come last."""
+    """Every tensor to write; new tensors come last."""
     all_edits = {name: Edit() for name in checkpoint.tensors} | dict(edits)
     slots = []
     for name, edit in all_edits.items():

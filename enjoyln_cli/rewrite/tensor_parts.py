@@ -1,4 +1,4 @@
-"""Write one tensor of a new weight file from a stored one, part by part.
+"""Write one tensor of a new weight file from a stored tensor, part by part.
 
 Both tensors are memory maps of their files. Bytes that stay are copied by the system. Edited
 elements go through float64 in pieces that fit into a cache (``edit_pieces.apply_in_pieces``), and

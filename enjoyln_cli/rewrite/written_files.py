@@ -1,10 +1,10 @@
 """Which files of a result have changed since they were written.
 
 ``fold``, ``rotate`` and ``quantize`` record the SHA-256 digest of every file that they write in
-``enjoyln_verify.json``, which also holds the verdict of the last check. Only who writes a file
-records its digest. ``verify`` compares; of a file whose change the user accepts by name, it notes
-the new digest beside the recorded one. The field ``digest`` is the digest of all other fields, so
-that an edit of the record shows.
+``enjoyln_verify.json``, which also holds the verdict of the last check. ``verify`` compares the
+files with these digests and never replaces them: if the user accepts a changed file by name, the
+new digest is noted beside the first. The field ``digest`` is the digest of all other fields, so an
+edit of the record shows.
 """
 
 from __future__ import annotations

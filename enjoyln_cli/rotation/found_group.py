@@ -37,7 +37,7 @@ class LayerObstacle:
 
 @dataclass(eq=False, kw_only=True)
 class FoundGroup:
-    """One rotation group: what has to be rotated, and the first obstacle if there is one."""
+    """One rotation group: what has to be rotated, and the first obstacle if any."""
 
     size: int
     carries_values: bool
@@ -71,7 +71,7 @@ def is_read_elsewhere(
 ) -> bool:
     """Whether anything but the products of ``gain`` reads one of its parameters.
 
-    ``nodes`` are those of the parameter in all traces.
+    ``nodes`` are the parameter's nodes in all traces.
     """
     products = {node for _, node in group.gains[gain]}
     waiting = [node for _, node in nodes]

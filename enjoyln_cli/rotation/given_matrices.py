@@ -1,12 +1,12 @@
-"""Matrices that the user gives instead of a seed, for example learned ones (SpinQuant's ``R.bin``).
+"""Matrices that the user gives instead of a seed, for example learned (SpinQuant's ``R.bin``).
 
 A file names a matrix ``Q`` of shape ``(size, size)`` for each of some rotation groups, whose values
 become ``Q x``. SpinQuant's names are known as well: ``R1`` for every residual stream, and
 ``model.layers.0.self_attn.R2`` for the values of an attention. Its matrices multiply row vectors
 from the right, so they are transposed.
 
-A matrix that was learned in float32 is orthogonal up to rounding only. It is replaced by the
-nearest orthogonal one in float64: by ``U V^T`` of its singular value decomposition ``U S V^T``. If
+A matrix that was learned in float32 is orthogonal up to rounding only. The nearest orthogonal
+matrix in float64 replaces it: ``U V^T`` of its singular value decomposition ``U S V^T``. If
 the group has a LayerNorm inside, ``Q 1 = 1`` has to hold as well; then the same is done with the
 part of ``Q`` that acts on vectors of mean zero.
 """
@@ -34,7 +34,7 @@ LIMIT = 1e-3
 def give_matrices(plan: Plan, path: Path) -> Plan:
     """The plan with the matrices of a file; groups that the file does not name keep their seed's.
 
-    ``path`` is a safetensors file, or one that ``torch.save`` wrote. Raises ``BadCheckpoint`` if it
+    ``path`` is a safetensors file, or a file by ``torch.save``. Raises ``BadCheckpoint`` if it
     cannot be read, or if one of its matrices belongs to no rotated group, has another size, is not
     orthogonal, or does not fix the vector of ones where it has to.
     """

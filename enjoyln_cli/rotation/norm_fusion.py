@@ -9,7 +9,7 @@ and a bias of zeros. This is exact under two conditions:
   feature, so that they do the same to ``g * x + v`` as to ``x``.
 * Nothing else reads the parameters of the layers, in any trace: neither layers that read another
   norm, nor an embedding. If layers share one parameter, as in ``nn.MultiheadAttention``, each has
-  outputs of its own, and only those that read the norm change.
+  outputs of its own, and only the layers that read the norm change.
 
 A norm that something else reads keeps its parameters. If one of the layers has no bias, the norm
 keeps a bias of its own, divided by the weight, which must not have zeros or be too small:
@@ -122,7 +122,7 @@ def find_fusions(
 
 Move = Literal["bias", "affine", "weight"]
 """What moves out of a norm: its bias; weight and bias, as far as possible; its weight, and its bias
-only if that cannot be divided by the weight."""
+only if the bias cannot be divided by the weight."""
 _WAYS: Mapping[Move, tuple[Move, ...]] = {
     "bias": ("bias",), "affine": ("affine", "weight"), "weight": ("weight", "affine"),
 }  # fmt: skip

@@ -66,7 +66,7 @@ class Use:
 
     @property
     def parameters(self) -> tuple[ReadParameter, ...]:
-        """The weight, and the bias if there is one."""
+        """The weight, and the bias if any."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property

@@ -10,14 +10,14 @@ every tensor that reads it is rotated by the same ``Q``, no output changes:
   over its inputs as a writer is over its outputs, and a tied weight stays tied.
 * A sum of squares does not see an orthogonal matrix.
 * LayerNorm without weight passes ``Q`` on if ``Q 1 = 1``: then means and variances stay as well.
-* Where ``k`` tokens become one of ``k`` times as many features (pixel shuffle, patch merger), these
-  rotate by ``diag(Q, ..., Q)``: an axis of ``k`` groups. Each group keeps its sum and its sum of
-  squares, so a norm over all of them passes the matrix on as well.
+* Where ``k`` tokens become a token of ``k`` times as many features (pixel shuffle, patch merger),
+  these rotate by ``diag(Q, ..., Q)``: an axis of ``k`` groups. Each group keeps its sum and its sum
+  of squares, so a norm over all of them passes the matrix on as well.
 * A norm's weight has to be fused into the layers that read the norm first (``NormGain``). Its bias
   becomes ``Q (bias / weight)``.
 
-A group with any other reader or source stays as it is, and says which one. A program that can carry
-an operation has one more way: a product with ``Q`` at the head of a stream that nothing linear
+A group with any other reader or source stays as it is, and names it. A program that can run an
+added operation has one more way: a product with ``Q`` at the head of a stream that nothing linear
 writes (``FoundGroup.online_rotation``).
 """
 
@@ -166,7 +166,7 @@ class _GroupSearch:
         return node.args[0]
 
     def gain(self, product: Value, factor: Node) -> NormGain | None:
-        """The weight that a product multiplies by: a vector parameter, or 1 plus one."""
+        """The weight that a product multiplies by: a vector parameter, or 1 plus this vector."""
         inner, offset = uncast(factor), 0.0
         if packet(inner) is aten.add and not inner.kwargs and 1 in inner.args:
             others = [term for term in inner.args if isinstance(term, Node)]
@@ -180,7 +180,7 @@ class _GroupSearch:
         return NormGain(module, name, None, offset)
 
     def parameter(self, parameter: Parameter) -> None:
-        """Turn a parameter, wherever a trace reads it."""
+        """Rotate a parameter, wherever a trace reads it."""
         if parameter in self.found.parameters:
             return
         self.found.parameters[parameter] = TensorUses(writes=False, reads=False)
@@ -203,8 +203,8 @@ class _GroupSearch:
     def require_own_inputs(self) -> None:
         """Stop at an input of the rotation group that the model never computes by itself.
 
-        Who gives ``inputs_embeds`` can take them from the model; ``input_features`` come from
-        elsewhere, and so in the old basis.
+        Callers can take ``inputs_embeds`` from the rotated model; ``input_features`` come from
+        elsewhere, and so are not rotated.
         """
         reached = {seen.trace for seen in self.found.values if seen.node.op == "call_function"}
         for name in self.found.inputs:
@@ -311,7 +311,7 @@ def _in_words(found: Opaque, node: Node) -> str:
 def find_rotation_groups(
     flow: Flow, groups: Mapping[str, str], *, values: bool, online_rotations: bool = False
 ) -> list[FoundGroup]:
-    """Every group that holds the input of a norm, and with ``values`` also those of attention.
+    """Every group that holds the input of a norm; with ``values`` also the values of attention.
 
     With ``online_rotations``, a stream that cannot be rotated is tried with a product at its head.
     If each group of features of a norm's input can be rotated, the whole input is not listed as

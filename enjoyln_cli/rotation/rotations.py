@@ -42,7 +42,7 @@ class Rotations:
 
     @property
     def unproven(self) -> tuple[str, ...]:
-        """Embeddings that have to be given in a basis in which the table is not rotated."""
+        """Embeddings that have to be passed rotated, although the table is not rotated."""
         return tuple(
             name
             for group in self.found

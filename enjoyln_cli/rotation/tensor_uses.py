@@ -2,7 +2,7 @@
 
 A reader is multiplied by the features and the products are summed, ``W x`` over the inputs; an
 index may choose it from a stack, as for experts. All other weights write: as they are (a table, a
-bias), or over their outputs. A tied one may do both.
+bias), or over their outputs. A tied weight may do both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def tensor_uses(
 ) -> dict[Parameter, TensorUses]:
     """The uses of each of the ``parameters``; ``values`` are all values that rotate with them.
 
-    ``nodes`` are those of each parameter, with the index of the trace, and ``computed`` has the
+    ``nodes`` has the nodes of each parameter, with the index of the trace, and ``computed`` the
     result of ``computed_from_inputs`` for each trace.
     """
     rotated: defaultdict[tuple[int, Node], list[Value]] = defaultdict(list)

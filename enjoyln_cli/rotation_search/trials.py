@@ -1,7 +1,7 @@
 """How well a model quantises with some matrices, by simulated rounding on the user's data.
 
-Matrices are chosen on the calibration data, the first half of the user's data. What was chosen is
-measured on the held-out data, the other half, beside the original.
+Matrices are chosen on the calibration data, the first half of the user's data. The chosen matrices
+are measured on the held-out data, the second half, beside the original.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Trials:
         return Scheme(named.weight_bits, named.input_bits, per_token=not named.is_static)
 
     def load(self, plan: Plan | None) -> Any:
-        """The model in float32, rotated by the plan; the original without one."""
+        """The model in float32, rotated by ``plan``; without a plan, the original."""
         return _load(self.job, plan, self.device)
 
     def measure(self, plan: Plan | None, half: ExactOutputs) -> Differences:
@@ -83,7 +83,7 @@ class Trials:
 
 @dataclass(frozen=True)
 class MatrixChoice:
-    """The matrices that were chosen, and what they were compared with.
+    """The chosen matrices, and the costs of all that were compared.
 
     The names are ``original``, ``seed 3`` and ``learned``.
     """
@@ -108,7 +108,7 @@ class MatrixChoice:
     def lines(self) -> list[str]:
         """The comparison as text."""
         has_kl = self.second_half[ORIGINAL].kl is not None
-        what = "KL divergence of the logits" if has_kl else f"error of {', '.join(self.outputs)}"
+        what = "KL divergence" if has_kl else f"error of {', '.join(self.outputs)}"
         costs = {name: each.cost for name, each in self.first_half.items()}
         before = f"original {number(costs.pop(ORIGINAL))}"
         if len(costs) > 2:
@@ -123,7 +123,7 @@ class MatrixChoice:
         verdict = "" if helps else "; not clearly better than the original"
         first, second = (counted(many, "input") for many in self.inputs)
         return [
-            f"simulated {self.scheme}, {what} from the exact ones",
+            f"simulated {self.scheme}, {what} against the exact model",
             f"  calibration data, {first}: {tried}; {before}",
             f"  held-out data, {second}: {text}{verdict}",
         ]
@@ -167,7 +167,10 @@ def _load(job: FoldJob, plan: Plan | None, device: torch.device) -> Any:
 
 
 def device_named(name: str | None) -> torch.device:
-    """The device of that name, by default a GPU if there is one; ``UnsupportedModel`` if not."""
+    """The device of that name, by default a GPU if any.
+
+    Raises ``UnsupportedModel`` if it cannot be used.
+    """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.partition(":")[0] not in DEVICES:

@@ -1,8 +1,8 @@
-"""What stands in the place of a linear layer: a LoRA adapter, a quantised layer, or another one?
+"""What stands in the place of a linear layer: a LoRA adapter, a quantised layer, or anything else?
 
-A LoRA adapter adds ``B A x`` times a number. So its output has zero mean if each column of ``B``
-has, and then the layer is as good as without the adapter. ``added_weights`` recognises such an
-adapter by its class. With anything else in the place of a layer, norms compute LayerNorm.
+A LoRA adapter adds ``B A x`` times a number. So if each column of ``B`` has zero mean, the
+adapter's output has zero mean, and the layer counts as without the adapter. ``added_weights``
+recognises an adapter by its class. With anything else in place of a layer, norms compute LayerNorm.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from enjoyln_cli.text import dtype_name
 def added_weights(layer: nn.Module, kind: type | None = None) -> tuple[str, ...] | None:
     """The parameters ``B`` (and biases) of a LoRA adapter around a linear layer, relative to it.
 
-    Their first dimension is that of the outputs. ``None`` if ``layer`` is no such adapter: if its
-    class is another, it uses a variant that does more than add (DoRA), hooks or another ``forward``
-    could change a result, or the layer inside is not of class ``kind``.
+    Their first dimension is the outputs'. ``None`` if ``layer`` is no such adapter: if its class is
+    another, it uses a variant that does more than add (DoRA), hooks or another ``forward`` could
+    change a result, or the layer inside is not of class ``kind``.
     """
     cls = type(layer)
     if (cls.__module__, cls.__name__) != ("peft.tuners.lora.layer", "Linear"):

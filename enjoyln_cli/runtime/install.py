@@ -52,7 +52,7 @@ def install(
 ) -> nn.Module:
     """Make ``model`` compute with RMSNorm at ``norms`` and with the centrings ``ops``, in place.
 
-    Names are those of the class that the plan was made for. ``model`` may be that class, its base
+    Names belong to the class that the plan was made for. ``model`` may be that class, its base
     class, or a class with the same base class inside (``base_model_prefix``). Norms of a head that
     ``model`` does not have are skipped. The parameters:
 
@@ -140,7 +140,7 @@ def require_installable(model: nn.Module, plan: Plan) -> None:
 def fold_in_memory(model: nn.Module, plan: Plan) -> nn.Module:
     """Carry out ``plan`` on a live model, in place: its edits of weights, then its RMSNorms.
 
-    ``model`` is the one that was analysed, with its hooks. Weights that change later are checked
+    ``model`` is the model that was analysed, with its hooks. Weights that change later are checked
     before the norms compute RMSNorm again. Returns ``model``. Raises as ``centre_parameters`` and
     ``install`` do; nothing is changed then.
     """

@@ -61,8 +61,8 @@ HUB = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only"
 def from_pretrained(model: str | Path, cls: Any = None, **kwargs: Any) -> Any:
     """Load the converted checkpoint ``model`` (a directory or a Hub id) so that it runs RMSNorm.
 
-    ``cls`` is an auto class or a model class; by default the class that the checkpoint was saved
-    as, or the class that the fold is proven for if it is one only (``fold --model-class``).
+    ``cls`` is an auto class or a model class. By default it is the class that the checkpoint was
+    saved as, or, if the fold is proven for a single class (``fold --model-class``), that class.
     ``kwargs`` go to its ``from_pretrained``. Raises ``UnsupportedModel`` if the fold is not
     proven for the class, ``BadCheckpoint`` if the config has no marker, ``NotCentred`` if weights
     have changed since the fold, and ``ModelNotFound`` if there is no such directory and ``model``
@@ -79,10 +79,10 @@ def from_pretrained(model: str | Path, cls: Any = None, **kwargs: Any) -> Any:
 
 
 def saved_class(folder: str, **kwargs: Any) -> Any:
-    """The class that the config names, or the one that the fold is proven for if that is another.
+    """The class that the config names; if the fold is proven for a single class, that class.
 
-    ``kwargs`` are those of ``from_pretrained``. Raises ``UnsupportedModel`` if the fold is proven
-    for several other classes.
+    ``kwargs`` are for ``from_pretrained``. Raises ``UnsupportedModel`` if the fold is proven for
+    several classes, and the named class is not among them.
     """
     from transformers import AutoConfig
 
@@ -125,7 +125,7 @@ def optimize(model: Holder) -> Holder:
 
 
 def watched_weights(model: nn.Module, plan: Plan) -> WatchList:
-    """The weights of ``model`` that were centred; raises ``NotCentred`` if it lacks one."""
+    """The weights of ``model`` that were centred; raises ``NotCentred`` if any is missing."""
     watch = replace(WatchList.of(plan), ops=())
     return with_adapters(model, locate_watched(model, watch))
 

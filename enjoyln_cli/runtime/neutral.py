@@ -24,7 +24,7 @@ from enjoyln_cli.runtime.modules import Folded
 
 
 def neutral_parameters(model: nn.Module) -> list[str]:
-    """Paths of the weights of folded norms that multiply by one, and of their biases of zero."""
+    """Paths of the weights of folded norms that multiply by 1, and of their biases of zero."""
     return [
         f"{path}.{name}"
         for path, norm in _folded(model)

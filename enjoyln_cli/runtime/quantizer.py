@@ -1,10 +1,9 @@
 """``from_pretrained(OUT, quantization_config=EnjoyLNConfig())``: loading by transformers alone.
 
-For programs that only call transformers, for example a ``pipeline``. Quantisers are the one
-extension point of transformers that sees a model both before and after its weights are loaded. This
-quantiser refuses a model before, calls ``optimize`` after, and removes itself from the config, so
-that ``save_pretrained`` writes nothing of it. It quantises nothing. Importing this module registers
-it.
+For programs that only call transformers, for example a ``pipeline``. Quantisers are transformers'
+only extension point that sees a model both before and after its weights are loaded. This quantiser
+refuses a model before, and calls ``optimize`` after. It removes itself from the config, so that
+``save_pretrained`` writes nothing of it. It quantises nothing. Importing this module registers it.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def in_python(function: Function) -> Function:
-    """``function``, left to Python beside a compiled call; Dynamo still compiles what it calls."""
+    """``function``, which Dynamo leaves to Python; functions that it calls are still compiled."""
     skip_code(function.__code__)
     return function
 
@@ -42,10 +42,7 @@ class Check(Protocol):
     """A check of a model's modules and weights."""
 
     def holds(self, guard: CallGuard, model: nn.Module) -> bool:
-        """Whether ``model`` is as the proof assumes.
-
-        Sets ``guard.trouble`` to the reason if not.
-        """
+        """Whether ``model`` is as the proof assumes. If not, ``guard.trouble`` gets the reason."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +136,8 @@ class CallGuard:
     def proves(self, model: nn.Module) -> bool:
         """Whether the norms compute RMSNorm in a call of ``model`` that begins now.
 
-        With gradients they compute LayerNorm: its gradients of weights are those of the original.
-        A parametrised model (``training_plan``) has the same gradients with RMSNorm.
+        With gradients they compute LayerNorm, which gives weights the original's gradients. A
+        parametrised model (``training_plan``) has the same gradients with RMSNorm.
         """
         parametrised = self.state.training_plan is not None
         if (model.training and not parametrised) or torch.jit.is_tracing():
@@ -158,7 +155,7 @@ class Running:
 
     def __init__(self) -> None:
         self.guard: CallGuard | None = None
-        """That of the model."""
+        """The guard of the model."""
         self.proven: FoldedModelState | None = None
         """The state of the model, if its norms may compute RMSNorm now; otherwise ``None``."""
 

@@ -31,9 +31,9 @@ from enjoyln_cli.runtime.scope import CallGuard, in_python
 from enjoyln_cli.text import first_line
 
 SAME_IN_TRAINING = {nn.Linear, nn.Embedding, nn.LayerNorm, nn.Identity, nn.ModuleList}
-"""Classes whose ``forward`` is the same in training mode; a newly created layer often is in it.
+"""Classes whose ``forward`` is the same in training mode, in which new layers often are.
 
-So are those of ``transformers.activations``, and its ``Conv1D``.
+The classes of ``transformers.activations`` also count, and transformers' ``Conv1D``.
 """
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Classes that may call a child that is added later."""
@@ -110,10 +110,10 @@ class Tensors:
     """Tensors at one time, to be compared with the present."""
 
     def __init__(self, facts: Collection[Fact] = ()) -> None:
-        """Raises ``RuntimeError`` if one is of ``torch.func``, without an address."""
+        """Raise ``RuntimeError`` for a tensor of ``torch.func``, which has no address."""
         self.owners, self.names, self.values = _columns(facts)
         self.counted = [tensor for tensor in self.values if not tensor.is_inference()]
-        """Those whose changes torch counts."""
+        """The tensors whose changes torch counts."""
         self.versions = [*map(_VERSION, self.counted)]
         self.addresses = [*map(_ADDRESS, self.counted)]
         self.trained = [*map(_REQUIRES_GRAD, self.counted)]
@@ -226,9 +226,9 @@ class KeepStructure:
 
     @in_python
     def holds(self, guard: CallGuard, model: nn.Module) -> bool:
-        """Whether ``model`` is as the proof assumes. Sets ``guard.trouble`` to the reason if not.
+        """Whether ``model`` is as the proof assumes. If not, ``guard.trouble`` gets the reason.
 
-        Compares the model if it has changed since the last check. Warns if the trouble is new.
+        If the model has changed since the last check, it is compared. Warns if the trouble is new.
         """
         return (self.unchanged(guard) or self._look_again(guard, model)) and not guard.trouble
 
@@ -240,7 +240,7 @@ class KeepStructure:
 
     @in_python
     def unchanged(self, guard: CallGuard) -> bool:
-        """Whether modules, tensors and their values are those of the last check."""
+        """Whether modules, tensors and their values are the same as at the last check."""
         snapshot = self.snapshot  # another thread may set it
         trained = self.trained == guard.state.trained
         return trained and snapshot is not None and snapshot.unchanged()

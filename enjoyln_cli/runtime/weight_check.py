@@ -5,7 +5,7 @@ an exactly centred value changes it by at most eps / 2 times its size, so
 
     |mean(w)| <= eps / 2 * mean(|w|)        for every group of the axis
 
-where eps is that of the narrowest dtype that can represent all values of the tensor: bfloat16
+where eps belongs to the narrowest dtype that can represent all values of the tensor: bfloat16
 weights that are loaded in float32 are as exact as bfloat16. Fine-tuning, or a single new embedding
 row, exceeds this bound by far. Hidden units that subtract a mean (``--widen-mlp``) do not have zero
 mean: they must have the values that ``plan.mean_units`` defines.
@@ -97,7 +97,7 @@ def locate_watched(model: nn.Module, watch: WatchList) -> WatchList:
 
 
 def rename(watch: WatchList, tensor: NewName, module: NewName) -> WatchList:
-    """``watch`` with new names of its tensors and modules; entries without one are dropped."""
+    """``watch`` with new names of its tensors and modules; entries without a name are dropped."""
 
     def named(parameter: Renamed) -> Renamed | None:
         path = tensor(parameter.parameter)
@@ -261,7 +261,7 @@ def _check_units(mlp: Widening, layers: Layers) -> None:
 def centre_watched(model: nn.Module, watch: WatchList) -> None:
     """Centre the weights of ``watch`` in place: in float64, rounded once.
 
-    Weights whose mean is that of rounding stay as they are, bit for bit. A LayerScale that is no
+    Weights whose mean is due to rounding stay as they are, bit for bit. A LayerScale that is no
     longer ones is fused into its weights, and becomes ones.
     """
     fused: dict[str, torch.Tensor] = {}

@@ -1,11 +1,11 @@
 """When does a model check that its weights are still centred (``weight_check``)?
 
 Weights change after loading: by training, ``load_state_dict``, adapters, resized embeddings,
-quantisation. At each call, tensors and modules are compared with those of the last check. If they
-have changed, the weights are checked again. If the check fails, the norms compute LayerNorm.
+quantisation. At each call, tensors and modules are compared with the last check. If they have
+changed, the weights are checked again. If the check fails, the norms compute LayerNorm.
 
-Torch counts changes of a tensor, but fused optimizers are not counted. So the weights are also
-checked after each step of an optimizer that has one of them.
+Torch counts changes of a tensor, but not changes by fused optimizers. So the weights are also
+checked after each step of an optimizer that has any of them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class KeepCentred(KeepStructure):
         check_centred(model, self.watch)
 
     def _look_in_export(self, guard: CallGuard, model: nn.Module) -> bool:
-        """Whether the fake tensors of an export, which have no values, stand for checked ones."""
+        """Whether an export's fake tensors, which have no values, stand for checked tensors."""
         trouble = guard.trouble or trouble_with(super().compare, model)
         snapshot = self.snapshot
         if snapshot is None or not snapshot.tensors.unchanged(_stands_for):
@@ -131,16 +131,16 @@ register_optimizer_step_post_hook(_look_after_step)
 
 
 def _stands_for(fake: Any, real: torch.Tensor) -> bool:
-    """Whether an export has made ``fake`` from ``real``; it makes one for each tensor."""
+    """Whether an export has made ``fake`` from ``real``; it makes one fake for each tensor."""
     if not isinstance(fake, FakeTensor):
         return fake is real
     return fake.fake_mode.from_tensor(real, static_shapes=True) is fake
 
 
 def tensors_at(model: nn.Module, paths: Iterable[str]) -> list[Fact]:
-    """The tensors of ``model`` at ``paths``, as facts; without those that are not in memory.
+    """The tensors of ``model`` at ``paths`` that are in memory, as facts.
 
-    accelerate offloads such tensors, and creates them anew at each call.
+    Other tensors are offloaded: accelerate creates them anew at each call.
     """
     facts: list[Fact] = []
     for path in paths:
@@ -158,7 +158,7 @@ def watch_weights(model: nn.Module, watch: WatchList, reference: nn.Module | Non
     """Make a model with installed norms check at its calls whether its weights are centred.
 
     ``watch`` has the names of the class that was folded; for ``reference`` see ``KeepStructure``.
-    Raises ``NotCentred`` if the model lacks one.
+    Raises ``NotCentred`` if the model lacks a watched weight.
     """
     watch = with_adapters(model, locate_watched(model, watch))
     paths = {id(module): path for path, module in model.named_modules()}

@@ -61,7 +61,7 @@ def annotate(
     """The trace of a recorded call.
 
     ``changed`` are parameters that the call changes, so that they must not be edited; ``scaled``
-    are those that it only multiplies by numbers.
+    are parameters that it only multiplies by numbers.
     """
     model, naming = this.model, this.naming
     order = inspect.signature(model.forward).parameters

@@ -68,7 +68,7 @@ class Recorder:
         """By the ``id`` of a call. The call itself is kept, so that its ``id`` is not reused."""
 
     def accepts(self, call: Call) -> bool:
-        """Whether the model accepts inputs of this form, found by a run without weights."""
+        """Whether the model accepts such inputs, found by a run without weights."""
         return self._recording(call) is not None or accepts(self.model, call)
 
     def capture(self, call: Call) -> Trace:
@@ -140,13 +140,13 @@ class Recorder:
 
 
 def accepts(model: nn.Module, call: Call) -> bool:
-    """Whether the model accepts inputs of this form, found by a run without weights."""
+    """Whether the model accepts such inputs, found by a run without weights."""
     try:
         bare = copy_without_weights(model).train(call.training)
         forget_buffers(bare, keep_integers=True)
         with quiet(call.training, exporting=False), meta_weights():
             Steps(bare, call.flags, None, cache=call.cache)(*on_cpu(call.steps))
-    except Exception:  # with inputs of a wrong form, a model may raise any exception
+    except Exception:  # with wrong inputs, a model may raise any exception
         return False
     return True
 

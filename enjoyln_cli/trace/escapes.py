@@ -57,10 +57,9 @@ class PythonReads(TorchFunctionMode):
 
 
 def _as_slices(index: Any) -> Any:
-    """An index whose only list of numbers, which are evenly spaced, is a slice; ``None`` if it has
-    none such, or a tensor beside it.
+    """An index with a slice in place of its only list, of evenly spaced numbers; else ``None``.
 
-    ``x[:, [2]]`` holds a copy of ``x[:, 2:3]``, and a slice has the same form in all recordings.
+    ``x[:, [2]]`` holds a copy of ``x[:, 2:3]``, and all recordings show a slice in the same way.
     """
     items = index if type(index) is tuple else (index,)
     lists = [item for item in items if type(item) is list]

@@ -1,8 +1,8 @@
 """A cache for results of operations on the meta device.
 
-On the meta device, an operation only computes shapes, strides and dtypes. So new tensors are of the
-same form for all operands of the same form, which is computed once. This makes models with many
-equal layers twice as fast to trace. Views of operands are made anew each time.
+On the meta device, an operation only computes layouts: shapes, strides and dtypes. The layouts of
+new tensors depend on the operands' layouts alone, so they are computed once. This makes models with
+many equal layers twice as fast to trace. Views of operands are made anew each time.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _New = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a tensor with memory of its own."""
 
 _results: dict[Any, tuple[Any, list[_New]]] = {}
-"""What an operation returns (``torch.Tensor``, ``tuple`` or ``list``), and the form of each
+"""What an operation returns (``torch.Tensor``, ``tuple`` or ``list``), and the layout of each
 tensor."""
 
 
 class _Unknown(Exception):
-    """The result does not only depend on the form of the operands."""
+    """The result does not only depend on the layouts of the operands."""
 
 
 def compute(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)``, from the cache if operands of the same form were seen before."""
+    """``func(*args, **kwargs)``, from the cache if operands of the same layout were seen before."""
     try:
         key = _key_of(func, args, kwargs)
     except _Unknown:
@@ -45,10 +45,10 @@ def compute(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
         ]
         return made[0] if known[0] is torch.Tensor else known[0](made)
     value = func(*args, **kwargs)
-    if (forms := _forms(value, (args, kwargs))) is not None:
+    if (layouts := _layouts(value, (args, kwargs))) is not None:
         if len(_results) >= MAX_RESULTS:
             _results.clear()
-        _results[key] = type(value), forms
+        _results[key] = type(value), layouts
     return value
 
 
@@ -91,17 +91,17 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return strided and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _forms(value: Any, given: Any) -> list[_New] | None:
-    """The forms of the tensors in ``value``; ``None`` unless each has all of its own memory."""
+def _layouts(value: Any, given: Any) -> list[_New] | None:
+    """The layouts of the tensors in ``value``; ``None`` unless each has all of its own memory."""
     parts = list(value) if type(value) in (tuple, list) else [value]
     if not all(type(part) is torch.Tensor and is_plain(part) for part in parts):
         return None
     memory = {x.untyped_storage()._cdata for x in tensors_of(given)}
-    forms: list[_New] = []
+    layouts: list[_New] = []
     for part in parts:
         storage = part.untyped_storage()
-        form = (tuple(part.shape), part.stride(), part.dtype)
-        whole = torch.empty_strided(form[0], form[1], dtype=part.dtype, device="meta")
+        layout = (tuple(part.shape), part.stride(), part.dtype)
+        whole = torch.empty_strided(layout[0], layout[1], dtype=part.dtype, device="meta")
         if (
             storage._cdata in memory
             or part.storage_offset()
@@ -109,5 +109,5 @@ def _forms(value: Any, given: Any) -> list[_New] | None:
         ):
             return None
         memory.add(storage._cdata)
-        forms.append(form)
-    return forms
+        layouts.append(layout)
+    return layouts

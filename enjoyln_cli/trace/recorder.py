@@ -2,8 +2,8 @@
 
 ``record`` works on example inputs. Inputs and buffers, and everything computed from these alone,
 have values (see ``models.meta_device``); everything else has shapes only. What reads or writes
-values is recorded as any other operation: ``graph.in_place`` then replaces those writes that no
-other op can see. If Python reads a value, the graph holds for calls with these values only. If an
+values is recorded as any other operation: ``graph.in_place`` then replaces writes that no other op
+can see. If Python reads a value, the graph holds for calls with these values only. If an
 operation fails, as reading a value that depends on a weight does, the call is refused, even if the
 model's code catches the exception.
 
@@ -118,7 +118,7 @@ def record_symbolic(runner: Steps, steps: Any, sizes: Symbols, free: bool = True
     Its nodes have no ``meta["val"]``: a shape with symbols takes torch longer than the operation.
 
     If ``free``, every size of an input but 1 is a symbol of ``sizes``, and whenever Python reads
-    one, ``sizes`` gets a condition under which the path stays the same. Sizes and numbers that
+    a symbol, ``sizes`` gets a condition under which the path stays the same. Sizes and numbers that
     depend on values are always symbols. A condition on these alone raises an exception, unless it
     is checked, so that a call in which it does not hold fails. All tensors count as on the CPU, and
     none has values.

@@ -1,4 +1,4 @@
-"""Find the inputs for which a call takes the same path as the traced one.
+"""Find the inputs for which a call takes the same path as the traced call.
 
 A second recording makes every size a symbol. Whenever Python reads a size (a comparison, ``range``,
 ``len``, an index), torch adds a condition under which the path stays the same. For all sizes that
@@ -46,7 +46,7 @@ from enjoyln_cli.trace.trace import Trace
 
 
 def traced_signatures(model: nn.Module, trace: Trace) -> tuple[CallSignature, ...]:
-    """The signatures of calls that a trace of ``model`` covers: one for each step.
+    """The signatures of calls that a trace of ``model`` covers: a signature for each step.
 
     If it is unknown for which sizes they hold, only the signature of the first step, with its exact
     sizes. Empty if Python read values of the example inputs.
@@ -76,7 +76,7 @@ def holds_for_all_values(this: CallToTrace, graph: Graph) -> bool:
 
 
 def in_two_rows(call: Call) -> Iterator[Call]:
-    """The same call with two rows if it has one, since torch may broadcast a single row."""
+    """The same call with two rows if it has a single row, which torch may broadcast."""
 
     def doubled(value: Any) -> Any:
         single = isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == 1
@@ -103,7 +103,7 @@ class _Before:
 
 
 def in_one_row(call: Call, signatures: Iterable[CallSignature]) -> Iterator[Call]:
-    """The same call with a single row, if not all of its ``signatures`` hold for one.
+    """The same call with a single row, unless all of its ``signatures`` hold for a single row.
 
     torch broadcasts a single row, so code may take another path with it.
     """
@@ -165,9 +165,9 @@ def _read_as_text() -> Iterator[None]:
 def _operations(graph: Graph) -> list[tuple[str, str]]:
     """The operations on tensors in order, by the names of an op and its overload.
 
-    An op that writes in place counts as the one that does not. Left out are reads of sizes and
-    numbers, what ``torch.tensor`` runs, and ops that may return what they are given: which of these
-    are recorded depends on devices, strides and writes.
+    An op that writes in place counts as the op that does not. Left out are reads of sizes and
+    numbers, ops inside ``torch.tensor``, and ops that may return their operand: which of these are
+    recorded depends on devices, strides and writes.
     """
     nodes = [node for node in graph.nodes if node.op == "call_function" and not _is_whole(node)]
     targets = [node.target for node in nodes if isinstance(node.target, torch._ops.OpOverload)]

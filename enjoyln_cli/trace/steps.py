@@ -87,8 +87,8 @@ class Steps(nn.Module):
 
         The last entry of the result holds the values that leave the calls without being returned:
         buffers that were replaced, buffers and inputs that were written, and values that hooks see.
-        Parameters are not among them: ``written`` names those that a call writes. If a call writes
-        something or replaces a buffer, the same steps run once more.
+        Parameters are not among them: ``written`` names parameters that a call writes. If a call
+        writes something or replaces a buffer, the same steps run once more.
         """
         weights = dict(self.model.named_parameters(remove_duplicate=False))
         given = [*weights.values(), *self.model.buffers(), *tensors_in(steps)]
@@ -116,7 +116,7 @@ class Steps(nn.Module):
         return [t for t, v in zip(given, versions, strict=True) if version(t) != v]
 
     def _replaced(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The buffers that are not among those ``given`` before the call."""
+        """The buffers that were not among ``given`` before the call."""
         known = {*map(id, given)}
         return [buffer for buffer in self.model.buffers() if id(buffer) not in known]
 

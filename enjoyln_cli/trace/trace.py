@@ -1,6 +1,6 @@
 """``Trace``: the graph of a call, with what the proof has to know about its nodes and modules.
 
-Names are those of the plan's reference class, even if the graph comes from another class.
+Names belong to the plan's reference class, even if the graph comes from another class.
 """
 
 from __future__ import annotations

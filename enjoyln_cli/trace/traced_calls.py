@@ -75,7 +75,7 @@ def accepted_calls(captures: Recorder) -> list[Call] | None:
 
 
 def trace_calls(captures: Recorder, calls: Iterable[Call]) -> ModelTraces:
-    """Trace the calls; optional ones only if the model accepts them and they can be traced.
+    """Trace the calls; optional calls only if the model accepts them and they can be traced.
 
     Of several optional calls with the same label, the first that works is traced. A switch counts
     as traced only if the calls with it have all other inputs and switches, too. Raises
@@ -134,7 +134,7 @@ def covered_calls(
 ) -> CoveredCalls | None:
     """The covered calls of custom models.
 
-    ``None`` for transformers' classes, which follow conventions, and if no norm changes, so that no
+    ``None`` for transformers' classes, which follow conventions, and if no norm changes: then no
     signatures were computed. With traces in training mode, too, both modes have to prove a call.
     Attributes that ``settings`` of the config change are left out.
     """

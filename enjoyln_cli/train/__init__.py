@@ -1,7 +1,7 @@
 """Training with RMSNorm: weights that a parametrisation keeps centred.
 
     reparametrize(model)     training computes RMSNorm too, on ``V = P W``
-    merge(model)             ends that
+    merge(model)             keep the centred weights, and end the parametrisation
 
 Names are looked up on first use: importing this package imports neither torch nor transformers.
 """

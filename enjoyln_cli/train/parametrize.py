@@ -2,8 +2,8 @@
 
 The model computes with ``V = P W`` where a plan centres a tensor ``W`` (Enjoy-LN, Definition 2:
 column-based weight centring, CBWC). ``W`` is what the optimizer sees. Its gradient is ``P`` times
-that of ``V``. Together with RMSNorm this is the training of the LayerNorm model, step by step and
-under any optimizer (Proposition 2).
+the gradient of ``V``. Together with RMSNorm this is the training of the LayerNorm model, step by
+step and under any optimizer (Proposition 2).
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def reparametrize(
     example: Any = None,
     example_calls: ExampleCalls = (),
 ) -> Plan:
-    """Train ``model`` with centred weights and RMSNorm, in place; ``merge`` ends that.
+    """Train ``model`` with centred weights and RMSNorm, in place, until ``merge`` is called.
 
     Parameters stay the same objects, so an optimizer and its state can be used as they are. Their
     names change (``weight`` becomes ``parametrizations.weight.original``): call ``merge`` before
     saving. Embeddings and the other parameters may be tied.
 
-    * ``plan`` is one that an earlier call returned, or ``None`` to analyse the model for training
-      mode and eval mode.
+    * ``plan`` is a plan that an earlier call returned, or ``None`` to analyse the model for
+      training mode and eval mode.
     * ``example`` are the inputs of one call, for a module that is not a transformers model: a
       tensor, a tuple of positional arguments, or a dictionary of keywords. ``example_calls`` are
       further calls, each as a pair ``(args, kwargs)``.
@@ -116,8 +116,8 @@ def merge(model: nn.Module) -> nn.Module:
 class KeepParametrised(KeepStructure):
     """The check at the start of a call: whether the model is still built as it was planned.
 
-    That includes the parametrisations, which belong to the classes of their modules, and the rates
-    of dropout. If not, the norms compute LayerNorm.
+    It covers the rates of dropout, and the parametrisations, as parts of their modules' classes. If
+    it fails, the norms compute LayerNorm.
     """
 
     trains = True
@@ -141,12 +141,12 @@ class KeepParametrised(KeepStructure):
 
 
 def _other_rate(model: nn.Module, plan: Plan, prefix: str = "") -> str:
-    """The first rate of dropout that is not that of the plan, in words; empty if there is none."""
+    """The first rate of dropout that differs from the plan, in words; empty if there is none."""
     proven = dict(plan.dropout_rates)
     for path, _, _, value in dropout_rates(model) if proven else ():
         before = proven.get(f"{prefix}{path}", value)
         if before != value:
-            return f"{prefix}{path}: is a dropout of {value}, and was {before} in the proof"
+            return f"{prefix}{path}: drops out {value}, but the proof is for {before}"
     return ""
 
 
@@ -195,8 +195,8 @@ def _require_usable(model: nn.Module, plan: Plan) -> None:
 def _by_tensor(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, str, tuple[Axis, ...]]]:
     """Where to put which parametrisation: each module that holds a centred tensor, its name there.
 
-    A tensor that several modules share gets one at each of them. Raises ``UnsupportedModel`` for a
-    tensor that cannot be trained through one, or whose memory other weights share.
+    If several modules share a tensor, each gets a parametrisation. Raises ``UnsupportedModel`` for
+    a tensor that cannot be trained through it, or whose memory other weights share.
     """
     tensors, edits = values_of(model), edits_of(plan, in_memory=True)
     require_editable(model, edits)

@@ -7,7 +7,7 @@ by what the graphs show:
   LayerNorm.
 * Dropout of attention probabilities and stochastic depth multiply all features of a token by one
   random number. They keep a zero mean.
-* A scale (LayerScale) is trained by itself, so it is not merged into another layer.
+* A scale (LayerScale) is trained by itself, so it is not fused into another layer.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ DTYPES = (torch.float32, torch.float16)
 
 @dataclass(frozen=True)
 class Converted:
-    """The checkpoint that is exported, and what it is compared with."""
+    """The checkpoint that is exported, and its original, which it is compared with."""
 
     folded: OpenedModel
     marker: Marker
@@ -44,7 +44,7 @@ class Converted:
     """How many times the original's rounding error the error may be."""
 
     def load(self, opened: OpenedModel, dtype: torch.dtype) -> Any:
-        """The result or its original, as ``model_class``, in a form that exporters take.
+        """The result or its original, as ``model_class``, ready for an exporter.
 
         Raises ``BadCheckpoint`` if its outputs depend on weights that are not stored.
         """

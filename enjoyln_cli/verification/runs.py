@@ -4,9 +4,9 @@
 frees it. ``sampling`` chooses the inputs, and ``pace`` decides how many of them fit into the time.
 
 If the compute dtype is float64, there is no more exact run to compare the original with. So its
-rounding error in float64 is estimated from that in float32. To first order a rounding error is
-``u * C``, where ``u`` is the unit roundoff of the dtype, and ``C`` depends on the model, its inputs
-and the order of its sums, which are the same in both dtypes. So the error in float64 is
+error in float64 is estimated from its error in float32. To first order a rounding error is
+``u * C``, where ``u`` is the unit roundoff of the dtype. ``C`` depends on the model, its inputs and
+the order of its sums, and these are the same in both dtypes. So the error in float64 is
 ``eps64 / eps32`` times the error in float32. The reference run in float64 is rounded too,
 independently, which gives a factor of ``sqrt(2)``. The error of a wrong fold is far above this.
 """
@@ -54,7 +54,7 @@ from enjoyln_cli.verification.nonfinite import nonfinite_outputs
 FLOAT64_OVER_FLOAT32 = (
     math.sqrt(2) * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 )
-"""The original's error in float64 divided by that in float32, for a float64 reference."""
+"""The original's error in float64 divided by its error in float32, for a float64 reference."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def measure(
 ) -> tuple[Measurement, dict[str, str]]:
     """Load and run the models, one after the other, and measure their errors.
 
-    Each run uses as many inputs as its share of the time allows; later runs use no more than it.
+    Each run uses as many inputs as its share of the time allows; later runs never use more.
     Returns the errors, and the original's outputs that are not finite (see ``nonfinite_outputs``).
     Raises ``UnsupportedModel`` if the model does not run in float64 or in the compute dtype, and
     ``BadCheckpoint`` if the original does not store a weight that the model needs.

@@ -14,8 +14,8 @@ The conversion passes if
 * the identity error is at most 1e-12;
 * the inputs do not show that the runtime or stock error is more than ``max_ratio`` times the
   original error (so no tolerance is guessed per dtype). A ratio of two rounding errors is partly
-  chance; ``comparison.metrics`` computes how far chance reaches, and only a ratio beyond that
-  fails. With few inputs that is far, and the verdict rests on the other checks;
+  chance; ``comparison.metrics`` computes how far chance reaches, and only a larger ratio fails.
+  With few inputs chance reaches far, and the verdict rests on the other checks;
 * every stored tensor is the original's, edited as the plan says and rounded once;
 * ``config.json`` says the same as the original's, every weight that the class needs is stored, and
   the outputs are finite;
@@ -135,16 +135,16 @@ def verify(
     """Measure whether the converted checkpoint ``out`` computes the original's function.
 
     ``plan`` is the plan by which the files in ``out`` have just been written. By default the stored
-    one is taken, and the files are compared with their digests. Only the outputs that the marker of
-    ``out`` names are compared, by default all. Seeded inputs are added to the user's data if a
+    plan is taken, and the files are compared with their digests. Only the outputs that the marker
+    of ``out`` names are compared, by default all. Seeded inputs are added to the user's data if a
     stable ratio needs more.
 
     With ``seconds``, the number of inputs is chosen after timing the first; at least one is run.
     Every stored tensor is compared, and the identity error is measured, as without a limit. An
     output for which there were too few inputs to judge its rounding is listed in
     ``undecided_outputs``. The weights and ``config.json`` have to pass all checks, also if
-    ``accept`` matches them. ``device_map="auto"`` reads those weights from disk, when their layer
-    runs, that do not fit in ``max_memory`` (bytes). ``revision`` is the original's.
+    ``accept`` matches them. Weights that do not fit in ``max_memory`` (bytes) are read from disk
+    when their layer runs, with ``device_map="auto"``. ``revision`` is the original's.
 
     ``on_event`` receives stages and warnings, ``on_progress`` the seconds that have passed and the
     expected total (0 if not known yet). Nothing is written to ``out`` if it is a Hub id, or if

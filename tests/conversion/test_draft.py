@@ -201,7 +201,9 @@ def test_drafts_that_cannot_rotate_are_refused(folders: dict[str, Path], tmp_pat
     assert "x can be rotated and the SiLU cannot" in said(medusa, medusa_num_heads=1)
     headless = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     assert "stores no lm_head.weight" in said(headless)
-    assert "fc_2.weight is no tensor of EAGLE-3" in said({**tensors, "fc_2.weight": torch.eye(d)})
+    assert "fc_2.weight is no known tensor of EAGLE-3" in said(
+        {**tensors, "fc_2.weight": torch.eye(d)}
+    )
     assert "use_aux_hidden_state is false" in said(
         tensors, eagle_config={"use_aux_hidden_state": False}
     )

@@ -322,7 +322,7 @@ def test_code_of_training_mode_is_seen(xs: list[torch.Tensor], kind: type[Mlp], 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda drop: setattr(drop, "p", 0.4), "drop.p: is a dropout of 0.4, and was 0.0"),
+        (lambda drop: setattr(drop, "p", 0.4), "drop.p: drops out 0.4, but the proof is for 0.0"),
         (lambda drop: drop.eval(), "drop: is in eval mode"),
     ],
 )
@@ -346,7 +346,7 @@ def test_what_cannot_be_parametrised_is_refused(xs: list[torch.Tensor], mlp_plan
     plan = analyze(model, xs[0]).plan
     with pytest.raises(UnsupportedModel, match="proven for eval mode only"):
         reparametrize(model, plan)
-    with pytest.raises(UnsupportedModel, match="drop.p: is a dropout of 0.4, and was 0.0"):
+    with pytest.raises(UnsupportedModel, match="drop.p: drops out 0.4, but the proof is for 0.0"):
         reparametrize(model, mlp_plan)
     fold_in_memory(model, plan)
     with pytest.raises(UnsupportedModel, match="computes RMSNorm already"):
