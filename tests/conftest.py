@@ -30,7 +30,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure() -> None:
-    """One thread for each process, also for those that tests start: small models run faster so.
+    """One thread for each process, also for processes of tests: small models run faster so.
 
     A job in the background of a script ignores Ctrl-C, and so would the commands it starts. What
     transformers logs goes to the stream that was there when it was imported, which pytest has

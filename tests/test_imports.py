@@ -118,7 +118,7 @@ def imported(path: Path) -> set[str]:
 
 
 def own_imports(package: Path = PACKAGE) -> dict[str, set[str]]:
-    """Each module with those of the package that it imports."""
+    """Each module, and the modules of the package that it imports."""
     known = modules(package)
     found: dict[str, set[str]] = {}
     for module, path in known.items():
@@ -163,7 +163,7 @@ def repeated(names: list[str]) -> set[str]:
 
 
 def type_aliases(module: ast.Module) -> set[tuple[str, str]]:
-    """The names in title case that a module assigns to, and what they stand for."""
+    """The names in title case that a module assigns to, and the assigned types."""
     found = {
         (node.targets[0].id, ast.unparse(node.value))
         for node in module.body

@@ -25,7 +25,7 @@ ROWS: list[tuple[str, dict[str, Any], str, tuple[int, int, int, int]]] = [
     ("opt", {}, "OPTForCausalLM", (5, 0, 5, 1)),
     ("opt", {}, "OPTModel", (5, 5, 5, 0)),
     ("opt", POST_LN, "OPTForCausalLM", (4, 0, 0, 0)),
-    # BLOOM's norm after the embedding folds once nothing is tied; what it feeds needs an operation.
+    # BLOOM's norm after the embedding folds once nothing is tied; its result needs an operation.
     ("bloom", {}, "BloomForCausalLM", (6, 0, 5, 1)),
     ("bloom", {}, "BloomForSequenceClassification", (6, 1, 6, 1)),
     ("phi", {}, "PhiForCausalLM", (3, 3, 3, 0)),

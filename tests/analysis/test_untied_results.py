@@ -1,6 +1,6 @@
 """Tied weights get separate copies, and the embedding is centred in the weights.
 
-The counts are those of an untied head, where nothing notices a shift of the embedding.
+With an untied head, nothing notices a shift of the embedding, so the counts are higher.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ FIRST = "bert.encoder.layer.{}.intermediate.dense.{}"
 
 
 def given_to(model: Any) -> list[dict[str, Any]]:
-    """Calls of every kind; for an encoder-decoder model, one with ids for both."""
+    """Calls of every kind; for an encoder-decoder model, a call with ids for both."""
     found = calls(model)
     if not model.config.is_encoder_decoder:
         return [{**given, "use_cache": False} for given in found]

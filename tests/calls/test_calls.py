@@ -113,7 +113,7 @@ def test_placeholders_of_a_model_that_counts_none() -> None:
     audio.num_blocks, audio.audio_token_id = 1, 9
     calls = accepted_calls(Recorder(build(transformers.Phi4MultimodalModel, config))) or []
     given = {call.label: call.steps[0][1] for call in calls}
-    # 2 x 2 patches of the image and of its crop, a newline after each row, and one in between
+    # 2 x 2 patches of the image and of its crop, a newline after each row, and one token in between
     both, seen, heard = 2 * (4 + 2) + 1, (BATCH, 2, 3, 56, 56), (BATCH, 32, 80)
     ids = given["prefill and decode"]["input_ids"]
     assert (ids == 8).sum(1).tolist() == [both] * BATCH

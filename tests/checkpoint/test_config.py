@@ -163,7 +163,7 @@ def test_known_types_with_code_of_their_own_need_permission_too(tmp_path: Path) 
 def test_code_does_not_come_in_by_another_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any
 ) -> None:
-    """Not by a key that redirects transformers to another file, nor by one that renames a key."""
+    """Not by a key that redirects transformers to another file, or that renames a key."""
     mark = tmp_path / "ran"
     code = {"AutoModel": "modeling.Own", "AutoModelForCausalLM": "modeling.Own"}
     folder = write(tmp_path / "model", {"model_type": "gpt2", key: value, "zzz": code})

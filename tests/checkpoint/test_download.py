@@ -101,7 +101,7 @@ def test_a_download_that_is_cut_goes_on(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_vectors_from_other_files(tmp_path: Path) -> None:
-    """The weight and bias of a norm are merged into linear layers that lie in another file."""
+    """The weight and bias of a norm are fused into linear layers that lie in another file."""
     merge = ("--merge", "affine")
     good(*fold("org/phi", tmp_path / "out", *merge))
     good("fold", CHECKPOINTS / "phi", "-o", tmp_path / "plain", "--no-verify", *merge)

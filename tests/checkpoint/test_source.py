@@ -78,7 +78,7 @@ def commit(server: Hub) -> str:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the module's downloads lie; the tests without a connection find those of ``online``."""
+    """Where the module's downloads lie; tests without a connection find the files of ``online``."""
     return tmp_path_factory.mktemp("cache")
 
 

@@ -285,7 +285,7 @@ def table_lines(text: str) -> list[str]:
 
 
 def words_of(text: str) -> set[str]:
-    """The words of tables, without those of the first column, which may be cut."""
+    """The words of tables, without the first column, whose words may be cut."""
     lines = [line for line in text.splitlines() if not line.startswith(("┏", "┡", "└"))]
     cells = [re.split("[│┃]", line)[1:] for line in lines]
     first = {word for line in cells for word in line[:1] for word in word.split()}

@@ -1,4 +1,4 @@
-"""Before a command imports anything slow, it says what it does, or refuses what it can refuse."""
+"""Before a command imports anything slow, it prints its first line, or refuses early."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def adapted(base: Any, **more: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The models, an adapter for each, and results of Phi: rotated, folded, and merged."""
+    """The models, an adapter for each, and results of Phi: rotated, folded, and fused."""
     folder = tmp_path_factory.mktemp("adapters")
     for name, config in CONFIGS.items():
         live(*config()).save_pretrained(folder / name)

@@ -1,6 +1,6 @@
 """An EAGLE-3 draft model goes on working when its target is rotated, or is refused by name.
 
-The drafts are written here in plain torch, with the names and shapes of published ones.
+The drafts are written here in plain torch, with the names and shapes of published drafts.
 """
 
 from __future__ import annotations

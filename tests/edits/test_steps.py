@@ -105,7 +105,7 @@ def test_what_it_computes_is_what_changes(name: str, step: Step) -> None:
 
 @each
 def test_a_factor_is_edited_alike(name: str, step: Step) -> None:
-    """Of ``W = B A``, the rows of ``B`` or the columns of ``A`` are edited as those of ``W``."""
+    """Of ``W = B A``, rows of ``B`` are edited as rows of ``W``, or columns of ``A`` as columns."""
     if name not in ("w", "t") or step.needs[:1] == ("w",) or getattr(step, "outputs", None):
         return
     generator = torch.Generator().manual_seed(1)

@@ -196,7 +196,7 @@ def test_padding_makes_a_tensor_of_its_own() -> None:
 def test_a_written_value_is_not_used_in_a_proof(how: str) -> None:
     model = randomised(Recorded(how))
     with torch.no_grad():
-        model(ids())  # what it writes once and for all is there
+        model(ids())  # its first call writes once and for all
     found = fold_in_place(model, ids())
     assert found.error < 1e-12 and not found.folded
 
@@ -221,7 +221,7 @@ def test_a_parameter_that_is_written_under_another_name(dynamic: bool) -> None:
 class Copying(nn.Module):
     """Copies something over rows of another tensor: ``what`` is copied, or written into.
 
-    A "result" is copied after the norm, a "source" is what the norm reads, and the memory of an
+    A "result" is copied after the norm, a "source" is the norm's input, and the memory of an
     "operand" is returned by an einsum, and written.
     """
 

@@ -30,7 +30,7 @@ FAULTS = {
 
 
 def kernel(folder: Path, fault: str = "") -> Any:
-    """The module, with a fault of ``FAULTS`` if one is named."""
+    """The module, with the named ``fault`` of ``FAULTS``, if any."""
     text = SOURCE.read_text()
     if fault:
         assert text.count(FAULTS[fault][0]) == 1

@@ -77,7 +77,7 @@ def torchao() -> Any:
 
 
 def test_torchao_in_place(phi: Path, torchao: Any) -> None:
-    """The result equals that of the stock class with the same layers quantised."""
+    """The result equals the stock class's with the same layers quantised."""
     model, stock = from_pretrained(phi), AutoModelForCausalLM.from_pretrained(phi).eval()
     logits(model)
     for one in (model, stock):

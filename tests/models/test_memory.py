@@ -144,7 +144,7 @@ def test_the_bytes_for_weights() -> None:
     assert bytes_for_weights(sizes, wide, "cpu", 1) is None
     assert bytes_for_weights(sizes, wide, "disk", None) == 0
     some = bytes_for_weights({**sizes, "more": 10**8}, wide, "auto", used + 1650 * 10**6)
-    assert some is not None and 8 * 10**6 <= some < 8 * 10**8  # the small one, not a second large
+    assert some is not None and 8 * 10**6 <= some < 8 * 10**8  # not a second large
     with pytest.raises(UnsupportedModel, match=r"large alone takes 800\.0 MB.*--max-memory \d"):
         bytes_for_weights(sizes, wide, "auto", used + 10**8)
     with pytest.raises(UnsupportedModel, match="'gpu', not one of auto"):

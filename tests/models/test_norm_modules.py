@@ -46,14 +46,14 @@ class Block(nn.Module):
 
 
 def error(model: nn.Module, plan: Plan, *inputs: torch.Tensor) -> float:
-    """Relative error of the folded model, on other inputs than those of the analysis."""
+    """Relative error of the folded model, on inputs that the analysis did not have."""
     with torch.no_grad():
         expected, got = model(*inputs), converted(model, plan, guarded=False)(*inputs)
     return float((got - expected).norm() / expected.norm())
 
 
 def verdicts(model: nn.Module, *inputs: torch.Tensor) -> dict[str, str]:
-    """The reason of each kept norm, ``""`` for folded ones; also checks the folded model."""
+    """The reason of each kept norm, ``""`` for folded norms; also checks the folded model."""
     plan = analyze_module(model, *(inputs or (given(),))).plan
     assert error(model, plan, *(inputs or (3 * given(4, 3, D) + 1,))) < 1e-12
     return {v.norm: v.reason if v.status == "stays_layernorm" else "" for v in plan.norms}
@@ -339,7 +339,7 @@ def test_a_folded_norm_accepts_the_same_arguments() -> None:
 
 
 def two_names(both: bool) -> Any:
-    """One norm with two names: one is called on a value that can be centred, one on another."""
+    """One norm with two names: only the first is called on a value that can be centred."""
 
     def run(m: Any, x: torch.Tensor) -> torch.Tensor:
         y = m.write(x)

@@ -1,4 +1,4 @@
-"""A LayerNorm is recognised by what it computes, not by its name or its looks."""
+"""A LayerNorm is recognised by its results, not by its name or its looks."""
 
 from __future__ import annotations
 

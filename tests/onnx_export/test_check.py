@@ -1,4 +1,4 @@
-"""Which error of an exported file passes, and against what it is measured."""
+"""Which error of an exported file passes, and which outputs it is relative to."""
 
 from __future__ import annotations
 

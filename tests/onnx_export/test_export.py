@@ -99,7 +99,7 @@ def batches(found: Exported) -> list[dict[str, torch.Tensor]]:
 
 
 def errors(found: Exported, runtime: str, original: Path) -> tuple[float, float]:
-    """The relative error of the file over all batches, and that of the original in its dtype.
+    """The relative errors over all batches: the file's, and the original's in its dtype.
 
     Padding is left out of the comparison.
     """

@@ -32,7 +32,7 @@ Quantise = Callable[[Path, Path, list[Feed]], object]
 
 
 class Calibration(CalibrationDataReader):  # type: ignore[misc]
-    """Hands inputs to the quantiser, one after another."""
+    """Hands inputs to the quantiser in order."""
 
     def __init__(self, feeds: list[Feed]) -> None:
         self.left = iter(feeds)

@@ -69,7 +69,7 @@ LARGE_SIZES = (5120, 6656, 11008, 13824, 14784, 16384, 18944, 22016, 25600, 2956
 
 @pytest.fixture
 def any_circulant(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Take the first circulant instead of a flat one, since the search takes time."""
+    """Take the first circulant instead of a flat circulant, since the search takes time."""
     caches = (rotation_module._eigenvalues, rotation_module._factors)
     for cache in caches:
         cache.cache_clear()
@@ -80,7 +80,7 @@ def any_circulant(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def check_products(size: int, fixes_ones: bool) -> None:
-    """The same product whatever the shape is; it keeps lengths, angles, and the ones if asked."""
+    """The same product whatever the shape is; it keeps lengths, angles, and ones if asked."""
     rotation = of(size, fixes_ones)
     x = torch.randn(3, size, 1, dtype=torch.float64)
     x[2] = 1

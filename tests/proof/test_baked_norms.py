@@ -120,7 +120,7 @@ def test_the_stream_of_bloom_rotates(bloom: Any) -> None:
     assert error(rotated_model, bloom, use_cache=False) <= 1e-12  # cached values are rotated
     before, after = (m.get_submodule(NORM)(m.get_input_embeddings()(PADDED["input_ids"]))
                      for m in (bloom, rotated_model))  # fmt: skip
-    assert relative(after, before) > 0.1  # what it hands on is in another basis
+    assert relative(after, before) > 0.1  # the result that it hands on is rotated
 
 
 def test_embeddings_from_elsewhere_are_refused(bloom: Any) -> None:

@@ -1,7 +1,7 @@
 """Query and key norms after one fused projection, for every way of splitting it.
 
-Every form folds, in memory and on disk. The queries and keys are centred in the projection; the
-values, which no norm reads, keep their mean.
+Every such model folds, in memory and on disk. The queries and keys are centred in the projection;
+the values, which no norm reads, keep their mean.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FORMS: dict[str, Callable[[torch.Tensor], Parts]] = {
 
 
 class Attention(nn.Module):
-    """Attention as in timm, with norms of queries and keys, and one after the projection."""
+    """Attention as in timm, with norms of queries and keys, and a norm after the projection."""
 
     def __init__(self, apart: Callable[[torch.Tensor], Parts], bias: bool = True) -> None:
         super().__init__()

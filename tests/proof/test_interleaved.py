@@ -1,6 +1,6 @@
 """Persimmon's projection holds query, key and value of each head side by side.
 
-The groups of queries, and those of keys, therefore have gaps between them. On disk, the
+So there are gaps between the groups of queries, and between the groups of keys. On disk, the
 queries and keys of each head are centred, and the values are not. The marker records such
 groups, and is read back.
 """

@@ -1,6 +1,6 @@
 """What rules refuse, and why; which shifts are absorbed, passed on or seen.
 
-That rules are right about what they accept is tested in ``test_any_operands.py``.
+``test_any_operands.py`` tests that accepted ops keep what the rules say.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def weight_normed(dim: int) -> nn.Module:
 
 
 def scaled(*shape: int, also: str = "") -> Any:
-    """LayerScale; ``also`` names another reader of the scale, or of what it scales."""
+    """LayerScale; ``also`` names another reader of the scale, or of the scaled weight."""
 
     def run(m: Any, tokens: torch.Tensor) -> torch.Tensor:
         x = m.embed(tokens)
@@ -268,7 +268,7 @@ def test_a_layer_scale_is_fused_into_the_layer_before_it(shape: tuple[int, ...])
 
 
 def test_one_operation_for_two_norms_pays() -> None:
-    """One operation for two norms is worth its cost; one for a single norm is not."""
+    """An operation for two norms is worth its cost; an operation for a single norm is not."""
 
     def two_norms(m: Any, tokens: torch.Tensor) -> torch.Tensor:
         x = m.embed(tokens)

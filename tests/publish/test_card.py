@@ -1,4 +1,4 @@
-"""The model card: what it copies from the original's card, its content, and what a push changes."""
+"""The model card: its content, also from the original's card, and what a push changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which form of a model is written, and what the numbers behind the choice mean."""
+"""Which candidate is written, and what the numbers behind the choice mean."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FLOAT_SIZE = 1000
 
 
 def measured(costs: Sequence[float]) -> Differences:
-    """Of logits whose KL divergences are ``costs``, one for each input."""
+    """Differences of logits whose KL divergences are ``costs``, a cost for each input."""
     error = 0.1 if all(map(isfinite, costs)) else nan
     return Differences(error, sum(costs) / len(costs), None, None, tuple(costs))
 
@@ -142,7 +142,7 @@ def test_for_one_form_it_is_the_t_test(inputs: int, quantile: float) -> None:
 
 
 def test_more_forms_have_no_better_chance() -> None:
-    """None of five forms is better in truth; two of them are nearly alike."""
+    """None of five candidates is better in truth; two of them are nearly alike."""
     generator, taken = torch.Generator().manual_seed(0), 0
     for _ in range(100):
         logs = torch.randn(6, 6, generator=generator, dtype=torch.float64)

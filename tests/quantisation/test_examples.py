@@ -1,4 +1,4 @@
-"""The user's data as inputs: two halves that share nothing, in the form that the model expects."""
+"""The user's data as inputs: two halves that share nothing, prepared for the model."""
 
 from __future__ import annotations
 

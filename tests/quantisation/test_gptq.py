@@ -101,7 +101,7 @@ def test_a_whole_model_is_closer_to_its_original(family: str) -> None:
 def test_onnxruntime_computes_with_the_integers_as_they_are(
     width: int, accuracy: int, tmp_path: Path
 ) -> None:
-    """Widths that end in a whole group or in a part of one; rounded inputs are less exact."""
+    """Widths that end in a whole group or in a part; rounded inputs are less exact."""
     config = GPT2Config(n_embd=width, n_head=2, n_layer=2, vocab_size=67, n_positions=16)
     model = shaken(GPT2LMHeadModel(config).eval(), 0.3)
     ids = torch.randint(67, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -393,7 +393,7 @@ def test_a_malformed_marker_is_refused(source: Path, change: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("key", ["centred_weights", "subtractions"])
 def test_a_marker_that_lacks_an_entry_is_refused(source: Path, key: str) -> None:
-    """Also if its digest fits: an entry that is missing must not be taken for an empty one."""
+    """Also if its digest fits: a missing entry must not be taken for an empty entry."""
     entry = marker(plan_for({}, {}), opened(source).source)
     del entry["plan"][key]
     with pytest.raises(BadCheckpoint, match=f"malformed: .*the key .*{key} is missing"):

@@ -168,7 +168,7 @@ def rename_a_tensor(path: Path) -> None:
 
 
 def another_shard(work: Path) -> None:
-    """Another shard, with its note, under the name of a missing one."""
+    """Another shard, with its note, under the name of a missing shard."""
     for folder, end in (("result", ""), ("finished", ".json")):
         shutil.copy(work / folder / f"{SHARDS[0]}{end}", work / folder / f"{SHARDS[2]}{end}")
 

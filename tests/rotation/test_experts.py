@@ -85,7 +85,7 @@ def test_a_layer_norm_fuses_its_weight_and_keeps_its_bias() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_experts_are_rotated_on_disk(kind: str, tmp_path: Path) -> None:
-    """Mixtral's file has a tensor for each expert, GPT-OSS's has stacks of transposed ones."""
+    """Mixtral's file has a tensor for each expert, GPT-OSS's has stacks of transposed tensors."""
     name, settings = next((name, found) for one, name, found in MODELS if one == kind)
     config = CONFIG_MAPPING[kind](**settings)
     live(name, config).save_pretrained(tmp_path / "in")
@@ -222,7 +222,7 @@ def test_experts_that_cannot_take_the_weight_of_a_norm(case: str) -> None:
 
 
 def apart(m: Any, y: torch.Tensor) -> torch.Tensor:
-    """The grouped product, one expert after the other."""
+    """The grouped product, expert by expert."""
     parts = y.tensor_split(OFFSETS[:-1].long())
     return torch.cat([part @ weight.T for part, weight in zip(parts, m.stack, strict=True)])
 

@@ -207,12 +207,12 @@ class Stream(nn.Module):
 
 
 def in_one(h: torch.Tensor) -> torch.Tensor:
-    """Both tokens as one, side by side."""
+    """Both tokens side by side, as one token."""
     return h.reshape(2, 1, 2 * D)
 
 
 def by_feature(h: torch.Tensor) -> torch.Tensor:
-    """Both tokens as one, feature by feature."""
+    """Both tokens feature by feature, as one token."""
     return h.mT.reshape(2, 1, 2 * D)
 
 
@@ -357,7 +357,7 @@ def test_a_bias_that_cannot_be_divided_moves_into_each_group(
 class ListedHeads(nn.Module):
     """An attention whose values are some heads of a projection, by a list of their numbers.
 
-    An activation reads the other heads, so only these can rotate.
+    An activation reads the other heads, so only the listed heads can rotate.
     """
 
     def __init__(self, heads: list[int]) -> None:

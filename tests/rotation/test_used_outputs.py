@@ -1,4 +1,4 @@
-"""Which outputs a rotation keeps by default, and that exactly those that it lists change."""
+"""Which outputs a rotation keeps by default, and that exactly the listed outputs change."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def clip() -> Any:
 
 
 def moved_fields(plan: Any, config: Any) -> tuple[set[str], set[str]]:
-    """The output fields of CLIP that stay the same, and those that change."""
+    """The output fields of CLIP that stay the same, and the fields that change."""
     original = live("CLIPModel", config)
     rotated_model = rotated(original, plan)
     ids = torch.randint(3, 37, (2, 7), generator=torch.Generator().manual_seed(3))

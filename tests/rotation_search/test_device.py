@@ -1,4 +1,4 @@
-"""``rotate --learn`` and ``--search`` on another device than the CPU, without having one.
+"""``rotate --learn`` and ``--search`` on another device than the CPU, without such a device.
 
 ``FakeTensorMode`` of torch follows the shape, dtype and device of tensors without their values, and
 raises where an operation gets tensors of two devices. ``lazy`` is the only device besides the CPU

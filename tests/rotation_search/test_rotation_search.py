@@ -58,7 +58,7 @@ def searched(tokens: Path, *more: object) -> dict[str, Any]:
 
 
 def kl_of(model: Any, original: Any, rows: list[list[int]], scheme: Scheme) -> float:
-    """The mean KL divergence of the rounded model's logits from those of the original."""
+    """The mean KL divergence of the rounded model's logits from the original's."""
     ids = torch.tensor(rows)
     with torch.no_grad():
         p = original(ids).logits.double().log_softmax(-1)

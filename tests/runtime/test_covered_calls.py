@@ -210,7 +210,7 @@ READ_OF_SIZES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("how", READ_OF_SIZES)
 def test_a_call_is_not_proven_where_values_are_read_in_any_way(how: str) -> None:
-    """A mean is added to one row if the value that is read from ``sizes`` is one."""
+    """A mean is added to one row if the value that is read from ``sizes`` is 1."""
 
     def run(m: Any, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         stream = m.own(x)

@@ -222,7 +222,7 @@ def test_a_hook_after_a_norm_with_a_weight(eight: Path) -> None:
 
 @pytest.mark.parametrize("layer", ["q_proj", "fc2"])
 def test_a_lora_adapter_means_layer_norm_until_refold(eight: Path, layer: str) -> None:
-    """Both on a layer that reads the stream and on a centred one."""
+    """Both on a layer that reads the stream and on a centred layer."""
     peft = pytest.importorskip("peft")
     model, stock = pair("phi", eight)
     assert computes_rms(model, "phi")
@@ -247,7 +247,7 @@ def test_a_lora_adapter_means_layer_norm_until_refold(eight: Path, layer: str) -
 
 @pytest.mark.parametrize("way", ["merged", "unloaded"])
 def test_an_adapter_that_is_merged_without_a_call(eight: Path, way: str) -> None:
-    """PEFT writes to ``weight.data``, which torch does not count, and puts the layers back."""
+    """PEFT writes to ``weight.data``, unnoticed by torch, and puts the layers back."""
     peft = pytest.importorskip("peft")
     (model, stock), norms = pair("phi", eight), []
     for one in (model, stock):
@@ -297,7 +297,7 @@ def test_the_structure_of_a_custom_module_is_checked(eight: Path) -> None:
 
 
 class Beside(nn.Module):
-    """An adapter like those of PEFT: contains the layer and changes its output."""
+    """An adapter as in PEFT: contains the layer and changes its output."""
 
     def __init__(self, base_layer: nn.Module, way: str) -> None:
         super().__init__()

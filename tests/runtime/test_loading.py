@@ -492,7 +492,7 @@ def test_other_weights_loaded_into_it(outs: dict[str, Path], assign: bool) -> No
 
 @pytest.mark.parametrize("name, folds", [("gpt2", True), ("phi", False)])
 def test_new_embedding_rows(outs: dict[str, Path], name: str, folds: bool) -> None:
-    """GPT-2 centres rows at run time. Phi's rows are centred in the weights; new ones are not."""
+    """GPT-2 centres rows at run time. Phi's rows are centred in the weights; new rows are not."""
     model, stock = (
         load(outs[name]) for load in (from_pretrained, AutoModelForCausalLM.from_pretrained)
     )
@@ -518,7 +518,7 @@ def test_an_embedding_that_loses_its_centring(outs: dict[str, Path]) -> None:
 
 
 class Quantised(nn.Linear):
-    """A layer like those of bitsandbytes: another class, int8 values and a scale for each row."""
+    """A layer as in bitsandbytes: another class, int8 values and a scale for each row."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
@@ -635,7 +635,7 @@ def test_a_prefix_of_soft_prompts(outs: dict[str, Path], name: str) -> None:
 
 
 def test_masked_patches_make_a_vit_compute_layer_norm(tmp_path: Path) -> None:
-    """The mask token is stored, but no trace reads it: the traced class is built without one."""
+    """The mask token is stored, but no trace reads it: the traced class is built without it."""
     config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / "vit")
     source = ViTModel(config, use_mask_token=True)
     with torch.no_grad():

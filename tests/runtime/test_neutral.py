@@ -1,4 +1,4 @@
-"""Norms after ``--merge``: weights of one and biases of zero stay stored, and are not read."""
+"""Norms after ``--merge``: weights of ones and zero biases stay stored, and are not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a folded model that are called directly compute what those of the stock class do."""
+"""Parts of a folded model that are called directly compute the same as in the stock class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that share a folded model: the inputs of one call do not affect another one."""
+"""Threads that share a folded model: the inputs of one call do not affect another call."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def graph_of(op: Op, args: tuple[torch.Tensor, ...]) -> tuple[list[Node], Node, 
 
 
 def exponent_of(rule: Degrees, exponents: dict[Node, Fraction]) -> Fraction | None:
-    """The exponent of a result; ``None`` if those of its operands do not fit together."""
+    """The exponent of a result; ``None`` if its operands' exponents do not fit together."""
     made = [sum((p * exponents.get(x, Fraction(0)) for x, p in rule.factors), Fraction(0))]
     found = {exponents.get(x, Fraction(0)) for x in rule.alike}
     found |= set(made if rule.factors else ())

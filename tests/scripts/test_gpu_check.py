@@ -111,7 +111,7 @@ def test_the_page_is_made_of_all_that_was_measured(simulated: dict[str, Any]) ->
 
 
 def test_a_page_is_made_of_what_there_is(simulated: dict[str, Any]) -> None:
-    """A step that failed, and one that did not run."""
+    """A step that failed, and a step that did not run."""
     found = {**simulated, "norms": {"error": "RuntimeError: CUDA error"}}
     del found["tests"], found["compiled"]
     text = page(found)

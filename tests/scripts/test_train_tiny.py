@@ -1,4 +1,4 @@
-"""The committed checkpoints are what the other tests take them for: trained, whole, not trivial."""
+"""The committed checkpoints are trained, whole and not trivial, as the other tests assume."""
 
 from __future__ import annotations
 

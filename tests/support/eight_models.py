@@ -88,7 +88,7 @@ def pair(name: str, folder: Path) -> tuple[Any, Any]:
 
 
 def far(found: Any, expected: Any) -> float:
-    """The largest distance of two outputs, relative to the expected one."""
+    """The largest distance of two outputs, relative to the expected output."""
     pairs = zip(tensors_in(found), tensors_in(expected), strict=True)
     return max(
         float((a - b).norm() / (b.norm() + 1e-30)) for a, b in pairs if b.is_floating_point()
@@ -124,7 +124,7 @@ class AddsNumbers(nn.Module):
 
 
 def replace_dropout(model: nn.Module) -> bool:
-    """Replace each dropout, and say whether there is one."""
+    """Replace each dropout, and say whether there is any."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.Dropout):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def environment_beside(folder: Path) -> Path:
-    """A new environment that sees the packages of the present one. Returns its interpreter."""
+    """Make an environment that sees this environment's packages, and return its interpreter."""
     venv.create(folder)
     paths = {"base": str(folder), "platbase": str(folder)}
     own = Path(sysconfig.get_path("purelib", "venv", paths))

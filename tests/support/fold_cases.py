@@ -163,7 +163,7 @@ def fold(source: Path, out: Path, edits: Any = None, **options: Any) -> Any:
 
 
 def gathered(options: dict[str, Any]) -> dict[str, Any]:
-    """Keywords for ``fold_checkpoint``: those that are fields of ``WriteOptions`` as one."""
+    """Keywords for ``fold_checkpoint``, with fields of ``WriteOptions`` joined into one object."""
     names = {field.name for field in fields(WriteOptions)} & options.keys()
     rest = {name: value for name, value in options.items() if name not in names}
     return {**rest, "options": WriteOptions(**{name: options[name] for name in names})}

@@ -2,7 +2,7 @@
 
 A production is a name, and below it lines of Python. Lines that begin with ``self.NAME =``, ``m.``
 or ``nn.utils`` belong to ``__init__``, the others to ``forward``. In them, ``x`` is the value that
-comes in, ``y`` the one that goes out, and ``h`` the residual stream of shape ``(batch, tokens,
+comes in, ``y`` the value that goes out, and ``h`` the residual stream of shape ``(batch, tokens,
 d)``. ``d`` is its width, ``i`` the width of ``x`` where a layer writes to the stream, ``m`` a
 module that is there already, and ``w`` one of the model's weights. The first productions of a rule
 are usual (``plain`` says how many), the others are odd. Most single ops are left to

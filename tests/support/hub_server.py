@@ -263,7 +263,7 @@ def stored(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
 
 
 def content(data: bytes, headers: dict[str, str], request: Request) -> Reply:
-    """All of the bytes, or those that a ``Range`` asks for."""
+    """All of the bytes, or the bytes that a ``Range`` asks for."""
     asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
     headers = {**headers, "Accept-Ranges": "bytes"}
     if not asked:

@@ -12,9 +12,9 @@ WORKS = os.environ.get("ATEN_CPU_CAPABILITY") != "default"
 
 
 def keep_apart() -> None:
-    """Keep what is compiled in a folder for these instructions of the CPU and number of threads.
+    """Keep compiled files in a folder for this CPU's instructions and this number of threads.
 
-    The names of compiled files do not tell them apart, so the wrong ones would be loaded.
+    The names of compiled files do not tell them apart, so wrong files would be loaded.
     """
     kind = f"{torch.backends.cpu.get_cpu_capability()}-{torch.get_num_threads()}".replace(" ", "_")
     folder = f"{tempfile.gettempdir()}/enjoyln-tests-inductor-{kind}"

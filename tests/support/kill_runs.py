@@ -5,7 +5,7 @@
 Every run is a child of this process, which has imported torch and has no threads. Fails where the
 source is touched, where there is anything else at OUT than the whole result, and where going on
 does not end in the same bytes as a fold that nobody disturbed. After RUNS rounds it goes on until
-there was a kill before and after the first finished file, and a run that went on from one.
+there was a kill before and after the first finished file, and a run that continued another.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def check(written: Written) -> Result:
 
 
 def run(model: nn.Module, call: Call) -> dict[str, Any]:
-    """All that leaves a call: what it returns, and what it writes into inputs and buffers."""
+    """All that leaves a call: its results, and the inputs and buffers that it has written."""
     args, kwargs = call.arguments()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with getattr(torch, call.context)(), literally():
@@ -144,7 +144,7 @@ def _sensitivity(written: Written, number: int) -> float:
 
 
 def _largest_difference_of_blocks(written: Written, plan: Plan) -> tuple[float, str]:
-    """Each block called by itself, beside the one with the same weights and LayerNorm."""
+    """Each block called by itself, beside the block with the same weights and LayerNorm."""
     worst = (0.0, "")
     centred = fold_in_memory(written.build(), replace(plan, norms=()))
     folded = fold_in_memory(written.build(), plan)

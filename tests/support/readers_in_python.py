@@ -1,6 +1,6 @@
 """python readers_in_python.py: answers each line of requests with a line of JSON.
 
-A request is that of ``transformers_js.mjs``, with the ``folder`` and the ``suffix`` of its files.
+A request is as for ``transformers_js.mjs``, with the ``folder`` and the ``suffix`` of its files.
 """
 
 from __future__ import annotations

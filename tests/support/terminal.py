@@ -39,7 +39,7 @@ def asked_on_a_terminal(
     )
     os.close(theirs)
     received, quiet, patience = b"", 0, 1
-    with contextlib.suppress(OSError):  # raised when the other end is closed
+    with contextlib.suppress(OSError):  # raised when the program has closed its end
         while True:
             heard = bool(select.select([ours], [], [], 1.0)[0])
             if heard and not (block := os.read(ours, 65536)):

@@ -134,7 +134,7 @@ def converted(model: nn.Module, plan: Plan, guarded: bool = True) -> Any:
 
 
 def rotated(model: nn.Module, plan: Plan) -> Any:
-    """A copy with the weights that ``plan`` gives it; its norms compute what they did."""
+    """A copy with the weights that ``plan`` gives it; its norms compute the same as before."""
     result = copy.deepcopy(model)
     centre_parameters(result, plan)
     return result

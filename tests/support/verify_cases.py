@@ -98,7 +98,7 @@ FAMILIES = {
 
 
 def proven(source: Path, model_class: str) -> Plan:
-    """The plan, which depends on the config and the shapes, and so not on the dtype."""
+    """The plan, which depends on the config and the shapes, not on the dtype."""
     settings = json.loads((source / "config.json").read_text()) | {"dtype": None}
     key = (model_class, json.dumps(settings, sort_keys=True))
     if key not in _PROVEN:

@@ -33,7 +33,7 @@ SIZES = {
 def pictures(folder: Path, count: int = 8, widen: int = 0, width: int = 48) -> Path:
     """A new directory of pictures of noise, each ``widen`` pixels wider than the last.
 
-    The first one is ``width`` pixels wide; all are 40 pixels high.
+    The first picture is ``width`` pixels wide; all are 40 pixels high.
     """
     from PIL import Image
 

@@ -230,7 +230,7 @@ COMMAND = re.compile(rf"(?:enjoyln )?({'|'.join(OPTIONS)})\b(?!-)")
     "page", [ROOT / "README.md", *PAGES], ids=lambda page: str(page.relative_to(ROOT))
 )
 def test_a_page_names_options_that_their_command_takes(page: Path) -> None:
-    """In a command line and in a sentence: those of a command that stands there with them."""
+    """In a command line, and in a sentence that also names a command."""
     text = page.read_text(encoding="utf-8")
     lines = re.findall(r"enjoyln (\w+)([^\n|;`]*)", text)
     lines += re.findall(rf"`({'|'.join(OPTIONS)})( [^`]*)`", FENCED.sub("", text))

@@ -314,7 +314,7 @@ def imported() -> None:
 
 @pytest.fixture
 def folder_of_cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One directory for all cases of a test; each case overwrites the files of the one before."""
+    """One directory for all cases of a test; each case overwrites the files of the last case."""
     folder = tmp_path_factory.mktemp("cases")
     yield folder
     shutil.rmtree(folder)

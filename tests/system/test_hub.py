@@ -286,7 +286,7 @@ def test_a_card_that_cannot_be_written_stops_a_push(hub: Hub, out: Path) -> None
     push(out, "me/read-only", "--yes")
     (out / "README.md.begun").mkdir()
     del hub.repositories["me/read-only"]
-    push(out, "me/read-only", "--yes")  # the card is the one that lies there
+    push(out, "me/read-only", "--yes")  # the card is the same as the card there
 
 
 def test_an_interrupted_push_goes_on(hub: Hub, out: Path) -> None:

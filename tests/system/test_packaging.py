@@ -1,4 +1,4 @@
-"""What an index would get, what it says of itself, and what a user gets of it."""
+"""The packages that an index would get: their contents, their metadata, and an installation."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_the_readmes_command_runs_with_the_wheel_alone(wheel: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_lower_bounds_of_dependencies_are_true(tmp_path: Path) -> None:
-    """Except for that of torch, whose older builds for a CPU are on no index."""
+    """Except for torch, whose older builds for a CPU are on no index."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = map(Requirement, project["dependencies"])
     lowest = [str(each).replace(">=", "==") for each in needed if each.name != "torch"]

@@ -305,7 +305,7 @@ def test_a_norm_that_does_more_than_return_is_not_swapped(how: str, dynamic: boo
 
 @pytest.mark.parametrize("is_returned", [False, True])
 def test_a_weight_that_is_cast_leaves_only_as_what_it_becomes(is_returned: bool) -> None:
-    """It is cast to its own dtype, and may be returned after a cast to another one."""
+    """It is cast to its own dtype, and may be returned after a cast to another dtype."""
 
     def run(m: Any, tokens: torch.Tensor) -> Any:
         weight = m.weight.to(torch.float64)

@@ -94,7 +94,7 @@ MASKS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_transformer_encoder_takes_a_mask(mask: str) -> None:
-    """Torch compares the mask with a causal one if ``is_causal`` is not given."""
+    """Torch compares the mask with a causal mask if ``is_causal`` is not given."""
     inputs = floats(2, 7, 5), MASKS[mask]
     found = fold_in_place(randomised(Stream("Encoder")), *inputs, others=[inputs])
     assert len(found.folded) == 5 and found.error < 1e-12 and not found.reasons

@@ -1,4 +1,4 @@
-"""Cached results of operations on the meta device equal those that torch computes."""
+"""Cached results of operations on the meta device equal the results that torch computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recording gives the graph of torch's own tracer, or is refused; what it folds is right."""
+"""A recording gives the graph of torch's own tracer, or is refused; folds by it are right."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_what_is_folded_by_a_recording_is_the_same_function(change: Any) -> None
     "index", [[1], [-2], (slice(None), [0, 2]), (0, slice(None), [-1]), (..., [1, 4, 7])]
 )
 def test_a_list_of_numbers_gives_a_copy(index: Any) -> None:
-    """Written in place, the copy leaves alone what it was taken from."""
+    """Written in place, the copy leaves its source alone."""
 
     def change(code: Code, h: torch.Tensor) -> torch.Tensor:
         taken = h[index]

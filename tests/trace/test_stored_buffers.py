@@ -86,7 +86,7 @@ def write_a_part(model: Positions, h: torch.Tensor, x: torch.Tensor) -> torch.Te
 
 
 def keep(model: Positions, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """As a cache: the next call reads what this one has written."""
+    """As a cache: the next call reads what this call has written."""
     model.table.copy_(h[0].detach())
     return h
 

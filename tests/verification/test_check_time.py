@@ -1,4 +1,4 @@
-"""Checks with a limit of time or inputs: what they leave out, never leave out, and report."""
+"""Checks with a limit of time or inputs: which parts are left out, which never, and the report."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def paced(limit: float, costs: list[int], hands: Hands) -> Pace:
 
 
 def takes(hands: Hands, *seconds: float) -> Callable[[], None]:
-    """A call that takes the next of these times, and the last one from then on."""
+    """A call that takes the next of these times, and the last time from then on."""
     left = list(seconds)
 
     def call() -> None:

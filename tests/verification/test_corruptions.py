@@ -86,7 +86,7 @@ def permute(vocabulary: dict[str, int]) -> None:
 
 
 def overwrite(data: bytearray, count: int) -> None:
-    """Puts the first bytes of a file in the place of those after them."""
+    """Put the first bytes of a file in the place of the bytes after them."""
     data[count : 2 * count] = data[:count]
 
 

@@ -1,4 +1,4 @@
-"""Models with few outputs, on few inputs: exact results pass with every seed, wrong ones with none.
+"""Models with few outputs, on few inputs: exact results always pass, wrong results never.
 
 Their ratios of rounding errors are far above the limit by chance for many seeds.
 """

@@ -109,7 +109,7 @@ def test_float32_becomes_16_bits_in_one_rounding(dtype: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_a_tensor_rotated_along_both_dimensions(dtype: str, tmp_path: Path) -> None:
-    """A projection of values: the stream along one dimension, three heads along the other."""
+    """A projection of values: the stream along one dimension, three heads along another."""
     stream, heads = Rotation(576, 0, "stream", True), Rotation(64, 0, "values", False)
     rotations = (RotateAxis(whole(0, 576), stream), RotateAxis(Axis(1, 64, 3, 64, 1), heads))
     edits = {"weight": Edit((Scale("gamma", 0), *rotations))}
