@@ -1,7 +1,7 @@
 """Which config attribute sets the number of hidden units of an MLP, and nothing else.
 
-It is found by trial. Of the integers in the config that equal the number of hidden units, each is
-raised by itself, and every class is built again on the meta device. It qualifies if only weights
+It is found by trial. Each integer of the config that equals the number of hidden units is raised
+by itself, and every class is built again on the meta device. It qualifies if only weights
 of MLPs that can grow have grown, by the right number of units, and the same ops run as before.
 Stock transformers then loads the wider checkpoint and computes the same function.
 """

@@ -2,8 +2,8 @@
 
 A problem consists of the norms that could be swapped, the values that their inputs are computed
 from, the possible edits, and the reasons against other edits. Parameters that are tied in any
-graph count as one. A parameter that the checkpoint stores in another layout can be centred if that
-layout allows it.
+graph count as one parameter. A parameter that the checkpoint stores in another layout can be
+centred if that layout allows it.
 """
 
 from __future__ import annotations

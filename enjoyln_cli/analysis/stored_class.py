@@ -184,7 +184,7 @@ def missing_weights(model: nn.Module, needed: Sequence[str], checkpoint: str) ->
 
 
 def needed_weights(model: Any, missing: Iterable[str]) -> list[str]:
-    """Those of the ``missing`` weights that ``model`` needs (see above), sorted."""
+    """The ``missing`` weights that ``model`` needs (see above), sorted."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     left = sorted(set(missing) & parameters)
     if not left:
@@ -193,7 +193,7 @@ def needed_weights(model: Any, missing: Iterable[str]) -> list[str]:
 
 
 def _next_to_stored(missing: list[str], stored: set[str]) -> list[str]:
-    """Those of the ``missing`` weights that must be stored, by the first two rules (see above)."""
+    """The ``missing`` weights that must be stored, by the first two rules (see above)."""
     modules = {name.rpartition(".")[0] for name in stored}
     layers = {_without_numbers(name) for name in stored}
     return [
@@ -208,7 +208,7 @@ def _without_numbers(name: str) -> str:
 
 
 def _read_by_all_outputs(model: Any, missing: list[str]) -> list[str]:
-    """Those of the ``missing`` weights with which every output is computed."""
+    """The ``missing`` weights with which every output is computed."""
     base = base_path(model)
     named = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
     prefix = f"{base}." if base and not named else ""

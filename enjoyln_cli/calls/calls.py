@@ -211,7 +211,7 @@ def main_call(model: Any, given: Inputs) -> Call:
 
 
 def keeps_cache(model: Any) -> bool:
-    """Whether a call can return a cache that the next one takes."""
+    """Whether a call can return a cache that the next call takes."""
     parameters = inspect.signature(model.forward).parameters
     any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     takes = cache_argument(model.forward) is not None

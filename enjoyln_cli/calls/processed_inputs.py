@@ -124,7 +124,7 @@ def _prepared(
     load: Callable[[str | Path], Any],
     prepare: Callable[[Any, str | Path], Mapping[str, Any]],
 ) -> list[Prepared]:
-    """What ``prepare`` makes of each loaded file, without what ``forward`` does not take.
+    """The inputs that ``prepare`` makes of each loaded file, as far as ``forward`` takes them.
 
     Raises ``UnsupportedModel``, which names the file, if that fails or has NaN in it.
     """

@@ -187,7 +187,7 @@ def map_tensor(file: int, stored: StoredTensor) -> torch.Tensor:
 
 
 def mapped(file: int, offset: int, dtype: str, shape: tuple[int, ...], access: int) -> torch.Tensor:
-    """A tensor in an open file, from the byte ``offset`` on; ``access`` is one of ``mmap``'s."""
+    """A tensor in an open file, from the byte ``offset`` on; ``access`` is a mode of ``mmap``."""
     if not prod(shape):
         return torch.empty(shape, dtype=DTYPES[dtype])
     nbytes, shift = prod(shape) * DTYPES[dtype].itemsize, offset % ALLOCATIONGRANULARITY

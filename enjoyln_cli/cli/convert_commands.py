@@ -195,7 +195,7 @@ def _convert(
 
 @contextmanager
 def naming_learned_steps(out: Path | None) -> Iterator[None]:
-    """If the block is interrupted, say where the steps of ``--learn`` that are done are kept."""
+    """If the block is interrupted, say where the finished steps of ``--learn`` are kept."""
     try:
         yield
     except KeyboardInterrupt as error:

@@ -96,7 +96,7 @@ def require_new_folder(out: Path, model: str | Path, *, force: bool, resume: boo
 
 
 def passed_options(*names: str) -> list[str]:
-    """Those of the parameters ``names``, by default of all, that are on the command line."""
+    """The parameters among ``names``, by default among all, that are on the command line."""
     context = click.get_current_context()
     by_name = {option.name: option for option in context.command.params}
     return [
@@ -108,7 +108,7 @@ def passed_options(*names: str) -> list[str]:
 
 
 def refuse_ignored(used: Collection[str], by: str) -> None:
-    """Refuse options on the command line of which nothing would come; ``used`` are the others.
+    """Refuse options on the command line that would have no effect; ``used`` are the others.
 
     ``by`` says which use of the command ignores them. Names are the names of its parameters.
     """
@@ -134,7 +134,7 @@ def read_data(data: DataFiles) -> UserData:
 
 
 def require_one_source(data: DataFiles, *, is_needed: bool = False) -> None:
-    """Refuse inputs from two sources, and none if one ``is_needed``. Images may have a text."""
+    """Refuse inputs from two sources, and if data ``is_needed`` none. Images may have a text."""
     if data.conflict:
         raise click.UsageError(f"{' and '.join(data.conflict)} cannot be combined.")
     if is_needed and not data.sources:

@@ -22,7 +22,7 @@ from enjoyln_cli.cli.report_command import report
 from enjoyln_cli.version import __version__
 
 YOUNG_OBJECTS = 20_000
-"""How many new objects Python collects garbage among; 700 by default."""
+"""How many new objects let Python look for garbage; 700 by default."""
 SHELLS = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}
 
 

@@ -19,7 +19,7 @@ from enjoyln_cli.clock import duration, no_progress
 from enjoyln_cli.text import size
 
 LINE_SECONDS = 30.0
-"""Where no bar can be drawn: how long nothing is printed before a line names the present stage."""
+"""If no bar can be drawn: seconds without output before a line names the present stage."""
 
 
 @dataclass(frozen=True)

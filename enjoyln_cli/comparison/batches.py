@@ -39,7 +39,7 @@ TOKENS = 32
 LONGEST_ROW = 512
 """Number of tokens in the longest row."""
 MOST_RESERVED = 8
-"""Rows that a position table may have in addition to those of positions (for padding)."""
+"""Rows that a position table may have besides the rows of positions (for padding)."""
 WINDOW = 256
 """Number of tokens in the windows that a text is cut into."""
 ROWS_AT_ONCE = 8
@@ -192,7 +192,7 @@ def _drawn(spec: InputSpec, generator: torch.Generator, dtype: torch.dtype) -> t
 
 
 def rows_at_once(model: Any) -> int:
-    """Rows of a batch: 8, but 1 for sequence classifiers without padding token: they need that."""
+    """Rows of a batch: 8; a sequence classifier without padding token takes only 1."""
     unpadded = getattr(model.config, "pad_token_id", None) is None
     return 1 if unpadded and "SequenceClassification" in type(model).__name__ else ROWS_AT_ONCE
 

@@ -36,7 +36,7 @@ AT_ONCE = 1 << 22
 MIN_ERROR_EPS = 0.5
 """Smallest rounding error that is expected of a result, in units of the eps of its dtype."""
 CHANCE = 1e-6
-"""Probability with which an exact result may be taken for a wrong one."""
+"""Probability with which an exact result may be taken for a wrong result."""
 GROSS = 1000.0
 """Chance never makes a ratio more than this many times larger: the original's rounding error counts
 as at least half an eps, however small it is by chance."""
@@ -119,7 +119,7 @@ def distances(
     """The distance of every output, over all batches.
 
     Entries that are the same infinity, or NaN, in both runs count as equal. An entry that is finite
-    in only one of them makes the output incomparable.
+    in only one run makes the output incomparable.
     """
     return pool_distances([distances_of(a, b) for a, b in zip(got, exact, strict=True)])
 

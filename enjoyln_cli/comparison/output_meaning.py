@@ -33,8 +33,8 @@ _INSIDE = re.compile(
     r"|(aux|auxiliary|denoising|enc|encoder|init|initial|intermediate|router)_.*"
     r"|pooler_output|.*\.\D.*"
 )
-"""Outputs of the inside of a model, which come along with its results; the last ones are fields of
-nested outputs. A model without other outputs is read by these."""
+"""Outputs of the inside of a model, which come along with its results; the last names are fields of
+nested outputs. If a model has no other outputs, these are its results."""
 
 
 class Kind(Enum):
@@ -68,7 +68,7 @@ NAMES = (
     ("pooler_output", Kind.EMBEDDING),
     ("*logits*", Kind.ONE_OF),
 )
-"""Patterns of names, and what an output is whose name matches; the first that matches counts."""
+"""Patterns of names, and the kind of an output whose name matches; the first match counts."""
 
 PAIRS, ADDED_TO_PAIRS = "logits_*", "logit_bias"
 """The names of logits of pairs, as of pictures and texts, and of a parameter added to them all."""
@@ -80,7 +80,7 @@ Sums = dict[str, tuple[float, int]]
 
 
 def results(names: Sequence[str]) -> tuple[str, ...]:
-    """The outputs that users read, without what comes along with them; all if that is nothing."""
+    """The outputs that users read, without by-products; all outputs if nothing else is left."""
     return tuple(name for name in names if not _INSIDE.fullmatch(name)) or tuple(names)
 
 

@@ -1,7 +1,7 @@
 """Which inputs a check runs on: enough to make the ratio of two rounding errors stable.
 
-The user's inputs come first; generated ones are added if there are too few (``batches``). The first
-input is timed to see how many fit into the time. If the time or the number of inputs is
+The user's inputs come first; if they are too few, generated inputs are added (``batches``). The
+first input is timed to see how many fit into the time. If the time or the number of inputs is
 limited, batches are small and ordered by how much they reveal: rows with padding, the last rows of
 a position table, masked patches.
 """
@@ -32,7 +32,7 @@ MOST_ENTRIES = 1 << 25
 """Most entries of all outputs that are kept in memory."""
 FEWEST_ROWS, MOST_ROWS, TEXT_ROWS = 16, 128, 64
 FEWEST_BATCHES = 4
-"""Number of batches if inputs are limited, so that there is one of each kind."""
+"""Number of batches if inputs are limited, so that there is a batch of each kind."""
 
 
 @dataclass(frozen=True)

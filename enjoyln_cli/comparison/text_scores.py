@@ -29,7 +29,7 @@ def head_kind(model: nn.Module) -> Literal["causal", "masked"] | None:
 def perplexity(
     model: nn.Module, batches: Sequence[Batch], mask_token: int | None, seed: int
 ) -> tuple[float, int]:
-    """The exponential of the mean loss per token, in float64, and the number of these tokens.
+    """The exponential of the mean loss per token, in float64, and the number of tokens.
 
     ``model`` has a language model head. A causal head predicts each next token, a masked one the
     15 % of tokens that are masked.

@@ -183,7 +183,7 @@ def runnable(
     try_run: Callable[[Batch], Any],
     event: Event = default_listener,
 ) -> list[Batch]:
-    """``batches`` as the model accepts them: unchanged, or with generated values for other inputs.
+    """``batches`` as the model accepts them: unchanged, or completed by generated inputs.
 
     ``try_run`` runs the model on one row, of pictures and recordings on one of each shape. What is
     generated is a warning. Raises ``UnsupportedModel`` if the model accepts neither.

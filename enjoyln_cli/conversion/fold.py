@@ -67,7 +67,7 @@ class FoldJob:
     folding: FoldOptions
 
     def with_plan(self, plan: Plan) -> FoldJob:
-        """The same, with a plan that rotates by other matrices."""
+        """The same job with a plan that rotates by other matrices."""
         matrix = MATRIX_FILE if any(group.given for group in plan.rotated) else ""
         options, user_options = (
             replace(before, seed=plan.seed, matrix=matrix)

@@ -146,7 +146,7 @@ class NormRows(BakingStep):
 
 @dataclass(frozen=True)
 class EncodeRows(BakingStep):
-    """The rows of which the new norm makes the rows before the step."""
+    """The rows from which the new norm computes the rows before the step."""
 
     order = 6
 

@@ -208,7 +208,7 @@ def _require_apart(out: Path, source: Path) -> None:
 def why_nothing_new(folder: Path) -> str:
     """Why nothing can be created in a directory, found by trying it; empty if it can.
 
-    If the process is killed meanwhile, the next one removes what is left of the trial.
+    If the process is killed meanwhile, the next process removes what is left of the trial.
     """
     trial = folder / ".enjoyln.trial"
     try:

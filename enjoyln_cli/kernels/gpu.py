@@ -191,4 +191,4 @@ CANDIDATES: dict[str, Norm] = {
     "rms_norm": formula.torch_rms_norm,
     "kernel": kernel_norm,
 }
-"""What may compute a norm, in the order in which one may replace another."""
+"""What may compute a norm; a faster candidate replaces the candidates before it."""

@@ -271,7 +271,7 @@ def _objection_in(
 ) -> str | None:
     """Why a module with parameters in ``held`` may not compute LayerNorm of inputs in ``dtype``.
 
-    ``unsupported`` is the answer for a module that raises an error with these.
+    ``unsupported`` is the answer for a module that raises an error with such parameters.
     """
     probe = _probe(module, roles)
     probe.module.to(held)

@@ -27,7 +27,7 @@ STATES = "hidden_states"
 
 
 _CONTAINERS = (list, tuple, deque, AbstractSet, ValuesView)
-"""Types whose elements are looked at; among sets are the keys and the items of a dict."""
+"""Types whose elements are searched; a dict's keys and items are sets (``AbstractSet``)."""
 
 
 def as_names(outputs: str | Iterable[str]) -> tuple[str, ...]:

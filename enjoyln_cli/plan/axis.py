@@ -49,7 +49,7 @@ class Axis:
 
 
 def blocks(axis: Axis) -> tuple[Axis, ...]:
-    """The axis split into axes without a ``step``: one for each block, or the axis itself."""
+    """The axis split into axes without a ``step``, an axis for each block; or the axis itself."""
     if not axis.step:
         return (axis,)
     starts = range(axis.start, axis.stop, axis.step)

@@ -30,7 +30,7 @@ LAYERS = ("torch", "timm")
 
 
 def foreign_hooks(hooks: Iterable[Any]) -> list[Any]:
-    """Those of ``hooks`` that code outside of ``HOOKS`` defines."""
+    """The ``hooks`` that code outside of ``HOOKS`` defines."""
     return [hook for hook in hooks if not _is_from(_home(hook), HOOKS)]
 
 

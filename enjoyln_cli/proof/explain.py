@@ -39,7 +39,7 @@ class Obstacle:
 
 
 def obstacle(problem: Problem, cut: Cut, norm: str) -> Obstacle:
-    """The nearest source whose mean reaches the norm's input, preferably one no MLP subtracts."""
+    """The first of ``obstacles``; the norm itself if there is none."""
     unknown = Obstacle("its input could not be traced", norm, ())
     return next(obstacles(problem, cut, norm), unknown)
 
@@ -47,7 +47,7 @@ def obstacle(problem: Problem, cut: Cut, norm: str) -> Obstacle:
 def obstacles(problem: Problem, cut: Cut, norm: str) -> Iterator[Obstacle]:
     """The sources whose mean reaches the norm's input, nearest first.
 
-    Sources whose mean an MLP can subtract come only if there are no others.
+    Sources whose mean an MLP can subtract are listed only if there is no other source.
     """
     starts = [problem.item(value) for value in problem.norms[norm]]
     for through_mlps in (False, True):
@@ -149,7 +149,7 @@ def tree(problem: Problem, cut: Cut, norm: str) -> Tree:
 
 
 def fusion_in_words(plan: Plan, norm: str) -> Tree | None:
-    """Which parameters of a folded norm are fused, or why none is; ``None`` if not asked for."""
+    """Which parameters of a folded norm are fused, or why not; ``None`` if fusing is not asked."""
     for one in plan.fused:
         if one.norm == norm:
             moving = " and ".join(["weight"] * bool(one.weight) + ["bias"] * bool(one.bias))

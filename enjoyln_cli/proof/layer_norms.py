@@ -1,6 +1,6 @@
 """Which modules of a model are LayerNorms, and which values they are called with.
 
-A module is a LayerNorm if it computes one (see ``models.norm_probe``) and each of its calls does
+A module is a LayerNorm if it computes LayerNorm (see ``models.norm_probe``) and each call does
 nothing else (see ``norm_modules``). A LayerNorm that cannot be swapped for an RMSNorm is listed
 with the reason.
 

@@ -98,7 +98,7 @@ class Problem:
         self._carried = dict(carried)
 
     def item(self, value: Value) -> Item:
-        """The parameter that a value is; the value itself if it is none."""
+        """The parameter that a value is; for any other value, the value itself."""
         names = self.flow.traces[value.trace].parameters.get(value.node)
         return Parameter(self.groups[names[0]], value.axis) if names else value
 

@@ -189,7 +189,7 @@ def _repeat(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.slice, aten.narrow)
 def _slice(node: Node, axis: Axis) -> Pull:
-    """A slice along another dimension keeps the axis; one along its own moves its start."""
+    """A slice along another dimension keeps the axis; a slice along the axis moves its start."""
     source, found = node.args[0], slice_bounds(node)
     if argument(node, 1, "dim", 0) % rank_of(node) != axis.dim:
         return ((source, axis),)
@@ -352,5 +352,5 @@ def _pad(node: Node, axis: Axis) -> Pull:
     aten.zeros, aten.zeros_like, aten.new_zeros, aten.empty, aten.empty_like, aten.new_empty
 )  # fmt: skip
 def _zeros(node: Node, axis: Axis) -> Pull:
-    """Zeros have zero mean, and so may memory have that holds no values yet."""
+    """Zeros have zero mean, and memory that holds no values yet may count as zeros."""
     return ()

@@ -52,11 +52,11 @@ class Mlp:
     """``second(act(first(x)))``; each parameter is given by the first of its tied names."""
 
     first: str
-    """The first layer's weight; its dimension ``1 - dim`` is that of the hidden units."""
+    """The first layer's weight; its dimension ``1 - dim`` counts the hidden units."""
     bias: str | None
     """The first layer's bias."""
     second: str
-    """The second layer's weight; its dimension ``dim`` is that of the hidden units."""
+    """The second layer's weight; its dimension ``dim`` counts the hidden units."""
     dim: int
     """1 for ``nn.Linear``, 0 for a Conv1D, which stores its weight transposed."""
     size: int

@@ -1,8 +1,8 @@
 """The data of a recipe: the edits of a plan, written so that they fit every model of a family.
 
 The fields are the keys of the file. Each section maps a name to the plain data of its edit (see
-``recipe.from_plan``), or to ``keep``. What stands in a line has to be what the proven plan has
-there, with which a recipe is compared (``recipe.compare``).
+``recipe.from_plan``), or to ``keep``. A recipe is compared line by line with the recipe of a proven
+plan (``recipe.compare``).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Recipe:
     versions: Mapping[Text, Text] = field(default_factory=dict)
     """The versions of the packages that made it."""
     where: Annotated[str, NOT_STORED] = field(default="the recipe", compare=False)
-    """The name of the recipe in messages; it is not in the file."""
+    """The name of the recipe in messages, which no file has."""
 
     def __post_init__(self) -> None:
         """Set the default of ``classes``."""

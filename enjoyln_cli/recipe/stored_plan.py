@@ -1,6 +1,6 @@
 """The plan of a result, as JSON beside its weights: what was done, to which tensors.
 
-Who verifies a result needs no proof and no recipe for it. The calls that are proven are in the
+Verifying a result needs no proof and no recipe. The calls that are proven are in the
 marker, and matrices that the user gave in a file of their own.
 """
 

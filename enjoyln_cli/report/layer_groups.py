@@ -1,7 +1,7 @@
 """Draw consecutive layers that look alike once, in a frame with their number.
 
-Two consecutive layers look alike if they contain parts of the same names, kinds and tones. A link
-from one of them to the next is left out.
+Two consecutive layers look alike if they contain parts of the same names, kinds and tones. Links
+between such layers are left out.
 """
 
 from __future__ import annotations

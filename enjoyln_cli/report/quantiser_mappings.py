@@ -124,7 +124,7 @@ def llm_compressor_text(plan: Plan, model: Any) -> str:
 def mappings_json(plan: Plan) -> str:
     """One JSON object: what reads each norm, and what writes and reads each stream and all values.
 
-    Its keys are those of a plan, and ``plan`` is as for ``norm_mappings``.
+    It has keys of a plan; ``plan`` is as for ``norm_mappings``.
     """
     names = ("model_class", "fused", "unfused", "rotation_groups", "untied")
     fields = {name: getattr(plan, name) for name in names}

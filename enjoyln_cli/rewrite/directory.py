@@ -163,8 +163,8 @@ def _made_from(
 ) -> dict[str, str]:
     """Everything that determines the bytes of a result, under names for messages.
 
-    Weight files appear with their size and time. Those of the Hub do not appear: the commit
-    identifies them.
+    Weight files appear with their size and time, except files of the Hub: the commit identifies
+    them.
     """
     source = checkpoint.source
     inputs = {"enjoyln": __version__, "the source": f"{source.path} {source.revision}"}

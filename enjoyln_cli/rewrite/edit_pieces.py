@@ -1,8 +1,8 @@
 """Apply an edit to a tensor of any size, for example a mapped file: piece by piece.
 
-Decides along which dimension a tensor is divided, so that the edit changes each part independently
-of the others (``divide``), and that only a piece that fits into a core's cache is in float64 at a
-time (``apply_in_pieces``).
+``divide`` cuts a tensor along a dimension for which the edit changes each part independently of
+the others. ``apply_in_pieces`` has only a piece in float64 at a time, which fits into a core's
+cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check that a plan can be carried out on a checkpoint, before anything is written.
 
-A plan that converts no norm is refused, and so is a checkpoint that lacks a tensor of the plan or
-stores it in another shape.
+Refused are a plan that converts no norm, and a checkpoint that lacks a tensor of the plan or stores
+it in another shape.
 """
 
 from __future__ import annotations

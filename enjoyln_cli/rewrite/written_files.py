@@ -62,8 +62,8 @@ class WrittenFiles:
 def written_files(result: Source, accept: Sequence[str] = ()) -> WrittenFiles:
     """Compare the files of ``result`` with their record. Reads every file.
 
-    ``accept`` has names of files, or patterns, whose present state the user accepts. Of a result in
-    the Hub's cache, which need not be complete, only the files that are there are compared.
+    ``accept`` has names of files, or patterns, whose present state the user accepts. A result in
+    the Hub's cache may be incomplete: only the files that are there are compared.
     """
     name = Path(result.folder, VERIFY_FILE).as_posix()
     present = digests_of_files(result)

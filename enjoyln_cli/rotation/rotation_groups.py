@@ -188,7 +188,7 @@ class _GroupSearch:
             self.visit(Value(trace, node, parameter.axis))
 
     def given(self, value: Value) -> None:
-        """A value that no op computes: only an input that may be left out can be rotated."""
+        """Visit a value that no op computes: only an input that may be left out can be rotated."""
         trace = self.flow.traces[value.trace]
         name = trace.inputs.get(value.node)
         if name is not None and not trace.required:
@@ -251,7 +251,7 @@ class _GroupSearch:
                 self.visit(Value(value.trace, below, found))
 
     def returned(self, value: Value) -> None:
-        """A value that the model returns, which may change only if it is state such as a cache."""
+        """Visit a value that the model returns: only state such as a cache may change."""
         trace = self.flow.traces[value.trace]
         fields = trace.returned.get(value.node)
         if not self.flow.is_required(value) or (fields and trace.fed_back.issuperset(fields)):

@@ -74,7 +74,7 @@ class Rotations:
         }
 
     def that_rotate(self, rotation_groups: Iterable[RotationGroup]) -> Rotations:
-        """Those of the rotation groups, listed in the same order, that rotate."""
+        """The rotation groups that rotate, in the same order."""
         pairs = zip(self.found, rotation_groups, strict=True)
         rotated = tuple(found for found, group in pairs if group.is_rotated)
         return replace(self, found=rotated)

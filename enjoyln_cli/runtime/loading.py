@@ -211,7 +211,7 @@ def _require_same_blocks(model: nn.Module, plan: Plan) -> None:
     """Raises ``NotCentred`` for a norm in a block that was added after the conversion.
 
     Such a norm is of the same class as the norm at its place in another block. Blocks of a stock
-    model may differ: the first one of ModernBERT has an ``nn.Identity`` there.
+    model may differ: the first block of ModernBERT has an ``nn.Identity`` there.
     """
     names = tuple(verdict.norm for verdict in plan.norms)
     recorded: dict[str, nn.Module] = {}

@@ -182,7 +182,7 @@ class FoldedModelState:
     literal = False
     """Whether norms never compute LayerNorm in place of RMSNorm, on any device.
 
-    So it is in training on centred weights, and where an input with a mean has to show.
+    True in training on centred weights, and where an input with a mean has to show.
     """
     was_proven = False
     """With a ``training_plan``: whether the norms computed RMSNorm in the last call."""

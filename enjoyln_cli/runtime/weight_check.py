@@ -179,7 +179,7 @@ def check_centred(model: nn.Module, watch: WatchList) -> None:
 
 
 def require_unquantised(model: nn.Module, paths: Iterable[str]) -> None:
-    """Raises ``NotCentred`` for the first of the tensors at ``paths`` that is quantised."""
+    """Raise ``NotCentred`` for the first tensor at ``paths`` that is quantised."""
     for path in paths:
         if kind := quantisation_of(tensor_at(model, path)):
             raise NotCentred(quantised_message(path.rpartition(".")[0], kind))

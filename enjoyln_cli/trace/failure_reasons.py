@@ -81,7 +81,7 @@ def say_why(error: BaseException) -> str:
 def say_why_not_exported(error: BaseException) -> str | None:
     """Where and why the code of a model that runs cannot be exported; ``None`` for other errors.
 
-    An exporter raises an exception of its own, which was caused by others.
+    An exporter raises an exception of its own, caused by the model's exception.
     """
     found = None
     while error is not None:

@@ -84,7 +84,7 @@ class Trace:
         yield from ((path, list(values)) for path, values in found.values())
 
     def leaving_unreturned(self, paths: Container[str]) -> set[str]:
-        """Those modules in ``paths`` of which a value is read outside that they did not return.
+        """The modules among ``paths`` with a value that is read outside without being returned.
 
         ``paths`` are modules without children.
         """

@@ -158,7 +158,7 @@ def covered_calls(
 def _in_every_mode(signatures: list[list[CallSignature]]) -> Iterator[CallSignature]:
     """The signatures of one mode, or the signatures that both modes prove, under all conditions.
 
-    Forms with the same arguments have the same names for their sizes.
+    Signatures with the same arguments have the same names for their sizes.
     """
     first, *others = signatures
     for signature in first:
