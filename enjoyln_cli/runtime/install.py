@@ -117,7 +117,7 @@ def _changes(
         module = model.get_submodule(path)
         reason = interference(module)
         if reason is not None:
-            raise UnsupportedModel(f"{path}: {reason}; install before that, or undo it")
+            raise UnsupportedModel(f"{path}: {reason}; undo that, or do it after the conversion")
         if not isinstance(module, Folded):
             swaps.append((module, _folded_class(module, path, examined)))
     _check_aliases(model, places.values())
@@ -224,4 +224,4 @@ def _check_forward(module: nn.Module, path: str, centrings: Iterable[MeanSubtrac
     if has_replaced_forward(module) or (after and foreign_hooks(forward_hooks(module))):
         what = "a forward hook may change what it returns" if after else ""
         what = "its forward was replaced on the instance" if has_replaced_forward(module) else what
-        raise UnsupportedModel(f"{path}: {what}; install before that, or undo it")
+        raise UnsupportedModel(f"{path}: {what}; undo that, or do it after the conversion")

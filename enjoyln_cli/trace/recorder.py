@@ -91,8 +91,8 @@ def record(runner: Steps, steps: Any) -> tuple[RecordedRun, Memory]:
         recording, _ = _record(runner, recorder, *pytree.tree_flatten(on_cpu(steps)))
     if recorder.reads.failed:
         raise TraceFailed(
-            "forward catches an exception of torch; it runs without weights here, where reading a "
-            "value raises one, so with weights it may take another path; do without the try there"
+            "forward catches an exception of torch; it runs without weights here, so reading a "
+            "value fails, and with weights it may take another path; do without the try there"
         )
     return recording, computed
 

@@ -65,7 +65,7 @@ def check_tensors(
                 drift[name] = _drift(without_appended(new, tuple(old.shape)), centring)
     if wrong:
         failures.append(
-            f"{listed_briefly(wrong)}: not what the plan makes of the original's tensor"
+            f"{listed_briefly(wrong)}: not the original's tensor, edited as the plan says"
         )
     return drift, failures
 

@@ -146,7 +146,7 @@ def test_a_single_weight_that_is_one_step_off_is_found(
             wrong.view(-1)[at] = torch.nextafter(value, torch.full_like(value, towards))
             changed = stored(tmp_path / "wrong", right | {name: wrong})
             failures = check_tensors(original, changed, edits)[1]
-            assert failures == [f"{name}: not what the plan makes of the original's tensor"]
+            assert failures == [f"{name}: not the original's tensor, edited as the plan says"]
 
 
 def test_another_seed_another_matrix_and_none_are_found(tmp_path: Path) -> None:
