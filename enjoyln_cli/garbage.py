@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Inside the block, nothing looks for garbage."""
+    """Let nothing look for garbage inside the block."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -26,7 +26,7 @@ def no_collections() -> Iterator[None]:
 
 @contextmanager
 def collections_of_new_objects() -> Iterator[None]:
-    """Inside the block, garbage is looked for only among objects made since.
+    """Look for garbage inside the block only among objects made since.
 
     Where the program has frozen its objects already, they stay frozen, and nothing else is.
     """

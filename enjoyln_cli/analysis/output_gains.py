@@ -29,7 +29,7 @@ class OutputGain:
 
 
 def gains(problem: Problem, model_class: str) -> tuple[OutputGain, ...]:
-    """For each output of ``model_class``, how many more norms fold if it alone may change.
+    """How many more norms fold for each output of ``model_class`` that alone may change.
 
     A plan with chosen outputs holds for one class only, so each count is relative to the plan for
     that class alone.

@@ -167,7 +167,7 @@ def _how_to_rename(checkpoint: Checkpoint, prefix: str) -> str:
 
 
 def require_weights(model: Any, missing: Iterable[str], checkpoint: str) -> None:
-    """Raises ``BadCheckpoint`` if ``model`` needs weights that its checkpoint does not store.
+    """Raise ``BadCheckpoint`` if ``model`` needs weights that its checkpoint does not store.
 
     ``missing`` are the names of weights that are not stored, ``checkpoint`` is a name for messages.
     """

@@ -150,7 +150,7 @@ def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
 
 
 def _crops(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """For each image a downscaled copy and one crop, with a mask over their patches."""
+    """A downscaled copy and one crop of each image, with a mask over their patches."""
     channels = _channels(config)
     (height, width), patch = image_size(config), patch_size(config)
     crop = _number(config, "crop_size", default=height)
@@ -162,7 +162,7 @@ def _crops(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 
 
 def _states(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """For a vision tower whose argument for patches is called ``hidden_states``."""
+    """Inputs for a vision tower whose argument for patches is called ``hidden_states``."""
     channels = _channels(config)
     for inputs in _patches(config, rows, channels):
         yield {"hidden_states" if name == "pixel_values" else name: s for name, s in inputs.items()}
@@ -325,7 +325,7 @@ def _hidden(name: str) -> Callable[..., Iterator[Inputs]]:
 
 
 def _inputs(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """For a model whose argument is called ``inputs``: images, token ids, audio, or features."""
+    """Inputs for a model whose argument is ``inputs``: images, token ids, audio, or features."""
     yield from _pixels(config, rows, tokens)
     yield {"inputs": InputSpec((rows, tokens), vocabulary(config))}
     yield {"inputs": InputSpec((rows, SAMPLES))}

@@ -50,7 +50,7 @@ def main_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 
 
 def one_modality(model: Any, given: Inputs, rows: int, tokens: int) -> Iterator[Inputs]:
-    """If ``given`` has several modalities besides text: the inputs of each of them alone."""
+    """The inputs of each modality alone, if ``given`` has several besides text."""
     kinds = [name for name in given if name in _PARTS and name != "input_ids"]
     for name in kinds if len(kinds) > 1 else ():
         input_sets = _input_sets(model, name, rows, tokens)

@@ -195,7 +195,7 @@ def _convert(
 
 @contextmanager
 def naming_learned_steps(out: Path | None) -> Iterator[None]:
-    """If the block is interrupted, say where the finished steps of ``--learn`` are kept."""
+    """Say where the finished steps of ``--learn`` are kept if the block is interrupted."""
     try:
         yield
     except KeyboardInterrupt as error:

@@ -134,7 +134,7 @@ def distances_of(
 
 
 def pool_distances(batches: Sequence[Mapping[str, Distance]]) -> dict[str, Distance]:
-    """For each output, the distances of several batches joined into one distance."""
+    """The distances of several batches, joined into one distance for each output."""
     pooled = {}
     for name in dict.fromkeys(name for batch in batches for name in batch):
         parts = [batch[name] for batch in batches if name in batch]

@@ -162,7 +162,7 @@ def _probable(meaning: Meaning, values: torch.Tensor) -> torch.Tensor:
 
 
 def _most_similar(distances: torch.Tensor) -> torch.Tensor:
-    """For each row a column of its own: the closest pairs of all that are left, again and again.
+    """A column of its own for each row: the closest pairs of all that are left, again and again.
 
     ``distances`` is a square matrix. Returns indices of columns, shape ``(rows,)``.
     """

@@ -56,7 +56,7 @@ def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) 
 
 @contextmanager
 def encoded_once(model: Any) -> Iterator[None]:
-    """Inside the block, the encoder of ``model`` returns the same outputs for the same tensors.
+    """Let the encoder of ``model`` return the same outputs for the same tensors, inside the block.
 
     The encoder takes most of the time of a speech model. It runs whenever a decoder's tokens are
     generated, a model is tried, or outputs are compared.

@@ -83,7 +83,7 @@ def round_to(x: torch.Tensor, bits: int, dim: int | None, group: int | None = No
 
 @contextmanager
 def simulated(model: Any, scheme: Scheme, only: str | None = None) -> Iterator[None]:
-    """Within the block, the linear layers of ``model`` compute with rounded weights and inputs.
+    """Let the linear layers of ``model`` compute with rounded weights and inputs inside the block.
 
     ``only`` is the path of a single layer to round, which may be the head. A weight is rounded in
     each call of its layer, and is back afterwards.

@@ -124,7 +124,7 @@ class NormRows(BakingStep):
         return (1,)
 
     def loaded(self, read: ReadTensor) -> Self:
-        """Without the level, which it does not use."""
+        """The step without the level, which it does not use."""
         gain, bias = (read(name).double().clone() for name in (self.weight, self.bias))
         return replace(self, values=(gain, bias))
 

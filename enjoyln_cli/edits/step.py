@@ -70,7 +70,7 @@ class Step:
         return shape
 
     def unit(self, shape: Shape) -> Mapping[int, int]:
-        """For dimensions that cannot be cut anywhere: how many slices belong together."""
+        """How many slices belong together, in dimensions that cannot be cut anywhere."""
         return {}
 
     def part(self, dim: int, first: int, count: int) -> tuple[Self, ...]:

@@ -319,7 +319,7 @@ def clear(folder: Path, keep: Collection[Path] = ()) -> None:
 
 
 def _recover(work: Path, out: Path, force: bool) -> None:
-    """If a killed run had moved the previous OUT aside, move it back."""
+    """Move the previous OUT back if a killed run had moved it aside."""
     replaced = work / _REPLACED
     if os.path.lexists(replaced):
         if os.path.lexists(out):

@@ -83,7 +83,7 @@ class InsertionPoints:
 
 
 def mark_insertion_points(model: nn.Module) -> InsertionPoints:
-    """From now on, graphs of ``model``, a copy made for a trace, have their places marked."""
+    """Mark the places of ``model``, a copy made for a trace, in graphs from now on."""
     places = InsertionPoints()
     for path, module in model.named_modules():
         leaf = not any(module.children())

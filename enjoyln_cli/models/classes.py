@@ -39,7 +39,7 @@ def build(model_class: type, config: Any) -> nn.Module:
 
 @contextmanager
 def _limited_modules() -> Iterator[None]:
-    """Inside the block, building more than ``MAX_MODULES`` modules raises ``ValueError``."""
+    """Raise ``ValueError`` if the block builds more than ``MAX_MODULES`` modules."""
     built = 0
 
     def count(*_: Any) -> None:

@@ -130,7 +130,7 @@ def _filling(name: str, shape: Sequence[int]) -> torch.Tensor:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Inside the block, transformers and accelerate print no progress bars and no messages."""
+    """Keep transformers and accelerate from printing bars and messages inside the block."""
     if os.environ.get("ENJOYLN_DEBUG"):
         yield
         return

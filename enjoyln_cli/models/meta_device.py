@@ -41,7 +41,7 @@ _INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, ate
 
 @contextmanager
 def meta_weights() -> Iterator[Memory]:
-    """Inside the block, a model on the meta device runs on inputs that have values.
+    """Let a model on the meta device run on inputs that have values, inside the block.
 
     Reading a value that depends on a weight raises ``RuntimeError``. Yields the memory of all
     values that the run computes.
@@ -53,7 +53,7 @@ def meta_weights() -> Iterator[Memory]:
 
 @contextmanager
 def answers_without_values() -> Iterator[None]:
-    """Inside the block, torch answers two questions that it cannot answer without values.
+    """Let torch answer two questions inside the block that it cannot answer without values.
 
     * ``torch.is_autocast_enabled(x.device.type)`` raises an error on the meta device, and so does
       ``torch.autocast(x.device.type)``. Here both answer as for the CPU.

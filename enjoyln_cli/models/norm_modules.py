@@ -98,7 +98,7 @@ def runs_torchs_layer_norm(module: nn.Module) -> bool:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """For modules that are registered under several names: each other name, and the first name."""
+    """The first name of each module with several names, by each of its other names."""
     first = {module: name for name, module in model.named_modules()}
     every = model.named_modules(remove_duplicate=False)
     return {name: first[module] for name, module in every if name != first[module]}

@@ -206,7 +206,7 @@ class Flow:
         return replace(self, traces=self.traces[:traces], required=required, _observers={})
 
     def reached(self) -> Iterator[tuple[str, ...]]:
-        """For each returned value that ``observer`` has met: the output fields that hold it."""
+        """The output fields that hold each returned value that ``observer`` has met."""
         for value in self._observers:
             if fields := self.traces[value.trace].returned.get(value.node):
                 yield fields

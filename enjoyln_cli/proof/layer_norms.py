@@ -111,7 +111,7 @@ def _is_foreign(path: str, flow: Flow) -> bool:
 
 
 def rms_norms(model: nn.Module) -> dict[str, str]:
-    """From the path of each module that computes RMSNorm already to the name of its class."""
+    """The name of the class of each module that computes RMSNorm already, by the module's path."""
     verdicts: dict[type, bool] = {}
     found = {}
     for path, module in model.named_modules():

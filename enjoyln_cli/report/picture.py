@@ -89,7 +89,7 @@ class Picture:
 
 
 def check(file: Path) -> None:
-    """Raises ``OutputError`` if no picture can be saved as ``file``; called before the analysis."""
+    """Raise ``OutputError`` if no picture can be saved as ``file``; called before the analysis."""
     suffix = file.suffix.lower()
     if suffix not in SUFFIXES:
         raise OutputError(

@@ -19,7 +19,7 @@ NAME = "rotation_product"
 
 
 def insert_rotation(block: nn.Module, rotation: Rotation) -> None:
-    """From now on, the first input of ``block`` is multiplied by the matrix of ``rotation``.
+    """Multiply the first input of ``block`` by the matrix of ``rotation`` from now on.
 
     That input is of shape ``(..., size)``. The matrix is rounded once to the dtype of the block.
     """

@@ -65,7 +65,7 @@ class Rotations:
 
     @property
     def products(self) -> dict[str, list[tuple[int, Node]]]:
-        """For the norms in ``specs``: the ops that multiply by the weight."""
+        """The ops that multiply by the weight, for the norms in ``specs``."""
         return {
             gain.module: list(products)
             for group in self.found

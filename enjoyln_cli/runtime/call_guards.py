@@ -73,7 +73,7 @@ def guarded_class(base: Any) -> type:
 
 @contextmanager
 def as_in_a_call(model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
-    """Within the block, a method of ``model`` runs as in a call of the model with these inputs."""
+    """Let a method of ``model`` run inside the block as in a call with these inputs."""
     guard, running = guard_of(model), thread.running
     before = running.guard, running.proven
     try:
@@ -143,7 +143,7 @@ def add_guards(
 
 @contextmanager
 def input_means(model: nn.Module) -> Iterator[dict[str, float]]:
-    """Within the block, measures the mean of every RMSNorm's input, relative to the input's rms.
+    """Measure the mean of every RMSNorm's input inside the block, relative to the input's rms.
 
     Yields a dict from module path to the root mean square over tokens of ``mean(x) / rms(x)``, of
     the call with the largest value. It is complete when the block ends. 0 is correct; 1 means that

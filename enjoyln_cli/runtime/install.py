@@ -206,7 +206,7 @@ def _folded_class(module: nn.Module, path: str, examined: Known) -> type:
 
 
 def _check_aliases(model: nn.Module, places: Iterable[str | None]) -> None:
-    """Raises ``UnsupportedModel`` if a norm to convert is also registered under a name that stays.
+    """Raise ``UnsupportedModel`` if a norm to convert is also registered under a name that stays.
 
     The plan knows a norm that is registered under several names by its first name.
     """
@@ -219,7 +219,7 @@ def _check_aliases(model: nn.Module, places: Iterable[str | None]) -> None:
 
 
 def _check_forward(module: nn.Module, path: str, centrings: Iterable[MeanSubtraction]) -> None:
-    """Raises ``UnsupportedModel`` if code may run between a module and the centring it carries."""
+    """Raise ``UnsupportedModel`` if code may run between a module and the centring it carries."""
     after = any(op.place == "output" for op in centrings)
     if has_replaced_forward(module) or (after and foreign_hooks(forward_hooks(module))):
         what = "a forward hook may change what it returns" if after else ""

@@ -208,7 +208,7 @@ def _require_proven(marker: Marker, name: str) -> None:
 
 
 def _require_same_blocks(model: nn.Module, plan: Plan) -> None:
-    """Raises ``NotCentred`` for a norm in a block that was added after the conversion.
+    """Raise ``NotCentred`` for a norm in a block that was added after the conversion.
 
     Such a norm is of the same class as the norm at its place in another block. Blocks of a stock
     model may differ: the first block of ModernBERT has an ``nn.Identity`` there.
@@ -231,7 +231,7 @@ def _require_same_blocks(model: nn.Module, plan: Plan) -> None:
 
 
 def _require_untied(model: nn.Module, plan: Plan) -> None:
-    """Raises ``NotCentred`` if two parameters that the fold untied are tied again."""
+    """Raise ``NotCentred`` if two parameters that the fold untied are tied again."""
     pairs = [(copy.parameter, copy.source) for copy in plan.untied]
     names = tuple(name for pair in pairs for name in pair)
     for pair in pairs:

@@ -145,7 +145,7 @@ class Snapshot:
         facts: Iterable[Fact] = (),
         tensors: Collection[Fact] = (),
     ) -> None:
-        """Raises ``RuntimeError`` as ``Tensors`` does."""
+        """Raise ``RuntimeError`` as ``Tensors`` does."""
         self.tensors = Tensors(tensors)
         absent = (
             (module._parameters, name, None)
@@ -250,11 +250,11 @@ class KeepStructure:
         return ()
 
     def compare(self, model: nn.Module) -> None:
-        """Raises ``NotCentred`` if the norms of ``model`` may not compute RMSNorm."""
+        """Raise ``NotCentred`` if the norms of ``model`` may not compute RMSNorm."""
         self.require_structure(model, self.trains and model.training)
 
     def require_structure(self, model: nn.Module, mode: bool | None = None) -> None:
-        """Raises ``NotCentred`` for the first difference, also to the training ``mode``."""
+        """Raise ``NotCentred`` for the first difference, also to the training ``mode``."""
         modules = dict(model.named_modules())
         for path, module in modules.items():
             record = self.records.get(path)

@@ -153,7 +153,7 @@ def with_adapters(model: nn.Module, watch: WatchList) -> WatchList:
 
 
 def check_centred(model: nn.Module, watch: WatchList) -> None:
-    """Raises ``NotCentred`` for the first tensor that is not centred or cannot be checked."""
+    """Raise ``NotCentred`` for the first tensor that is not centred or cannot be checked."""
     for path in watch.ops:
         if not getattr(model.get_submodule(path), "centrings", ()):
             raise NotCentred(
@@ -186,7 +186,7 @@ def require_unquantised(model: nn.Module, paths: Iterable[str]) -> None:
 
 
 def _check_biases(model: nn.Module, watch: WatchList) -> None:
-    """Raises ``NotCentred`` if a layer with a centred weight has a bias that was not centred."""
+    """Raise ``NotCentred`` if a layer with a centred weight has a bias that was not centred."""
     for weight in watch.weights:
         path, _, name = weight.parameter.rpartition(".")
         module = model.get_submodule(path)
@@ -200,7 +200,7 @@ def _check_biases(model: nn.Module, watch: WatchList) -> None:
 
 
 def require_values(path: str, tensor: torch.Tensor) -> None:
-    """Raises ``NotCentred`` for a tensor whose mean cannot be computed."""
+    """Raise ``NotCentred`` for a tensor whose mean cannot be computed."""
     if hasattr(tensor, "full_tensor"):
         raise NotCentred(
             f"{path}: is split over processes (DTensor), so its mean cannot be checked; load the "
@@ -281,7 +281,7 @@ def centre_watched(model: nn.Module, watch: WatchList) -> None:
 
 
 def _in_memory(model: nn.Module, path: str) -> AbstractContextManager[Any]:
-    """Within the block, a tensor that accelerate has offloaded to CPU or disk is loaded."""
+    """Load a tensor that accelerate has offloaded to CPU or disk, for the block."""
     owner = model.get_submodule(path.rpartition(".")[0])
     if not (tensor_at(model, path).is_meta and hasattr(owner, "_hf_hook")):
         return nullcontext()

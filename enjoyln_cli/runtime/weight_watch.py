@@ -81,7 +81,7 @@ class KeepCentred(KeepStructure):
         return True
 
     def compare(self, model: nn.Module) -> None:
-        """Raises ``NotCentred`` if the model was edited or a weight is not centred."""
+        """Raise ``NotCentred`` if the model was edited or a weight is not centred."""
         super().compare(model)
         check_centred(model, self.watch)
 

@@ -133,7 +133,7 @@ def _steps(found: TracebackType | None) -> Iterator[tuple[FrameType, int, int]]:
 
 @contextmanager
 def foreign_code(model: nn.Module) -> Iterator[None]:
-    """Inside the block, any exception of the model's code, or of torch, becomes ``TraceFailed``."""
+    """Make any exception of the model's code, or of torch, inside the block a ``TraceFailed``."""
     try:
         yield
     except EnjoyLNError:

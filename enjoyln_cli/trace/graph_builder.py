@@ -55,7 +55,7 @@ class GraphBuilder:
         self.nodes[tensor] = node
 
     def follow_module_calls(self, root: nn.Module) -> None:
-        """From now on, ``around`` lists the modules of ``root`` whose ``forward`` runs."""
+        """Let ``around`` list the modules of ``root`` whose ``forward`` runs, from now on."""
         for path, module in root.named_modules():
             vars(module)["forward"] = self._followed(path, module)
 

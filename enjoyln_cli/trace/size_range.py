@@ -146,7 +146,7 @@ def _general_signatures(model: nn.Module, call: Call, trace: Trace) -> tuple[Cal
 
 @contextmanager
 def _read_as_text() -> Iterator[None]:
-    """Inside the block, text made of a symbolic size shows its number, which then is fixed.
+    """Let text made of a symbolic size show its number inside the block; the number is then fixed.
 
     Torch has no hook for this: it shows the symbol, and records no condition.
     """

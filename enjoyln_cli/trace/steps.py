@@ -64,7 +64,7 @@ class Steps(nn.Module):
         cache: Any = None,
         before: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None,
     ) -> None:
-        """Calls of ``model`` pass ``flags`` too; outputs of the submodule ``inner`` count as
+        """Let calls of ``model`` pass ``flags`` too; outputs of the submodule ``inner`` count as
         returned.
 
         The first step gets a copy of ``cache``. ``before`` is called with the arguments of each
@@ -206,7 +206,7 @@ def quiet(training: bool = False, exporting: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _as_exporting() -> Iterator[None]:
-    """Inside the block, the code of a model takes the same branches as under ``torch.export``."""
+    """Let a model's code take the same branches inside the block as under ``torch.export``."""
     compiler, flags = torch.compiler, ("_is_compiling_flag", "_is_exporting_flag")
     before = {flag: getattr(compiler, flag) for flag in flags}
     traced = symbolic_trace._is_fx_tracing_flag

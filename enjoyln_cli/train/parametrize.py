@@ -132,7 +132,7 @@ class KeepParametrised(KeepStructure):
         return [(attributes, name, value) for _, attributes, name, value in dropout_rates(model)]
 
     def compare(self, model: nn.Module) -> None:
-        """Raises ``NotCentred`` if the model was edited or has another rate of dropout."""
+        """Raise ``NotCentred`` if the model was edited or has another rate of dropout."""
         super().compare(model)
         if rate := _other_rate(model, self.plan, self.prefix):
             raise NotCentred(
@@ -168,7 +168,7 @@ def _require_unconverted(model: nn.Module) -> None:
 
 
 def _require_usable(model: nn.Module, plan: Plan) -> None:
-    """Raises an error for a plan that cannot be carried out while training."""
+    """Raise an error for a plan that cannot be carried out while training."""
     name = type(model).__name__
     if not plan.folded:
         reasons = dict.fromkeys(f"{v.norm}: {v.reason} ({v.culprit})" for v in plan.kept)

@@ -83,7 +83,7 @@ def dropout_rates(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, 
 
 
 def _require_same_in_training(path: str, norm: nn.Module) -> None:
-    """Raises ``UnsupportedModel`` if code of a norm's own gives other results in training mode.
+    """Raise ``UnsupportedModel`` if code of a norm's own gives other results in training mode.
 
     A norm is proven to be a LayerNorm in eval mode (see ``models.norm_probe``).
     """

@@ -312,7 +312,7 @@ def _measurement(pair: CheckpointPair, results: Results, examples: Examples) -> 
 
 @contextmanager
 def _running(model: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Raises ``UnsupportedModel`` for a model that does not run in ``dtype``."""
+    """Raise ``UnsupportedModel`` for a model that does not run in ``dtype``."""
     try:
         yield
     except (EnjoyLNError, MemoryError):
