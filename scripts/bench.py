@@ -6,11 +6,10 @@
     python scripts/bench.py norms                   RMSNorm beside torch's LayerNorm
     python scripts/bench.py models --models gpt2,bert    folded models with random weights
 
-Each prints a table in Markdown, or with ``--json`` its rows. A ratio is the time of the first of
-those that are compared over the time of this one, so more is faster; it is the median of the ratios
-within a round, with its quartiles. ``memory_mb`` is the largest anonymous memory of a command,
-minus that of an interpreter that has imported torch. Times of the CPU are those of
-``--threads 1``, unless another number is asked for.
+Each prints a table in Markdown, or with ``--json`` its rows. A ratio is the time of the first task
+over the time of this task, so more is faster; it is the median of the ratios within a round, with
+its quartiles. ``memory_mb`` is the largest anonymous memory of a command, minus the memory of an
+interpreter that has imported torch. Without ``--threads``, one thread computes on the CPU.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def in_rounds(tasks: Mapping[str, Task], rounds: int) -> dict[str, list[float]]:
 
 
 def ratios(seconds: Mapping[str, list[float]], name: str) -> list[float]:
-    """Seconds of the first task over those of ``name``, in each round."""
+    """Seconds of the first task over seconds of ``name``, in each round."""
     first = next(iter(seconds.values()))
     return [a / b for a, b in zip(first, seconds[name], strict=True)]
 
@@ -87,7 +86,7 @@ def timed(call: Callable[[], Any], least: float = 2e-4) -> Task:
     count = max(1, math.ceil(least / max(time.perf_counter() - begin, 1e-9)))
 
     def task() -> float:
-        call()  # so that no task profits from the caches of the one before
+        call()  # so that no task profits from the caches of the task before
         begin = time.perf_counter()
         for _ in range(count):
             call()
@@ -170,8 +169,8 @@ def command_rows(
 ) -> list[Row]:
     """Time and memory of commands that take turns, after other tasks in ``first``.
 
-    ``{out}`` in an argument is a new directory each time. The time of a command that prints JSON
-    with ``seconds`` is those: without imports and tracing.
+    ``{out}`` in an argument is a new directory each time. If a command prints JSON with
+    ``seconds``, these are its time: without imports and tracing.
     """
     torch_alone = run([sys.executable, "-c", "import torch"]).memory_mb
     ended: dict[str, list[Finished]] = {name: [] for name in commands}

@@ -149,8 +149,8 @@ def proof_runs(model: Any, dtype: Any, omitted: Container[str] | None = None) ->
     """Every call that a proof covers, with random real inputs.
 
     These are prefill and decoding with the cache, and the optional inputs. For a rotated model,
-    ``omitted`` has the inputs to leave out: those that are given in the new basis, as caches are,
-    and those for which the result refuses calls.
+    ``omitted`` has the inputs to leave out: inputs that have to be rotated, as caches are, and
+    inputs for which the result refuses calls.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -392,7 +392,7 @@ def census_of(
 ) -> Iterator[dict[str, Any]]:
     """The rows of all types, from ``jobs`` processes at a time.
 
-    The processes are forks of this one, which has already imported what they need.
+    The processes are forks of this process, which has already imported what they need.
     """
     import torch
     import transformers

@@ -78,7 +78,7 @@ leave two layers without attention."""
 
 
 def shrink(config: Any, factor: int, side: int | None = None) -> None:
-    """Use fewer layers, narrower ones by one factor, and a small vocabulary in every sub-config.
+    """Use fewer layers, all narrower by one factor, and a small vocabulary in every sub-config.
 
     Images larger than ``side`` get ``SIDE`` pixels or a few less, so that the number of patches
     along a side is a power of two.
@@ -181,7 +181,7 @@ def _divide(config: Any) -> None:
     """Reduce the number of heads until it divides the narrower features into even head sizes."""
     own = vars(config)
     width = math.gcd(*(w for name in WIDTH if isinstance(w := own.get(name), int)))
-    if (own.get("head_dim") or 0) % 2:  # too small for rotary embeddings, which turn pairs
+    if (own.get("head_dim") or 0) % 2:  # too small for rotary embeddings, which rotate pairs
         config.head_dim = None
     for name in HEADS_OF:
         heads = own.get(name)
@@ -251,7 +251,7 @@ def _link(config: Any) -> None:
 
 
 def _deepen(text: Any, layers: int) -> None:
-    """Give the text model at least ``layers`` layers, each new one of the last one's kind."""
+    """Give the text model at least ``layers`` layers, each new layer of the last layer's kind."""
     own = vars(text) if text is not None else {}
     missing = layers - own.get("num_hidden_layers", layers)
     if missing > 0:

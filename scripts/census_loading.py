@@ -32,8 +32,8 @@ def loading(
 
     ``loaded`` is "ok", or says in words why the result does not load or what it computes instead.
     ``loading_error`` is the largest relative difference to the stock class with the original
-    weights, over the ``runs`` that this class accepts; rounding explains at most ``bound``. Which
-    norm is computed is decided by the first run in which one is: later ones may pass an input with
+    weights, over the ``runs`` that this class accepts; rounding explains at most ``bound``. The
+    first run that computes a norm decides which norm is computed: later runs may pass an input with
     which the plan is not proven.
     """
     name = type(model).__name__

@@ -1,8 +1,8 @@
 """How fast folded models with random weights are, beside their originals: for the other scripts.
 
-Three models take turns: the original, the folded one, and the original with norms that return their
-input. The outputs of the third are meaningless, but no change of the norms can save more time than
-leaving them out.
+Three models take turns: the original, the folded model, and the original with norms that return
+their input. The outputs of the third are meaningless, but no change of the norms can save more time
+than leaving them out.
 """
 
 from __future__ import annotations

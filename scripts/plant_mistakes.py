@@ -6,8 +6,9 @@
 A mistake makes the proof accept what it should refuse:
 
 * an ``if`` that returns a refusal (``Opaque``, ``None``, ``False``, a text) never does;
-* such an ``if`` lists several conditions, and loses one of them;
-* a function or a variable that is true only if all of several conditions are, and one is lost;
+* such an ``if`` lists several conditions, and loses a condition;
+* a function or a variable that is true only if all of several conditions are, and loses a
+  condition;
 * a function that returns a bound (``..._bound``) allows ten times as much.
 
 Each mistake is planted in a process of its own, which runs the tests of the proof until one fails.

@@ -6,8 +6,8 @@ Decides the sizes, the data and the initial weights. Language models are trained
 Python's standard library (the package ``json`` is held out) with a small byte-level BPE tokenizer.
 ViT classifies four drawn shapes. Standard initialisation hides mistakes in a fold (gamma 1, beta 0,
 no biases, no weight means). So all of these start with random values, and Adam without weight decay
-keeps them away from the standard ones. Training uses one thread and a fixed number of steps, so the
-seed, the Python release and the torch release determine the result, unless ``--seconds`` (per
+keeps them away from the standard values. Training uses one thread and a fixed number of steps, so
+the seed, the Python release and the torch release determine the result, unless ``--seconds`` (per
 family) ends the training early.
 """
 
