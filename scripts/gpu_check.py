@@ -111,9 +111,9 @@ STEPS: dict[str, Step] = {
 def check(
     steps: Mapping[str, Step], write: Callable[[dict[str, Any]], None], times: float = 1.0
 ) -> dict[str, Any]:
-    """Run the steps in order, each in up to ``times`` its seconds. A step that fails leaves its
+    """Run the steps in order, each in up to ``times`` its seconds.
 
-    error, and the next step runs.
+    A step that fails leaves its error, and the next step runs.
     """
     found = about()
     for name, (seconds, step) in steps.items():
