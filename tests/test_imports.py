@@ -50,7 +50,7 @@ FOLDERS = (
     "rotation_search",
     "cli",
 )
-"""Each imports itself and those before it, for type checking too."""
+"""Each imports itself and folders before it, for type checking too."""
 
 MOST_FILES = 12
 

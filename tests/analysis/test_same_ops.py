@@ -34,7 +34,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_an_untied_model_has_to_scale_as_the_tied_one(as_tensor: bool) -> None:
+def test_an_untied_model_has_to_scale_as_the_tied_model(as_tensor: bool) -> None:
     tied = Tied(2.0, as_tensor, tied=True)
     require_same(tied, Tied(2.0, as_tensor, tied=False), TOKENS)
     with pytest.raises(UnsupportedModel, match="would give other results with untied weights"):

@@ -140,7 +140,7 @@ def test_a_class_that_transformers_lacks_is_refused(
     assert prepared(source, model_class=usable).plan.folded
 
 
-def test_a_misspelled_class_is_refused_with_the_right_one(tmp_path: Path) -> None:
+def test_a_misspelled_class_is_refused_with_the_right_class(tmp_path: Path) -> None:
     source = stored(tmp_path / "source", "GPT2LMHeadModel", ["GPT2LMHeadModle"])
     with pytest.raises(UnsupportedModel, match="did you mean GPT2LMHeadModel?"):
         prepared(source)

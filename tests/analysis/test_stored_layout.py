@@ -189,7 +189,7 @@ def input_means(norms: list[nn.Module]) -> list[float]:
     return means
 
 
-def test_experts_of_a_part_are_applied_as_those_of_the_whole() -> None:
+def test_experts_of_a_part_are_applied_as_in_the_whole() -> None:
     """A class without experts of its own says so, even if its parts have experts."""
     part = build(transformers.PhimoeModel, transformers.PhimoeConfig(**PHIMOE))
     whole = nn.ModuleDict({"text": nn.Sequential(part), "tower": nn.Linear(2, 2)})

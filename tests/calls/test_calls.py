@@ -48,7 +48,7 @@ def test_every_kind_of_main_input() -> None:
     assert list(first(speech)) == ["input_values"] and len(first(speech)["input_values"].shape) == 2
 
 
-def test_two_modalities_are_given_and_then_the_main_one() -> None:
+def test_two_modalities_are_given_and_then_the_main_modality() -> None:
     clip = model_of("CLIPModel", "clip")
     input_sets = [set(inputs) for inputs in main_inputs(clip, 1, 3)]
     assert input_sets[0] == {"input_ids", "pixel_values"} and input_sets[-1] == {"input_ids"}
@@ -218,7 +218,7 @@ def test_speech_can_take_the_place_of_text() -> None:
     assert all("decoder_input_ids" in step for call in speech for _, step in call.steps)
 
 
-def test_the_first_form_of_an_optional_call_that_fits() -> None:
+def test_the_first_alternative_of_an_optional_call_that_fits() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.LayerNorm(5))
 
     def call(label: str, *shape: int) -> Call:

@@ -64,7 +64,7 @@ def test_a_report_counts_what_the_plan_says() -> None:
         ([], []),
     ],
 )
-def test_names_that_differ_in_numbers_are_one(names: list[str], shown: list[str]) -> None:
+def test_names_that_differ_in_numbers_are_joined(names: list[str], shown: list[str]) -> None:
     assert layer_names.compact(names) == shown
 
 

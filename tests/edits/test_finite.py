@@ -144,7 +144,7 @@ CASES = {**EDITS, "rotated": ("w", TURN), "rotated and fused": (
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_bound_is_a_bound(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor whose results fit is accepted, one whose results do not is computed and refused."""
+    """A tensor whose results fit is accepted; any other is computed and refused."""
     (name, edit), found = CASES[case], tensors(torch.float64)
     x = found[edit.source or name]
     loaded = edit.loaded(found.__getitem__)

@@ -1,6 +1,6 @@
 """The GPU's kernel without a GPU: its values in Triton's interpreter, and that it compiles.
 
-What it computes on a GPU is in ``test_gpu``.
+``test_gpu`` tests its values on a GPU.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def test_weights_stay_in_memory_if_there_is_room(free_bytes: int, tmp_path: Path
     assert _same(outputs, run(opened.load(torch.float64), batches))
 
 
-def test_a_weight_that_is_set_replaces_the_one_in_memory() -> None:
+def test_a_weight_that_is_set_replaces_the_weight_in_memory() -> None:
     reader = WeightsOnDemand({"a": torch.ones(4), "b": torch.full((8,), 2.0)}, free_bytes=40)
     assert reader["a"] is reader["a"] and reader["b"] is not None
     assert set(reader.kept) == {"a"} and reader.free_bytes == 24

@@ -24,7 +24,7 @@ from enjoyln_cli.runtime.install import install
 WIDTH = 13
 
 
-def layer_norm_form(module: nn.Module) -> LayerNormSpec | None:
+def layer_norm_spec(module: nn.Module) -> LayerNormSpec | None:
     """How ``module`` computes LayerNorm; ``None`` if it does not, or not for all inputs."""
     found = examine(module, {})
     return found if isinstance(found, LayerNormSpec) else None
@@ -120,9 +120,11 @@ class Either(nn.LayerNorm):
         (nn.LayerNorm(WIDTH, bias=False), LayerNormSpec(-1, "weight", False, 1e-5, (2, 3, 4, 5))),
     ],
 )
-def test_a_layer_norm_is_recognised_in_any_form(module: nn.Module, spec: LayerNormSpec) -> None:
+def test_a_layer_norm_is_recognised_however_it_is_written(
+    module: nn.Module, spec: LayerNormSpec
+) -> None:
     for example in (module, copy.deepcopy(module).to("meta")):
-        found = layer_norm_form(example)
+        found = layer_norm_spec(example)
         assert found is not None and replace(found, takes_other_dtypes=False) == spec
     assert not computes_rms_norm(module)
 
@@ -143,7 +145,7 @@ def test_a_layer_norm_is_recognised_in_any_form(module: nn.Module, spec: LayerNo
     ],
 )
 def test_modules_that_compute_something_else_are_no_layer_norms(module: nn.Module) -> None:
-    assert layer_norm_form(module) is None
+    assert layer_norm_spec(module) is None
 
 
 class Casting(nn.LayerNorm):
@@ -205,7 +207,7 @@ def test_a_layer_norm_that_casts_is_recognised(kind: str) -> None:
 @pytest.mark.parametrize("kind", ROUNDING)
 def test_a_module_that_rounds_its_input_is_none(kind: str) -> None:
     """In float16, inputs beyond 65,504 are infinite."""
-    assert layer_norm_form(Casting(kind)) is None
+    assert layer_norm_spec(Casting(kind)) is None
 
 
 @pytest.mark.one_case
@@ -260,7 +262,7 @@ class Block(nn.Module):
         return self.read(self.norm(self.write(x)))
 
 
-def test_a_norm_is_one_only_for_inputs_of_as_many_dimensions() -> None:
+def test_a_norm_may_be_a_layer_norm_for_some_ranks_only() -> None:
     torch.manual_seed(0)
     model = Block(Either(WIDTH)).double().eval()
     nn.init.normal_(model.norm.bias, 0.7, 0.4)
@@ -399,9 +401,9 @@ class Gain(Spelled):
 
 def test_a_verdict_is_forgotten_where_code_may_have_changed() -> None:
     norm = Gain(plain)
-    assert layer_norm_form(norm) is not None
+    assert layer_norm_spec(norm) is not None
     Gain.limit = 2.0
-    assert layer_norm_form(norm) is None
+    assert layer_norm_spec(norm) is None
 
 
 class Limits:
@@ -480,7 +482,7 @@ TOKENS, SIGNAL, IMAGE = (2, 5, WIDTH), (2, WIDTH, 7), (2, WIDTH, 3, 5)
         (nn.LayerNorm((1, WIDTH), bias=False), (2, 5, 1, WIDTH)),
     ],
 )
-def test_a_norm_of_another_form_folds(norm: nn.Module, shape: tuple[int, ...]) -> None:
+def test_a_norm_of_another_spec_folds(norm: nn.Module, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model = Block(copy.deepcopy(norm), len(shape) - 2 if shape[1] == WIDTH else 0).double().eval()
     for tensor in (*model.parameters(), *model.buffers()):

@@ -104,7 +104,7 @@ def test_the_size_may_be_any_number(fixes_ones: bool, any_circulant: None) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fixes_ones", [True, False], ids=["fixes ones", "any"])
-def test_sizes_up_to_1000_and_those_of_models(fixes_ones: bool, any_circulant: None) -> None:
+def test_sizes_up_to_1000_and_sizes_of_models(fixes_ones: bool, any_circulant: None) -> None:
     for size in (*range(40, 1001, 7), *LARGE_SIZES):
         check_products(size, fixes_ones)
 

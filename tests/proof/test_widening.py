@@ -258,7 +258,7 @@ def shared(m: Any, h: torch.Tensor, last: bool) -> Any:
     return m.head(m.after(h + mlp(m, h)) if last else h + mlp(m, h))
 
 
-def test_all_calls_of_a_shared_mlp_are_one() -> None:
+def test_all_calls_of_a_shared_mlp_count_as_one_mlp() -> None:
     found = planned(toy(partial(shared, last=True))).plan
     assert len(found.folded) == 2 and len(found.widened) == 1
     seen = reason(planned(toy(partial(shared, last=False))))

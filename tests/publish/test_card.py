@@ -222,7 +222,7 @@ def test_code_of_its_own_is_asked_for_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sentence_encoder_is_loaded_as_one(tmp_path: Path) -> None:
+def test_a_sentence_encoder_is_loaded_as_a_sentence_encoder(tmp_path: Path) -> None:
     fold(sentence_encoder(tmp_path / "encoder"), tmp_path / "out", model_class="BertModel")
     found = made(tmp_path / "out")
     assert "identity error" in found.text

@@ -131,7 +131,7 @@ def test_a_slower_result_that_is_no_smaller_is_refused(
 
 
 @pytest.mark.parametrize(("inputs", "quantile"), [(4, 0.978), (8, 0.896), (16, 0.866)])
-def test_for_one_form_it_is_the_t_test(inputs: int, quantile: float) -> None:
+def test_for_one_candidate_it_is_the_t_test(inputs: int, quantile: float) -> None:
     """``quantile``: where Student's distribution with ``inputs - 1`` degrees reaches 80 %."""
     spread = torch.linspace(-1, 1, inputs, dtype=torch.float64)
     original = measured([1.0] * inputs)
@@ -141,7 +141,7 @@ def test_for_one_form_it_is_the_t_test(inputs: int, quantile: float) -> None:
         assert clearly_cheaper([replace(form, kl=0.5)], original) == [expected]
 
 
-def test_more_forms_have_no_better_chance() -> None:
+def test_more_candidates_have_no_better_chance() -> None:
     """None of five candidates is better in truth; two of them are nearly alike."""
     generator, taken = torch.Generator().manual_seed(0), 0
     for _ in range(100):

@@ -28,7 +28,7 @@ that only the tests need."""
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", TESTS)
 def test_an_extra_alone(extra: str, tmp_path: Path) -> None:
-    """The environment sees torch and the packages for tests of the present one."""
+    """The environment sees torch and the packages for tests of the present environment."""
     python = environment_beside(tmp_path / "env")
     needed = [
         f"{requirement.name}{requirement.specifier}"

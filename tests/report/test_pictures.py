@@ -132,7 +132,7 @@ def test_the_stream_goes_on_where_no_proof_does() -> None:
     assert names(found["zero"]) == ["+"] * 2
 
 
-def test_layers_that_differ_are_not_one() -> None:
+def test_layers_that_differ_are_not_joined() -> None:
     parts = [
         ModelPart("norm", f"h.{i}.ln", "stays_layernorm" if i == 1 else "in_weights")
         for i in range(4)

@@ -125,7 +125,7 @@ def test_ctrl_c_says_what_it_leaves(tmp_path: Path, out: Path) -> None:
         ("sharded bin", {"max_shard_size": 3 << 20}),
     ],
 )
-def test_the_bytes_are_those_of_an_undisturbed_run(
+def test_the_bytes_are_as_after_an_undisturbed_run(
     tmp_path: Path, out: Path, kind: str, options: dict[str, Any]
 ) -> None:
     store(tmp_path / "model", state(torch.float32), kind)

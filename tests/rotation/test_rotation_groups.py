@@ -401,7 +401,7 @@ SEPARATE = {
 
 @pytest.mark.one_case
 @pytest.mark.parametrize("untied", [{}, UNTIED], ids=["untied here", "untied before"])
-def test_embeddings_from_the_model_itself_are_in_its_basis(untied: dict[str, Any]) -> None:
+def test_embeddings_from_the_model_itself_are_rotated(untied: dict[str, Any]) -> None:
     """``get_input_embeddings`` gives a table that ``forward`` does not read once it is untied."""
     name = "PegasusForConditionalGeneration"
     config = CONFIG_MAPPING["pegasus"](**SEPARATE, **untied)

@@ -158,7 +158,7 @@ def gradients(call: Any, model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_gradients_in_eval_mode_are_those_of_the_stock_class(eight: Path) -> None:
+def test_gradients_in_eval_mode_are_as_in_the_stock_class(eight: Path) -> None:
     model, stock = pair("gpt2", eight)
     expected = gradients(stock, stock)
     for call in (model, torch.compile(model, backend="aot_eager")):

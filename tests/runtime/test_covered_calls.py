@@ -137,7 +137,7 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any], list[Any], list[Any]]] =
 @pytest.mark.parametrize(
     ("kind", "args", "kwargs", "proven", "others"), CASES, ids=[case[0] for case in CASES]
 )
-def test_a_call_of_another_form_is_refused(
+def test_a_call_with_another_signature_is_refused(
     kind: str, args: Any, kwargs: Any, proven: list[Any], others: list[Any]
 ) -> None:
     model = of_kind(kind)
@@ -156,7 +156,7 @@ def test_a_call_of_another_form_is_refused(
 
 
 @pytest.mark.parametrize(("kind", "args", "kwargs", "proven", "others"), CASES[:1])
-def test_a_call_of_another_form_is_proven_when_it_is_handed_in(
+def test_a_call_with_another_signature_is_proven_if_handed_in(
     kind: str, args: Any, kwargs: Any, proven: list[Any], others: list[Any]
 ) -> None:
     model = of_kind(kind)
@@ -231,7 +231,7 @@ def test_an_example_of_one_row_is_traced_with_two() -> None:
             folded(x(rows, 10))
 
 
-def test_several_forms_are_proven_one_by_one_and_not_mixed() -> None:
+def test_signatures_are_proven_one_by_one_and_not_mixed() -> None:
     class Both(Net):
         def forward(self, x: torch.Tensor, a: Any = None, b: Any = None) -> torch.Tensor:
             return self.stream(x, a is not None and b is not None)
@@ -365,7 +365,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize(("text", "signature"), FORMS.items(), ids=range(len(FORMS)))
-def test_a_form_survives_writing_and_reading(text: str, signature: CallSignature) -> None:
+def test_a_signature_survives_writing_and_reading(text: str, signature: CallSignature) -> None:
     assert call_text.to_text(signature) == text
     stored = json.loads(json.dumps(schema.plain(signature)))
     assert schema.read(CallSignature, stored) == signature
@@ -475,7 +475,7 @@ def test_custom_code_on_disk_is_right_with_other_inputs(
 
 
 @pytest.mark.slow
-def test_a_check_that_makes_calls_of_no_proven_form_says_so(tmp_path: Path) -> None:
+def test_a_check_that_makes_calls_that_are_not_proven_says_so(tmp_path: Path) -> None:
     longer = "x = x.cumsum(-1) if input_ids.shape[1] > 9 else x"
     source = own_checkpoint(tmp_path / "source", "_=None", longer)
     with pytest.raises(UnprovenCall, match="OwnModel: its proof covers no call with"):

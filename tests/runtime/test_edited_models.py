@@ -132,7 +132,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("edit", "name"), PAIRS)
-def test_an_edited_model_computes_what_the_stock_one_does(
+def test_an_edited_model_computes_what_the_stock_class_does(
     eight: Path, edit: Callable[[Any], bool], name: str
 ) -> None:
     """An edit after the model's first call."""

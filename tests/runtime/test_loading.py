@@ -164,7 +164,7 @@ def test_an_unproven_saved_class_is_refused_before_loading(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_the_one_class_that_is_proven_is_loaded(tmp_path: Path, name: str) -> None:
+def test_the_only_class_that_is_proven_is_loaded(tmp_path: Path, name: str) -> None:
     """The checkpoint was saved as a class with a head, and folded for the class without it."""
     base = type(original(name).base_model)
     options = Options(widen_mlp=name == "bert")

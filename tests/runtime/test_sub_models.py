@@ -208,7 +208,7 @@ def test_a_call_that_is_interrupted(eight: Path) -> None:
     assert thread.running.guard is None and thread.running.proven is None
 
 
-def test_a_call_inside_another_one_belongs_to_the_outermost(eight: Path) -> None:
+def test_a_call_inside_another_call_belongs_to_the_outermost(eight: Path) -> None:
     model, _ = pair("whisper", eight)
     encoder, seen = model.model.encoder, []
     encoder.layer_norm.register_forward_hook(lambda *_: seen.append(thread.running.guard))

@@ -47,7 +47,7 @@ def test_an_activation_is_a_true_obstacle() -> None:
     assert reason == "gelu does not keep a zero mean" and found == "true"
 
 
-def test_a_clamp_is_no_identity_although_it_is_one_near_zero() -> None:
+def test_a_clamp_is_no_identity_though_it_acts_so_near_zero() -> None:
     reason, found = answer(Stream(lambda x: x.clamp(-50, 50)), torch.randn(3, 5).double())
     assert reason == "clamp does not keep a zero mean" and found == "true"
 

@@ -61,7 +61,7 @@ MECHANISMS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", MECHANISMS)
 def test_a_folded_model_computes_what_it_did(model_type: str) -> None:
-    """With its usual head where it has one: that is where the embedding is tied."""
+    """With its usual head, if any: then the embedding is tied."""
     model_class = [*census.classes_of(model_type)[:2]][-1]
     row = census.examine(model_class, model_type)
     assert row["status"] == "ok" and row.get("loaded", "ok") == "ok", row

@@ -19,7 +19,7 @@ from model_times import median_interval, row_of, time_models
 from tiny_models import one_layer
 
 
-def test_tasks_take_turns_and_ratios_are_those_within_a_round() -> None:
+def test_tasks_take_turns_and_ratios_are_within_a_round() -> None:
     order: list[str] = []
     slow, fast = iter([2.0, 30.0, 4.0]), iter([1.0, 10.0, 8.0])
 

@@ -42,7 +42,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 41}
-"""Of all but those whose config holds two others."""
+"""Of all models but models whose config holds two others."""
 
 
 def source(name: str) -> Any:

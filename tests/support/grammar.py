@@ -108,7 +108,7 @@ NORMS = rule(
     """,
     plain=4,
 )
-"""Those without ``self.norm`` are the ``forward`` of a class with a LayerNorm's parameters."""
+"""Lines without ``self.norm`` are the ``forward`` of a class with a LayerNorm's parameters."""
 
 CALLS = rule(
     """

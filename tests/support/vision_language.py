@@ -111,7 +111,7 @@ def two_rows(name: str) -> dict[str, torch.Tensor]:
     """Inputs for a model of ``small``: two rows of different pictures, the second one padded.
 
     SmolVLM and Idefics3 have two pictures in the first row, one of them smaller than its frame.
-    Those of Qwen2-VL have different sizes.
+    Pictures of Qwen2-VL have different sizes.
     """
     torch.manual_seed(1)
     if name == "LLaVA":

@@ -282,7 +282,7 @@ def test_the_page_for_library_users_names_arguments_that_exist(name: str) -> Non
     assert named and named <= set(taken)
 
 
-def test_the_counts_of_models_are_those_of_the_census() -> None:
+def test_the_counts_of_models_agree_with_the_census() -> None:
     text = (ROOT / "docs" / "which_models.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| [\w-]+ \| \w+\*? \| \d.*$", text, re.MULTILINE)
     census = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
@@ -290,7 +290,7 @@ def test_the_counts_of_models_are_those_of_the_census() -> None:
 
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz")
-def test_the_picture_is_the_one_that_is_drawn() -> None:
+def test_the_picture_is_as_it_is_drawn() -> None:
     shell("enjoyln report gpt2 --save drawn.svg")
     drawn, shown = (
         sorted(re.findall(r">([^<>]+)<", file.read_text(encoding="utf-8")))

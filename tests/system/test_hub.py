@@ -377,7 +377,7 @@ def test_a_result_on_the_hub_is_verified(hub: Hub, out: Path, tmp_path: Path) ->
         assert path.read_bytes() == private[path.name]
 
 
-def test_what_is_no_result_and_a_link_out_of_one_are_not_pushed(hub: Hub, out: Path) -> None:
+def test_no_result_and_a_link_out_of_a_result_are_not_pushed(hub: Hub, out: Path) -> None:
     (out.parent / "private.txt").write_text("mine")
     (out / "notes.txt").symlink_to(out.parent / "private.txt")
     for folder, reason in (

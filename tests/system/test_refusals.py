@@ -58,6 +58,6 @@ def test_a_module_that_cannot_be_analysed_is_refused(kind: type[nn.Module]) -> N
     ],
     ids=["script", "trace", "without inputs", "without a forward"],
 )
-def test_a_compiled_module_and_one_without_inputs_are_refused(make: Any, given: Any) -> None:
+def test_compiled_modules_and_modules_without_inputs_are_refused(make: Any, given: Any) -> None:
     with pytest.raises(EnjoyLNError):
         analyze(make().eval(), *given)

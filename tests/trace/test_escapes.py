@@ -140,7 +140,7 @@ class Recurrent(WithMemory):
         self.memory = torch.zeros(1, 1, D, dtype=torch.float64)
 
 
-def test_what_a_call_keeps_for_the_next_one_is_followed_into_it() -> None:
+def test_what_a_call_keeps_for_the_next_is_followed_into_it() -> None:
     def run(m: Any, tokens: torch.Tensor) -> torch.Tensor:
         h = m.emb(tokens) + m.memory
         m.memory = h.mean((0, 1), keepdim=True).tanh()
@@ -329,7 +329,7 @@ OTHER_OBJECTS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 
 
 def folds(leave: Callable[[nn.Module, torch.Tensor], Any]) -> bool:
-    """Whether a norm does whose stream leaves as another object; its tokens depend on values.
+    """Whether a norm folds whose stream leaves as another object; its tokens depend on values.
 
     A recorded run may be refused, or only tell nothing.
     """

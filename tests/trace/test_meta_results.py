@@ -56,7 +56,7 @@ def nothing_known() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cached_results_are_those_of_torch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_results_equal_torchs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = 0
 
     def judged(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -316,7 +316,7 @@ class OwnModel(GPT2LMHeadModel):
 
 @pytest.mark.slow
 def test_a_check_makes_only_calls_that_are_proven(tmp_path: Path) -> None:
-    """A model with code of its own refuses any other call, such as one with ``position_ids``."""
+    """A model with code of its own refuses any other call, for example with ``position_ids``."""
     source = with_config(
         CHECKPOINTS / "gpt2",
         tmp_path / "own",
