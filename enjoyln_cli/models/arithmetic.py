@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -118,7 +118,21 @@ class _Ops(TorchDispatchMode):
 
 
 class Float64(TorchFunctionMode):
-    """Replaces float32 by float64 in explicit conversions (in softmax, rotary angles, norms)."""
+    """Replaces float32 by float64 in explicit conversions (in softmax, rotary angles, norms).
+
+    A tensor that is made without a dtype is float64 as well: XGLM makes the lowest number of the
+    dtype that it computes in.
+    """
+
+    def __enter__(self) -> Self:
+        self._before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        entered: Self = super().__enter__()
+        return entered
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        torch.set_default_dtype(self._before)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from enjoyln_cli.comparison.batches import (
 )
 from enjoyln_cli.comparison.run import choose_outputs, tensors
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
+from enjoyln_cli.models.arithmetic import Float64
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.text import dtype_name, first_line
 
@@ -99,7 +101,8 @@ def call_to_export(model: Any, outputs: Sequence[str], dtype: torch.dtype) -> Ex
         for name, value in batch.items()
     }
     try:
-        with torch.no_grad(), silent():
+        exact = Float64() if dtype == torch.float64 else nullcontext()
+        with torch.no_grad(), silent(), exact:
             found = dict(tensors(model(**batch, **without_cache(model))))
     except (EnjoyLNError, MemoryError, torch.OutOfMemoryError):
         raise

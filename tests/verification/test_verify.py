@@ -320,9 +320,10 @@ def test_float32_means_float64_in_an_exact_run() -> None:
     with Float64():
         soft = torch.nn.functional.softmax(x, dim=-1, dtype=torch.float32)
         values = (soft, x.float(), x.to(torch.float32), torch.ones(2, dtype=torch.float32))
+        values += (torch.full((), 0.1), torch.full((), torch.finfo(x.dtype).min), torch.ones(2))
     assert {v.dtype for v in values} == {torch.float64}
     assert torch.equal(soft, x.softmax(-1))
-    assert x.float().dtype == torch.float32
+    assert x.float().dtype == torch.ones(2).dtype == torch.float32
 
 
 # Inputs.
@@ -406,10 +407,25 @@ def test_a_class_that_comes_with_the_model(sources: dict[str, Path], tmp_path: P
     assert found.model_class == "OwnModel"
 
 
-def test_a_model_that_refuses_float64_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_model_that_refuses_float64_leaves_nothing(
+    refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XGLM makes numbers of torch's default dtype, which is float64 too in an exact run."""
     sizes = {"d_model": 20, "ffn_dim": 33, "attention_heads": 4, "num_layers": 1}
     config = transformers.XGLMConfig(**sizes, vocab_size=37, max_position_embeddings=31)
     transformers.XGLMForCausalLM(config).save_pretrained(tmp_path / "source")
+    if not refuses:
+        enjoyln_cli.fold(tmp_path / "source", tmp_path / "out")
+        return
+
+    def refuse(x: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if x.dtype == torch.float64:
+            raise RuntimeError("not implemented for Double")
+        return bmm(x, *args, **options)
+
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", refuse)
     with pytest.raises(UnsupportedModel, match="does not run in float64.*fold --no-verify"):
         enjoyln_cli.fold(tmp_path / "source", tmp_path / "out")
     assert not (tmp_path / "out").exists()
