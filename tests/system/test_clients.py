@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ import pytest
 import torch
 from environments import environment_beside, install
 from live_models import CHECKPOINTS, ROOT, shaken
+from safetensors.torch import load_file
+from sentence_encoder import sentence_encoder
 from tiny_models import BERT, GPT2, VIT, WHISPER
 from transformers import (
     AutoModelForCausalLM,
@@ -56,7 +59,7 @@ MARIAN = {
 PRECISIONS = {"q8": "w8a8"}
 SUFFIXES = {"fp32": "", "q8": "_quantized"}
 """What the names of files end with: the names of transformers.js for precisions."""
-READERS = ("transformers<4.58", "optimum-onnx[onnxruntime]")
+READERS = ("transformers<4.58", "optimum-onnx[onnxruntime]", "sentence-transformers", "fastembed")
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
     "bert": lambda: BertModel(BertConfig(**BERT)),
@@ -114,7 +117,7 @@ def environ(cache: Path) -> dict[str, str]:
 def readers_in_python(
     older_python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Client]:
-    """Computes a request with optimum."""
+    """Computes a request with optimum, sentence-transformers or fastembed."""
     place = tmp_path_factory.mktemp("readers")
     script = ROOT / "tests" / "support" / "readers_in_python.py"
     with (
@@ -263,9 +266,7 @@ def test_models_of_one_call(kind: str, precision: str, client: Client, tmp_path:
 
 @every_precision
 @pytest.mark.parametrize("kind", ["whisper", "marian"])
-def test_encoder_decoders(
-    kind: str, precision: str, transformers_js: Client, tmp_path: Path
-) -> None:
+def test_encoder_decoders(kind: str, precision: str, client: Client, tmp_path: Path) -> None:
     model = written(kind, tmp_path / kind, precision)
     if kind == "whisper":
         inputs = {"input_features": torch.randn(1, 8, 40)}
@@ -282,15 +283,75 @@ def test_encoder_decoders(
         "no_repeat_ngram_size": 1,
     }
     request = {"class": name, "inputs": tensors(given), "options": options}
-    found = values(transformers_js(tmp_path / kind, request, precision))
+    found = values(client(tmp_path / kind, request, precision))
     assert found.shape == (1, len(start) + NEW) and found[0, : len(start)].tolist() == start
     with torch.no_grad():
         logits = model(**inputs, decoder_input_ids=found).logits
     for at in range(found.shape[1]):  # no token twice
         logits[:, at, found[0, : at + 1]] = -torch.inf
     logits = logits[:, len(start) - 1 : -1]
-    logits[..., model.config.eos_token_id] = -torch.inf
+    if (end := model.config.eos_token_id) not in found:  # some clients never generate it
+        logits[..., end] = -torch.inf
     require_most_probable(logits, found[:, len(start) :], precision)
+
+
+def with_older_tokenizer(folder: Path) -> Path:
+    """The directory, whose tokenizer has the class that older releases of transformers know."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sentence encoder that was exported, with a quantised file beside; it has a dense layer."""
+    place = tmp_path_factory.mktemp("encoder")
+    model = with_older_tokenizer(sentence_encoder(place / "model"))
+    fold(model, place / "out", verify=False)
+    export(place / "out", place / "encoder-int8", verify=False)
+    exact = programs_of(BertModel.from_pretrained(model).eval(), torch.float32)
+    small = onnx_forms.quantised(exact, SCHEMES[PRECISIONS["q8"]], (), {})
+    save(small, place / "encoder-int8", SUFFIXES["q8"])
+    return place / "encoder-int8"
+
+
+@pytest.mark.parametrize("reader", ["SentenceTransformer", "fastembed"])
+def test_sentence_encoders(reader: str, readers_in_python: Client, encoder: Path) -> None:
+    """sentence-transformers computes the dense layer as well."""
+    original = encoder.parent / "model"
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "bert")
+    texts = ["You may copy and distribute", "the program", "a much longer warranty"]
+    bert = BertModel.from_pretrained(original).eval()
+    for precision, limit in {"fp32": 1e-5, "q8": 0.02}.items():
+        if precision != "fp32":
+            bert = load_onnx(encoder, SUFFIXES[precision][1:])
+        with torch.no_grad():
+            calls = [bert(**tokenizer(text, return_tensors="pt")) for text in texts]
+        wanted = torch.cat([call["last_hidden_state"].mean(1) for call in calls])
+        if reader == "SentenceTransformer":
+            dense = load_file(original / "2_Dense" / "model.safetensors")
+            wanted = torch.tanh(wanted @ dense["linear.weight"].T + dense["linear.bias"])
+        else:
+            wanted = torch.nn.functional.normalize(wanted)
+        request = {"class": reader, "texts": texts, "features": wanted.shape[1]}
+        found = values(readers_in_python(encoder, request, precision))
+        assert float(torch.linalg.norm(found - wanted) / torch.linalg.norm(wanted)) < limit
+
+
+def test_the_snippets_of_the_page_run(older_python: Path, encoder: Path) -> None:
+    here = encoder.parent
+    decoder = Path(shutil.copytree(CHECKPOINTS / "gpt2", here / "gpt2-int8"))
+    exact = programs_of(AutoModelForCausalLM.from_pretrained(decoder).eval(), torch.float32)
+    save(onnx_forms.quantised(exact, SCHEMES[PRECISIONS["q8"]], (), {}), decoder, SUFFIXES["q8"])
+    (with_older_tokenizer(decoder) / "model.safetensors").unlink()
+    page = (ROOT / "docs" / "run_a_result.md").read_text()
+    snippets = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(snippets) == 3 and all(code.count("\n") <= 10 for code in snippets)
+    run = [older_python, "-c", "\n".join(snippets)]
+    done = subprocess.run(run, cwd=here, env=environ(here), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "def add_argument(" in done.stdout and "(1, 9)\n[(80,)]" in done.stdout
 
 
 @pytest.mark.parametrize("kind", ["SmolVLM"])
