@@ -9,7 +9,7 @@ from enjoyln_cli.errors import UnsupportedModel
 RECIPE_FILE = "enjoyln_recipe.yaml"
 PLAN_FILE = "enjoyln_plan.json"
 VERIFY_FILE = "enjoyln_verify.json"
-QUANTISATION_FILE = "enjoyln_quantisation.json"
+PRECISIONS_FILE = "enjoyln_precisions.json"
 CARD_FILE = "README.md"
 FOLDER = "enjoyln"
 MATRIX_FILE = f"{FOLDER}/rotation.safetensors"
@@ -21,10 +21,12 @@ _OWN_FILES = (CONFIG, RECIPE_FILE, PLAN_FILE, VERIFY_FILE)
 
 
 def require_float(model: str) -> None:
-    """Raise ``UnsupportedModel`` for a directory that ``quantize`` has written."""
+    """Raise ``UnsupportedModel`` for a directory that ``quantize`` or ``export`` has written."""
     folder = local_folder(model)
-    if folder is not None and (folder / QUANTISATION_FILE).is_file():
-        raise UnsupportedModel(f"{model} is quantised already; pass the model it was made from")
+    if folder is not None and (folder / PRECISIONS_FILE).is_file():
+        raise UnsupportedModel(
+            f"{model} was written by `enjoyln quantize` or `export`; pass its original"
+        )
 
 
 def is_own(name: str) -> bool:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.publish.push import Upload
     from enjoyln_cli.quantisation.measure import Differences
     from enjoyln_cli.quantisation.quantised import Quantised
-    from enjoyln_cli.quantisation.written_result import QuantisedCheck
+    from enjoyln_cli.quantisation.written_result import ResultCheck
     from enjoyln_cli.verification.verify import Verification
 
 NARROW = 12
@@ -284,16 +284,18 @@ def write_quantised(result: Quantised) -> None:
             times, before = (f"{number(speed.token_milliseconds)} ms" for speed in both)
             table.add_row("one more token", times, "", before)
     _show(table)
+    if result.generated:
+        say(str(result.generated))
     say(f"error {number(result.held_out.error)} (limit {result.max_error:g})", "green")
 
 
-def write_quantised_check(check: QuantisedCheck) -> None:
-    """Print how far a quantised result is from the original on the user's data, if it was run."""
-    if check.differences:
-        table = _table("", "quantised", "float32")
-        _add_differences(table, [check.differences], check.perplexity)
+def write_result_check(check: ResultCheck) -> None:
+    """Print how far each precision is from the original, if it was run, and the verdict."""
+    for name, one in check.precisions.items():
+        table = _table("", name, "float32")
+        _add_differences(table, [one.differences], one.perplexity)
         _show(table)
-        say(counted(check.inputs, "input"), "dim")
+        say(counted(one.inputs, "input"), "dim")
     say(check.summary, "green" if check.passed else "red")
 
 

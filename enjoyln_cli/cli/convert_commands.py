@@ -238,7 +238,7 @@ def _choose(
     type=FOLDER,
     required=True,
     metavar="DIR",
-    help="New directory.",
+    help="New directory, or one with other precisions of the same original.",
 )
 @option(
     "--dtype",

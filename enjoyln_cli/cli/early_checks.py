@@ -15,7 +15,7 @@ import click
 from enjoyln_cli.checkpoint import config
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.open_options import OpenOptions
-from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
+from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.comparison.data_files import (
     SAMPLES_FILE,
@@ -82,10 +82,10 @@ def with_origin(model: str | Path) -> str:
 def require_folded(out: str | Path) -> None:
     """Refuse a directory that was not converted. A Hub id is left to the library."""
     if (folder := local_folder(str(out))) is not None:
-        if (folder / QUANTISATION_FILE).is_file():
+        if (folder / PRECISIONS_FILE).is_file():
             raise UnsupportedModel(
-                f"{out} was written by `enjoyln quantize`, and only `enjoyln verify` and "
-                "`enjoyln push` take such a result"
+                f"{out} was written by `enjoyln quantize` or `export`, and only `enjoyln verify` "
+                "and `enjoyln push` take such a result"
             )
         config.require_folded(config.raw_config(open_source(str(out))), str(out))
 

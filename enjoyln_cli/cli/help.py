@@ -42,7 +42,7 @@ EXAMPLES = {
     ),
     "export": (
         "enjoyln export gpt2-rms -o gpt2-onnx",
-        "enjoyln export gpt2-rms -o gpt2-onnx --dtype float16 --force",
+        "enjoyln export gpt2-rms -o gpt2-onnx --dtype float16",
     ),
     "push": ("enjoyln push gpt2-rms me/gpt2-rms --dry-run", "enjoyln push gpt2-rms me/gpt2-rms"),
     "env": ("enjoyln env",),

@@ -10,7 +10,7 @@ import click
 
 from enjoyln_cli.checkpoint import config
 from enjoyln_cli.checkpoint.open_options import OpenOptions
-from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, require_float
+from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE, require_float
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
     look_up,
@@ -35,8 +35,10 @@ from enjoyln_cli.cli.options import (
     quiet_option,
 )
 from enjoyln_cli.comparison.data_files import DataFiles
+from enjoyln_cli.publish.precisions import can_add, needs_data, records
 from enjoyln_cli.quantisers.schemes import (
     FORMATS,
+    ONNX,
     SCHEMES,
     TARGETS,
     require_scheme,
@@ -69,13 +71,13 @@ def verify(
 ) -> None:
     """Check that OUT gives the original's outputs: exit status 0 if so, 1 if not.
 
-    For a result of `enjoyln quantize`: that its error on your data equals the recorded error. No
-    file of OUT may have changed since it was written.
+    Of a result of `enjoyln quantize` or `export`, each precision is run, and its error on your data
+    equals the recorded error. No file of OUT may have changed since it was written.
     """
-    is_quantised = (out / QUANTISATION_FILE).is_file()
+    is_quantised = (out / PRECISIONS_FILE).is_file()
     if is_quantised:
-        refuse_ignored(USED_FOR_QUANTISED, "on a result of `enjoyln quantize`")
-    require_one_source(data, is_needed=is_quantised)
+        refuse_ignored(USED_FOR_QUANTISED, "on ONNX files or a quantised result")
+    require_one_source(data, is_needed=is_quantised and needs_data(out))
     from enjoyln_cli.cli.progress import watch_job
 
     require_model(options.against)
@@ -96,12 +98,12 @@ def verify(
             from enjoyln_cli.verification.verify import check_result  # takes seconds
 
             result = check_result(out, own, options, opening, **listeners)
-    from enjoyln_cli.cli.console import write_json, write_quantised_check, write_verification
+    from enjoyln_cli.cli.console import write_json, write_result_check, write_verification
 
     if as_json:
         write_json(result.to_json())
     elif not quiet:
-        (write_quantised_check if is_quantised else write_verification)(result)
+        (write_result_check if is_quantised else write_verification)(result)
     elif not result.passed:
         complain(result.summary)
     if not result.passed:
@@ -110,7 +112,7 @@ def verify(
 
 @help.command()
 @click.argument("model", shell_complete=help.folders)
-@option("-o", "--out", type=FOLDER, required=True, help="New directory for the result.")
+@option("-o", "--out", type=FOLDER, required=True, help="New directory, or ONNX files to add to.")
 @option(
     "--scheme",
     type=click.Choice(list(SCHEMES)),
@@ -204,14 +206,15 @@ def quantize(
         raise click.UsageError(f"--keep {whole!r} leaves no layer to quantise; name some layers.")
     require_float(model)
     require_model(model, config.require_unquantised)
-    require_new_folder(out, model, force=options["force"])
+    force = options["force"] or (form == ONNX and can_add(out, options["force"]))
+    require_new_folder(out, model, force=force)
     require_scheme(scheme, form)
     require_target(target, scheme, form)
     own = read_data(data)
     with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:
         look_up(model, opening, config.require_unquantised)
         from enjoyln_cli.cli.console import say, write_json, write_quantised
-        from enjoyln_cli.publish.quantised_card import loader
+        from enjoyln_cli.publish.quantised_card import last_of_several, loader
         from enjoyln_cli.quantisation.quantize import quantize as run  # takes seconds
 
         result = run(
@@ -232,5 +235,6 @@ def quantize(
         write_json(result.to_json())
     elif not quiet:
         write_quantised(result)
-        call = loader(form, result.model_class, opening.trust_remote_code).format(f'"{out}"')
+        where = f'"{out}"{last_of_several(records(out))}'
+        call = loader(form, result.model_class, opening.trust_remote_code).format(where)
         say(f"next: {call} loads it")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
+from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import require_folded
 from enjoyln_cli.cli.group import show_transfers
@@ -56,7 +56,7 @@ def push(
     from enjoyln_cli.publish.repository import full_name, require_directory, require_repo_id
 
     require_directory(out.expanduser())
-    if not (out / QUANTISATION_FILE).is_file():
+    if not (out / PRECISIONS_FILE).is_file():
         require_folded(out)
     require_repo_id(repo_id)
     chatty = not quiet and not as_json

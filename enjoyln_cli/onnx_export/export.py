@@ -20,14 +20,17 @@ from torch import nn
 
 from enjoyln_cli.checkpoint.config import MARKER
 from enjoyln_cli.checkpoint.file_roles import CONFIG
+from enjoyln_cli.checkpoint.marker import Marker
 from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.checkpoint.reader import other_files, pipeline_files
 from enjoyln_cli.checkpoint.result_files import REPORTS
+from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.comparison.data_files import UserData, require_data
 from enjoyln_cli.errors import EnjoyLNError, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import staged_output
-from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
+from enjoyln_cli.onnx_export.cached_calls import MERGED, MODEL
+from enjoyln_cli.onnx_export.cached_run import is_cached, load_programs, whole_rows
 from enjoyln_cli.onnx_export.call import call_to_export
 from enjoyln_cli.onnx_export.check import (
     CheckedBatches,
@@ -38,11 +41,14 @@ from enjoyln_cli.onnx_export.check import (
     reference_of,
 )
 from enjoyln_cli.onnx_export.onnx_program import OPSET, count_nodes
-from enjoyln_cli.onnx_export.programs import DATA, programs_of, save
+from enjoyln_cli.onnx_export.programs import DATA, FOLDER, programs_of, save
 from enjoyln_cli.onnx_export.requirements import require_export
 from enjoyln_cli.onnx_export.runtimes import RunProgram, installed
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.option_field import made_from
+from enjoyln_cli.publish.card import display_name
+from enjoyln_cli.publish.precisions import MadeFrom, can_add, keep_files, record, require_addition
+from enjoyln_cli.publish.written_card import write_quantised_card
 from enjoyln_cli.recipe.read import tried_to_fuse
 from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.rewrite.opened_model import OpenedModel
@@ -52,6 +58,7 @@ from enjoyln_cli.scaling.float16 import edits_for
 from enjoyln_cli.scaling.live_scaling import scale_stream
 from enjoyln_cli.text import dtype_name, first_line
 from enjoyln_cli.verification.converted import Converted, open_converted
+from enjoyln_cli.version import __version__
 
 SUFFIXES = {torch.float32: "", torch.float16: "_fp16"}
 """What the names of files end with, for each dtype."""
@@ -141,7 +148,8 @@ def export(
       error may be ``max_ratio`` times that of the original in ``dtype``: by default 1.25, and 2.0
       for a rotated model.
     * ``against``: the original; by default the one that the marker of ``out`` names.
-    * ``force``: replace ``folder`` if it exists.
+    * ``force``: replace ``folder`` if it exists. Without it, the files are added to a ``folder``
+      with other precisions of the same model.
     * ``revision``: the branch, tag or commit of ``out`` on the Hub.
     * ``fp16_data``: calibration data. The norms whose squares or sums overflow in float16 on these
       data read their input at a smaller scale, a power of two (see ``scaling.float16``), so that
@@ -168,6 +176,8 @@ def export(
         opening=opening,
     )
     source, marker, kind = converted.folded.source, converted.marker, converted.dtype
+    if adds := can_add(folder, force):
+        _require_addition(folder, converted)
     event("stage", f"exporting {converted.model_class} in {dtype_name(kind)}")
     model = converted.load(converted.folded, kind)
     edits = None
@@ -198,11 +208,13 @@ def export(
         overflowing=edits.overflowing if edits else (),
         seconds=0.0,
     )
-    with staged_output(folder, source=source.root, force=force) as staged:
+    with staged_output(folder, source=source.root, force=force or adds) as staged:
         event("stage", f"writing {folder}")
         inner = staged / source.folder
         files = save(programs, inner, SUFFIXES[kind])
-        _write_beside(converted.folded, model, staged, files)
+        if adds:
+            keep_files(folder, staged)
+        _write_beside(converted.folded, model, staged)
         result = replace(
             result,
             files=tuple(file.relative_to(staged).as_posix() for file in files),
@@ -212,13 +224,51 @@ def export(
         if converted.original is not None:
             checks = _run_checks(converted, converted.original, inner, result.opset, seed, event)
             result = replace(result, checks=checks)
+        _record(result, marker, staged, source)
     return replace(result, seconds=time.perf_counter() - start)
 
 
-def _write_beside(folded: OpenedModel, model: Any, staged: Path, files: list[Path]) -> None:
+def _require_addition(folder: Path, converted: Converted) -> None:
+    """Raise ``OutputError`` if the export cannot be added to the files in ``folder``."""
+    source, marker = converted.folded.source, converted.marker
+    checkpoint = converted.folded.checkpoint
+    inside = {
+        Path(source.folder, name).as_posix(): source.path / name for name in other_files(checkpoint)
+    }
+    copies = inside | {name: source.root / name for name in pipeline_files(checkpoint)}
+    original = MadeFrom(marker.source, marker.revision, converted.model_class)
+    require_addition(folder, dtype_name(converted.dtype), original, copies)
+
+
+def _record(result: Exported, marker: Marker, staged: Path, converted: Source) -> None:
+    """Record the files in ``staged`` and their checks, and write the card."""
+    checks = [f"{check.runtime}: {check.summary}" for check in result.checks]
+    main = result.programs[MODEL if MODEL in result.programs else MERGED]
+    entry = {
+        "format": "onnx",
+        "scheme": result.dtype,
+        "suffix": SUFFIXES[getattr(torch, result.dtype)],
+        "source": marker.source,
+        "revision": marker.revision,
+        "model_class": result.model_class,
+        "folder": converted.folder,
+        "converted": display_name(converted),
+        "opset": result.opset,
+        "size": result.bytes_written,
+        "outputs": [name for name in main.outputs if not is_cached(name)],
+        "checks": checks,
+        "version": __version__,
+    }
+    verdict = {"passed": True, "summary": "; ".join(checks)} if checks else {}
+    record(staged, result.dtype, entry, verdict)
+    original = Source(marker.source, Path(marker.source), marker.revision)
+    write_quantised_card(staged, original, Path(result.folder), converted.root)
+
+
+def _write_beside(folded: OpenedModel, model: Any, staged: Path) -> None:
     """Write the config of ``model``, and copy the tokenizer and other files of its directory.
 
-    transformers.js reads in the config which of the programs in ``files`` have weights beside them.
+    transformers.js reads in the config which programs have weights beside them.
     """
     source, inner = folded.source, staged / folded.source.folder
     copied = [name for name in other_files(folded.checkpoint) if name not in REPORTS]
@@ -227,7 +277,7 @@ def _write_beside(folded: OpenedModel, model: Any, staged: Path, files: list[Pat
     copy_files(around, source.root, staged)
     config = {**folded.checkpoint.raw_config, "architectures": [type(model).__name__]}
     config.pop(MARKER)
-    if apart := {file.stem + ".onnx": 1 for file in files if file.suffix == DATA}:
+    if apart := {f"{file.stem}.onnx": 1 for file in sorted((inner / FOLDER).glob(f"*{DATA}"))}:
         config["transformers.js_config"] = {"use_external_data_format": apart}
     (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if model.can_generate() and GENERATION_CONFIG not in copied:

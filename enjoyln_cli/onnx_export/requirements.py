@@ -9,6 +9,7 @@ from pathlib import Path
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.fs.staging import check_place
+from enjoyln_cli.publish.precisions import can_add
 
 PACKAGES = ("onnx", "onnxscript")
 """The libraries that ``torch.onnx`` needs."""
@@ -17,7 +18,7 @@ PACKAGES = ("onnx", "onnxscript")
 def require_export(folder: Path, *, force: bool, verify: bool) -> None:
     """Raise ``UnsupportedModel`` or ``OutputError`` if ``folder`` cannot be written or verified."""
     require_packages((*PACKAGES, "onnxruntime") if verify else PACKAGES)
-    check_place(folder, source=None, force=force)
+    check_place(folder, source=None, force=force or can_add(folder, force))
 
 
 def require_transformers(oldest: tuple[int, int], what: str) -> None:

@@ -26,13 +26,14 @@ from enjoyln_cli.checkpoint.config import raw_config
 from enjoyln_cli.checkpoint.file_roles import CONFIG, is_housekeeping
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.checkpoint.open_options import require_token
-from enjoyln_cli.checkpoint.result_files import CARD_FILE, QUANTISATION_FILE, VERIFY_FILE
+from enjoyln_cli.checkpoint.result_files import CARD_FILE, PRECISIONS_FILE, VERIFY_FILE
 from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, PushRefused
 from enjoyln_cli.fs.whole_file import read_object, write_whole
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.option_field import keywords_of
 from enjoyln_cli.publish import card
+from enjoyln_cli.publish.precisions import records
 from enjoyln_cli.publish.push_options import PushOptions
 from enjoyln_cli.publish.repository import (
     AGAIN,
@@ -111,10 +112,11 @@ def prepare(out: str | Path, repo_id: str, options: PushOptions) -> Upload:
     out = Path(out).expanduser()
     require_directory(out)
     classes: tuple[str, ...] = ()
-    is_quantised = (out / QUANTISATION_FILE).is_file()
+    is_quantised = (out / PRECISIONS_FILE).is_file()
     if is_quantised:
         source = Source(str(out), out, None)
-        made_from = {QUANTISATION_FILE: str(read_object(out / QUANTISATION_FILE).get("source"))}
+        sources = {str(entry.get("source")) for entry in records(out).values()}
+        made_from = {PRECISIONS_FILE: next(iter(sources), "")}
     else:
         source = open_source(str(out))
         marker = read_marker(raw_config(source), source.model)

@@ -1,7 +1,7 @@
-"""The content of the model card of a result that ``enjoyln quantize`` has written.
+"""The content of the model card of a result that ``quantize`` or ``export`` has written.
 
-Its numbers are those of the result's record, ``enjoyln_quantisation.json``. The tags are those that
-the Hub filters by: the format, and ``transformers.js`` for the layout that it reads.
+Its numbers are those of the record of each precision, ``enjoyln_precisions.json``. The tags are
+those that the Hub filters by: the format, and ``transformers.js`` for the layout that it reads.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from enjoyln_cli.checkpoint.file_roles import CONFIG
-from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, VERIFY_FILE
+from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE, VERIFY_FILE
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.fs.whole_file import read_object
-from enjoyln_cli.publish.card import BEGIN, BESIDE, END, TAG, JsonValues, display_name, origin_of
+from enjoyln_cli.publish.card import BEGIN, BESIDE, END, TAG, JsonValues, origin_of
+from enjoyln_cli.publish.precisions import records
 from enjoyln_cli.text import counted, number, size
 from enjoyln_cli.version import versions
 
@@ -34,8 +35,11 @@ ONNX_FOLDER = "onnx"
 
 def tags(out: Path) -> list[str]:
     """The tags of the result in ``out``."""
-    form = str(read_object(out / QUANTISATION_FILE).get("format"))
-    return [TAG, form, *[JAVASCRIPT] * (out / ONNX_FOLDER).is_dir()]
+    return [TAG, _format(out), *[JAVASCRIPT] * (out / ONNX_FOLDER).is_dir()]
+
+
+def _format(out: Path) -> str:
+    return next((str(entry.get("format")) for entry in records(out).values()), "")
 
 
 def values(out: Path, source: Source, final: Path, card: str, state: str) -> JsonValues:
@@ -44,21 +48,10 @@ def values(out: Path, source: Source, final: Path, card: str, state: str) -> Jso
     ``final`` is the path that ``out`` will be renamed to, ``card`` the text of the original's card,
     and ``state`` the text of the section that may change.
     """
-    record = read_object(out / QUANTISATION_FILE)
-    form, scheme = str(record["format"]), str(record["scheme"])
-    place = display_name(source) if source.revision else f"./{display_name(source)}"
-    words = ["enjoyln", "quantize", place, "-o", final.name, "--scheme", scheme, "--format", form]
-    words += ["--for", str(record["target"])] if record["target"] else []
-    kept = [*map(str, record["kept"])]
     return {
         "title": final.name,
         "origin": origin_of(source),
-        "scheme": scheme,
-        "program": PROGRAMS[form],
-        "chosen": str(record["chosen"]),
-        "is_original": str(record["chosen"]).startswith("original"),
-        "finer": [f"`{layer}`" for layer in dict.fromkeys(one["layer"] for one in record["finer"])],
-        "command": shlex.join([*words, *(["--keep", ",".join(kept)] if kept else [])]),
+        "program": PROGRAMS[_format(out)],
         "versions": ", ".join(f"{name} {version}" for name, version in versions(*BESIDE).items()),
         "begin": BEGIN,
         "end": END,
@@ -73,21 +66,25 @@ def state(out: Path, place: str, complaint: str = "") -> JsonValues:
     ``place`` is the name by which users load it. ``complaint`` is the reason why the push had to be
     forced, if any.
     """
-    record, verdict = read_object(out / QUANTISATION_FILE), read_object(out / VERIFY_FILE)
+    found, verdict = records(out), read_object(out / VERIFY_FILE)
+    name = place.rsplit("/", 1)[-1]
     place = json.dumps(place, ensure_ascii=False)[1:-1]  # escaped for use between quotes
+    form = _format(out)
     is_trusted = bool(read_object(out / CONFIG).get("auto_map"))
-    call = loader(str(record.get("format")), str(record.get("model_class")), is_trusted)
+    model_class = str(next(iter(found.values()), {}).get("model_class"))
+    call = loader(form, model_class, is_trusted)
     library, where = call.partition(".")[0], f'"{place}"'
     if library != "transformers" and "/" in place:
         library += "\nfrom huggingface_hub import snapshot_download"
         where = f"snapshot_download({where})"
-    load = f"import {library}\n\nmodel = {call.format(where)}"
+    load = f"import {library}\n\nmodel = {call.format(where + last_of_several(found))}"
     return {
         "complaint": complaint,
-        "rows": rows(record),
-        "inputs": counted(int(record.get("inputs") or 0), "input"),
+        "precisions": [
+            {"name": precision, **_precision(entry, name)} for precision, entry in found.items()
+        ],
         "summary": str(verdict.get("summary", "")),
-        "record": QUANTISATION_FILE,
+        "record": PRECISIONS_FILE,
         "load": load,
     }
 
@@ -113,10 +110,46 @@ def loader(form: str, model_class: str, is_trusted: bool = False) -> str:
     return f'openvino.Core().compile_model({{}} + "/{file}.xml")'
 
 
+def last_of_several(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """The argument of ``load_onnx`` for the precision that was added last; empty for one alone."""
+    suffix = str([*found.values()][-1].get("suffix", "")) if len(found) > 1 else None
+    return "" if suffix is None else f', "{suffix[1:] or "fp32"}"'
+
+
+def _precision(entry: Mapping[str, Any], name: str) -> JsonValues:
+    """The values for the part about one precision in the directory ``name``."""
+    chosen, finer = str(entry.get("chosen")), entry.get("finer")
+    layers = [one["layer"] for one in finer] if isinstance(finer, list) else []
+    return {
+        "command": command(entry, name),
+        "rows": rows(entry),
+        "inputs": counted(int(entry.get("inputs") or 0), "input"),
+        "chosen": chosen,
+        "is_rotated": not chosen.startswith("original"),
+        "finer": [f"`{layer}`" for layer in dict.fromkeys(layers)],
+        "checks": entry.get("checks", []),
+    }
+
+
+def command(entry: Mapping[str, Any], name: str) -> str:
+    """The command that wrote a precision to the directory ``name``."""
+    scheme = str(entry.get("scheme"))
+    if converted := entry.get("converted"):
+        return shlex.join(["enjoyln", "export", f"./{converted}", "-o", name, "--dtype", scheme])
+    model, revision = str(entry.get("source")), entry.get("revision")
+    place = model if revision else f"./{Path(model).name}"
+    words = ["enjoyln", "quantize", place, "-o", name, "--scheme", scheme]
+    words += ["--format", str(entry.get("format"))]
+    words += ["--for", str(entry["target"])] if entry.get("target") else []
+    kept = entry.get("kept")
+    return shlex.join([*words, *(["--keep", ",".join(map(str, kept))] if kept else [])])
+
+
 def rows(record: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """What was measured: of the result, of the original quantised as it is, and in float32.
 
-    Empty for an edited record that cannot be shown.
+    Empty for a model that was exported in floating point, and for an edited record that cannot be
+    shown.
     """
     try:
         held_out, plain = _measures(record["held_out"]), _measures(record["plain"])
@@ -126,6 +159,9 @@ def rows(record: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
             found.append(
                 ("perplexity", *map(number, scores), number(record["perplexity"]))  # type: ignore[arg-type]
             )
+        if generated := record.get("generated"):
+            same = f"{generated['same']} of {generated['tokens']}"
+            found.append(("generated tokens as the original's", same, "", ""))
         found.append(("size", size(record["size"]), "", size(record["float_size"])))
         if record["speed"] is not None:
             both = (record["speed"]["milliseconds"], record["float_speed"]["milliseconds"])

@@ -11,6 +11,7 @@ from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.fs.whole_file import write_whole
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.publish import card, quantised_card
+from enjoyln_cli.publish.precisions import records
 
 MAX_METADATA_CHARS = 100_000
 """Longest metadata of a card that is parsed, in characters."""
@@ -29,9 +30,22 @@ def write_card(out: Path, plan: Plan, source: Source, options: Sequence[Any], fi
     _write(out, card.metadata(data, source, out, tags), "card", values)
 
 
-def write_quantised_card(out: Path, source: Source, final: Path) -> None:
-    """Write the card of a quantised result to ``out``, as ``write_card`` does for a fold."""
+def write_quantised_card(
+    out: Path, source: Source, final: Path, converted: Path | None = None
+) -> None:
+    """Write the card of ONNX files or a quantised result, as ``write_card`` does for a fold.
+
+    Its metadata are those of the card in ``converted``, if that is where the files come from.
+    Of a result that has a card because it had other precisions before, the section is renewed.
+    """
+    if len(records(out)) > 1 and (out / CARD_FILE).is_file():
+        content = (out / CARD_FILE).read_bytes().decode("utf-8", errors="replace")
+        renewed = card.replace_section(content, quantised_section(out, final.name))
+        write_whole(out / CARD_FILE, renewed)
+        return
     data, text = _parse_card(out / CARD_FILE)
+    if converted:
+        data, _ = _parse_card(converted / CARD_FILE)
     measured = quantised_section(out, final.name)
     values = quantised_card.values(out, source, final, text, measured)
     tags = quantised_card.tags(out)

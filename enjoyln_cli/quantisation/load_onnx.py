@@ -116,6 +116,7 @@ def _class_of_programs(kind: Any, dtype: torch.dtype, has_cache: bool) -> Any:
 
     cpu = torch.device("cpu")
     changes: dict[str, Any] = {
+        "has_cache": has_cache,
         "device": property(lambda self: cpu),
         "dtype": property(lambda self: dtype),
         "to": lambda self, *_, **__: self,

@@ -10,6 +10,7 @@ from enjoyln_cli.quantisation.measure import Differences
 from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount
 from enjoyln_cli.quantisers.speed import Speed
 from enjoyln_cli.text import number
+from enjoyln_cli.verification.generated_tokens import Agreement
 from enjoyln_cli.version import __version__
 
 
@@ -40,6 +41,8 @@ class Quantised:
     scheme: str
     target: str | None
     """What runs the ONNX file; ``None`` for a processor like the one that it was made on."""
+    suffix: str
+    """What the names of ONNX files end with."""
     chosen: str
     """The name of the candidate that was written."""
     candidates: tuple[Compared, ...]
@@ -66,6 +69,8 @@ class Quantised:
     """Of the original in float32, in the same program; both take turns."""
     threads: int
     max_error: float
+    generated: Agreement | None
+    """Of the tokens that the result generates with those of the original; ``None`` if it cannot."""
     kept: tuple[str, ...]
     """Patterns of the layers that the user wanted to keep more precise."""
     finer: tuple[FinerLayer, ...]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,14 +23,20 @@ import torch
 from enjoyln_cli.checkpoint.file_roles import CONFIG
 from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions
 from enjoyln_cli.checkpoint.reader import other_files
-from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE, require_float
-from enjoyln_cli.checkpoint.source import Source
+from enjoyln_cli.checkpoint.result_files import require_float
 from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison.data_files import UserData, require_data
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, staged_output
 from enjoyln_cli.garbage import collections_of_new_objects
+from enjoyln_cli.publish.precisions import (
+    MadeFrom,
+    can_add,
+    keep_files,
+    record,
+    require_addition,
+)
 from enjoyln_cli.publish.written_card import write_quantised_card
 from enjoyln_cli.quantisation.candidates import (
     RotatedForm,
@@ -40,6 +47,7 @@ from enjoyln_cli.quantisation.candidates import (
 from enjoyln_cli.quantisation.choice import Comparison
 from enjoyln_cli.quantisation.examples import require_every_input
 from enjoyln_cli.quantisation.layer_bits import in_words
+from enjoyln_cli.quantisation.load_onnx import load_onnx
 from enjoyln_cli.quantisation.measure import ExactOutputs, exact_halves, perplexity_in
 from enjoyln_cli.quantisation.quantised import Quantised
 from enjoyln_cli.quantisation.workshop import FLOAT, Measured, Workshop, measure
@@ -55,8 +63,8 @@ from enjoyln_cli.quantisers.schemes import (
 )
 from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.rewrite.opened_model import open_model
-from enjoyln_cli.rewrite.written_files import record_files
 from enjoyln_cli.text import counted, number, size
+from enjoyln_cli.verification.generated_tokens import Prompts, agreement, continued
 
 INPUTS_IN_A_HALF = 16
 
@@ -109,14 +117,21 @@ def quantize(
     require_float(str(model))
     opened = open_model(str(model), opening, unfolded=True)
     source = opened.source
-    check_place(Path(out), source=source.root, force=force)
+    adds = form == ONNX and can_add(Path(out), force)
+    replaces = force or adds
+    check_place(Path(out), source=source.root, force=replaces)
     event("stage", f"finding which features of {opened.config.model_type} can be rotated")
     online_rotations = form == ONNX and settings.is_static
     plan = rotation_plan(opened, event, online_rotations)
     name = plan.model_class if plan else stored_class(opened)
     original = opened.as_class(name)
+    origin = str(source.root.resolve()) if source.revision is None else source.model
+    if adds:
+        made_from = MadeFrom(origin, source.revision, name)
+        copies = {name: source.path / name for name in other_files(opened.checkpoint)}
+        require_addition(Path(out), scheme, made_from, copies)
     with (
-        staged_output(Path(out), source=source.root, force=force) as staged,
+        staged_output(Path(out), source=source.root, force=replaces) as staged,
         TemporaryDirectory(dir=staged.parent) as scratch,
     ):
         bits = dict.fromkeys(keep, settings.bits_to_keep(form))
@@ -132,6 +147,9 @@ def quantize(
             require_every_input(float_model, source.path, choosing.examples[0])
             event("stage", f"exporting {name}")
             work.trace(float_model, choosing.examples, event)
+        prompts = None
+        if form == ONNX and work.has_cache:
+            prompts = continued(float_model, [example.batch for example in held_out.examples])
         del float_model
         forms = candidates(plan, seeds, settings.rounds_untied_heads(form))
         countdown = Countdown(len(forms) + 2, on_progress)
@@ -145,13 +163,14 @@ def quantize(
         require_gain(measured, written, float_size)
         result = Quantised(
             out=str(out),
-            source=str(source.root.resolve()) if source.revision is None else source.model,
+            source=origin,
             revision=source.revision,
             model_class=name,
             outputs=held_out.names,
             format=form,
             scheme=scheme,
             target=target,
+            suffix=settings.suffix if form == ONNX else "",
             chosen=chosen.title,
             candidates=tuple(comparison.found.values()),
             held_out=measured.chosen,
@@ -168,12 +187,12 @@ def quantize(
             threads=torch.get_num_threads(),
             max_error=limit,
             max_size=max_size,
+            generated=None,
             kept=tuple(keep),
             finer=chosen.finer,
             seconds=time.perf_counter() - begin,
         )
-        store(work, result, staged, event)
-    return result
+        return store(work, result, staged, adds, prompts, event)
 
 
 def within_limits(
@@ -242,10 +261,23 @@ def require_gain(measured: Measured, size: int, float_size: int) -> None:
         )
 
 
-def store(work: Workshop, result: Quantised, staged: Path, event: Event) -> None:
-    """Put the chosen candidate, all other files of the original, and the record into ``staged``."""
+def store(
+    work: Workshop,
+    result: Quantised,
+    staged: Path,
+    adds: bool,
+    prompts: Prompts | None,
+    event: Event,
+) -> Quantised:
+    """Put the chosen candidate, all other files of the original, and the record into ``staged``.
+
+    With ``adds``, the files of the result that stands at ``result.out`` stay beside it. Returns the
+    result with what it generates for the ``prompts``.
+    """
     for file in work.place(result.chosen).iterdir():
         file.rename(staged / file.name)
+    if adds:
+        keep_files(Path(result.out), staged)
     written = {file.name for file in staged.iterdir()}
     checkpoint = work.original.checkpoint
     others = other_files(checkpoint)
@@ -255,13 +287,18 @@ def store(work: Workshop, result: Quantised, staged: Path, event: Event) -> None
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if result.format == OPENVINO:
         write_tokenizer(staged, event)
-    record = {name: value for name, value in result.to_json().items() if name != "out"}
-    text = json.dumps(record, indent=2) + "\n"
-    (staged / QUANTISATION_FILE).write_text(text, encoding="utf-8")
+    if prompts:
+        trusted = work.original.trust_remote_code
+        model = load_onnx(
+            staged, result.suffix[1:], threads=result.threads, trust_remote_code=trusted
+        )
+        result = replace(result, generated=agreement(model, prompts))
+    entry = {name: value for name, value in result.to_json().items() if name != "out"}
     error, limit = number(result.held_out.error), f"{result.max_error:g}"
     summary = f"error {error} of the outputs on {counted(result.inputs, 'input')} (limit {limit})"
-    record_files(Source(str(staged), staged, None), {"passed": True, "summary": summary})
+    record(staged, result.scheme, entry, {"passed": True, "summary": summary})
     write_quantised_card(staged, checkpoint.source, Path(result.out).expanduser().absolute())
+    return result
 
 
 def require_layers(model: Any, patterns: Sequence[str]) -> None:

@@ -1,16 +1,21 @@
-"""``enjoyln verify`` for a directory that ``enjoyln quantize`` has written.
+"""``enjoyln verify`` for a directory that ``enjoyln quantize`` or ``export`` has written.
 
-Decides whether the result is what was written. No file may have changed since, and the error that
-``quantize`` measured is measured again. On the inputs that it was measured on it is the same up to
-the order of sums, so ``SAME_INPUTS`` times the recorded error passes. On other inputs it is another
-number for the same model, and ``OTHER_INPUTS`` times the recorded error passes. Inputs that the
-form was chosen by are left out. Above ``--max-error`` nothing passes.
+Decides whether each precision in it is what was written. No file may have changed since. Then the
+files are run as their readers run them:
+
+* The error of the outputs that ``quantize`` measured is measured again. On the same inputs it is
+  the same up to the order of sums, so ``SAME_INPUTS`` times the recorded error passes. On other
+  inputs it is another number for the same model, and ``OTHER_INPUTS`` times the recorded error
+  passes. Inputs that the form was chosen by are left out. Above ``--max-error`` nothing passes.
+  Without rounding to integers, the error may be ``ROUNDINGS`` roundings of the dtype.
+* A model that generates continues some inputs with its cache. In float32 its tokens are those of
+  the original; otherwise about as many of them as ``quantize`` has recorded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,61 +23,97 @@ from typing import Any
 import torch
 
 from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions
-from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
+from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.clock import Progress, no_progress
+from enjoyln_cli.comparison.batches import Batch, seeded_batches
 from enjoyln_cli.comparison.data_files import UserData, require_data
 from enjoyln_cli.comparison.embedding import embedder
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
-from enjoyln_cli.fs.whole_file import read_object
+from enjoyln_cli.onnx_export.call import MASK
+from enjoyln_cli.onnx_export.export import SUFFIXES
+from enjoyln_cli.onnx_export.requirements import require_packages
+from enjoyln_cli.publish.precisions import needs_data, records
 from enjoyln_cli.quantisation.examples import FEWEST, Example, split
-from enjoyln_cli.quantisation.measure import Differences, differences, exact_outputs, perplexity_in
+from enjoyln_cli.quantisation.load_onnx import load_onnx
+from enjoyln_cli.quantisation.measure import (
+    Compute,
+    Differences,
+    differences,
+    exact_outputs,
+    perplexity_in,
+)
 from enjoyln_cli.quantisation.workshop import load_result
-from enjoyln_cli.quantisers.schemes import QuantisationScheme, require_scheme
-from enjoyln_cli.rewrite.opened_model import open_model
+from enjoyln_cli.quantisers.schemes import ONNX, require_scheme
+from enjoyln_cli.rewrite.opened_model import OpenedModel, open_model
 from enjoyln_cli.rewrite.written_files import record_verdict, written_files
-from enjoyln_cli.text import counted, number
+from enjoyln_cli.text import counted, dtype_name, number
+from enjoyln_cli.verification.generated_tokens import (
+    MOST_INPUTS,
+    Agreement,
+    agreement,
+    continued,
+)
 from enjoyln_cli.verification.verify_options import VERIFY_DEFAULTS, VerifyOptions
 
 SAME_INPUTS, OTHER_INPUTS = 1.1, 2.0
 """How many times the recorded error passes."""
+ROUNDINGS = 100
+"""How many roundings of its dtype the error of a model in floating point may have."""
+DTYPES = {dtype_name(dtype): dtype for dtype in SUFFIXES}
+"""The dtypes of ``export``, by the names of their precisions."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What ``quantize`` has recorded of a result, as far as a check needs it."""
+    """What is recorded of a precision, as far as a check needs it."""
 
-    source: str
-    revision: str | None
-    model_class: str
+    name: str
     form: str
-    scheme: QuantisationScheme
+    suffix: str
+    folder: str
+    """The folder of the transformer in a pipeline."""
+    is_float: bool
     outputs: tuple[str, ...]
     error: float
     max_error: float
     most_inputs: int
     chosen_by: frozenset[str]
     measured_on: tuple[str, ...]
+    generated: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
-class QuantisedCheck:
-    """What comparing a quantised result with its record and the original has shown."""
+class PrecisionCheck:
+    """What running a precision has shown, beside its record and the original in float32."""
 
     passed: bool
     summary: str
     """The verdict in words."""
-    differences: Differences | None = None
-    """From the original in float32; ``None`` if files have changed, so that nothing was run."""
-    perplexity: float | None = None
+    differences: Differences
+    """From the original in float32."""
+    perplexity: float | None
     """Of the original in float32."""
-    inputs: int = 0
-    same_inputs: bool = False
+    inputs: int
+    same_inputs: bool
     """Whether these are the inputs that ``quantize`` has measured the result on."""
-    recorded_error: float | None = None
-    limit: float | None = None
+    recorded_error: float | None
+    limit: float
     """The largest error that passes on these inputs."""
+    generated: Agreement | None
+    """Of its generated tokens with those of the original."""
+
+
+@dataclass(frozen=True)
+class ResultCheck:
+    """What comparing all precisions of a result with their records and the original has shown."""
+
+    passed: bool
+    summary: str
+    """The verdict in words."""
+    precisions: Mapping[str, PrecisionCheck] = field(default_factory=dict)
+    """Empty if files have changed, so that nothing was run."""
 
     def to_json(self) -> dict[str, Any]:
         """All fields as plain values."""
@@ -87,81 +128,148 @@ def verify_quantised(
     *,
     on_event: Event = default_listener,
     on_progress: Progress = no_progress,
-) -> QuantisedCheck:
-    """Compare the quantised model in ``out`` with its record, and with the original in float32.
+) -> ResultCheck:
+    """Compare each precision in ``out`` with its record, and with the original in float32.
 
     Of ``options``, ``against`` and ``accept`` are used; without ``accept``, a result with a changed
     file is not run. ``on_progress`` is that of ``quantize``. The verdict is stored in ``out``.
+    Without ``data``, precisions in floating point are run on seeded inputs.
 
     Raises ``BadCheckpoint`` if the record in ``out`` cannot be read or the result cannot be loaded,
     ``ModelNotFound`` and ``UnsupportedModel`` as ``quantize`` does.
     """
-    require_data(data)
+    if needs_data(out):
+        require_data(data)
     result = Source(str(out), out, None)
     files = written_files(result, options.accept)
-    check = QuantisedCheck(False, f"not verified: {files.failure}")
+    check = ResultCheck(False, f"not verified: {files.failure}")
     if not files.failure:
-        check = _measured(out, data, options.against, opening, on_event, on_progress)
+        entries = records(out)
+        recorded = [_record(out, name, entry) for name, entry in entries.items()]
+        if not recorded:
+            raise _damaged(out)
+        made_from = next(iter(entries.values()))
+        if options.against is None and opening.revision is None:
+            opening = replace(opening, revision=made_from["revision"])
+        opened = open_model(str(options.against or made_from["source"]), opening, unfolded=True)
+        original = opened.as_class(made_from["model_class"]).load(torch.float32)
+        checks = {
+            one.name: _measured(out, one, opened, original, data, on_event, on_progress)
+            for one in recorded
+        }
+        failed = {name: one for name, one in checks.items() if not one.passed}
+        told = [f"{name}: {one.summary}" for name, one in (failed or checks).items()]
+        summary = f"{'not verified: ' if failed else ''}{'; '.join(told)}"
+        check = ResultCheck(not failed, summary, checks)
     record_verdict(result, check.to_json(), files, on_event)
     return check
 
 
-def _record(out: Path) -> Record:
-    content: Mapping[str, Any] = read_object(out / QUANTISATION_FILE)
+def _record(out: Path, name: str, entry: Mapping[str, Any]) -> Record:
+    """What is recorded of a precision. Raises ``BadCheckpoint`` if it cannot be read."""
     try:
-        scheme = require_scheme(content["scheme"], content["format"], to_run=True)
+        texts = [entry["source"], entry["model_class"], entry["suffix"]]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError
+        is_float = entry["scheme"] in DTYPES
+        if is_float:
+            require_packages(("onnxruntime",), "running onnx")
+            rounding = ROUNDINGS * torch.finfo(DTYPES[entry["scheme"]]).eps
+            entry = {**entry, "held_out": {"error": rounding}, "max_error": rounding}
+            entry |= {"most_inputs": MOST_INPUTS, "chosen_by": (), "measured_on": ()}
+        else:
+            require_scheme(entry["scheme"], entry["format"], to_run=True)
         return Record(
-            source=str(content["source"]),
-            revision=content["revision"],
-            model_class=str(content["model_class"]),
-            form=str(content["format"]),
-            scheme=scheme,
-            outputs=tuple(map(str, content["outputs"])),
-            error=float(content["held_out"]["error"]),
-            max_error=float(content["max_error"]),
-            most_inputs=int(content["most_inputs"]),
-            chosen_by=frozenset(content["chosen_by"]),
-            measured_on=tuple(content["measured_on"]),
+            name=name,
+            form=str(entry["format"]),
+            suffix=str(entry["suffix"]),
+            folder=str(entry.get("folder", "")),
+            is_float=is_float,
+            outputs=tuple(map(str, entry["outputs"])),
+            error=float(entry["held_out"]["error"]),
+            max_error=float(entry["max_error"]),
+            most_inputs=int(entry["most_inputs"]),
+            chosen_by=frozenset(entry["chosen_by"]),
+            measured_on=tuple(entry["measured_on"]),
+            generated=entry.get("generated"),
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise BadCheckpoint(f"{out / QUANTISATION_FILE} is damaged; quantise again") from error
+        raise _damaged(out) from error
+
+
+def _damaged(out: Path) -> BadCheckpoint:
+    return BadCheckpoint(f"{out / PRECISIONS_FILE} is damaged; write the result again")
 
 
 def _measured(
     out: Path,
+    record: Record,
+    opened: OpenedModel,
+    original: Any,
     data: UserData,
-    against: str | Path | None,
-    opening: OpenOptions,
     event: Event,
     on_progress: Progress,
-) -> QuantisedCheck:
-    record = _record(out)
-    if against is None and opening.revision is None:
-        opening = replace(opening, revision=record.revision)
-    opened = open_model(str(against or record.source), opening, unfolded=True)
-    embed = embedder(opened.source, event)
-    original = opened.as_class(record.model_class).load(torch.float32)
-    folder, trusted = opened.source.path, opened.trust_remote_code
-    halves = split(original, folder, data, record.most_inputs, trusted, on_progress=on_progress)
-    examples, is_same = _to_measure_on([*halves[0], *halves[1]], record)
+) -> PrecisionCheck:
+    event("stage", f"running {record.name}")
+    source, trusted = opened.source, opened.trust_remote_code
+    if data.is_given:
+        halves = split(
+            original, source.path, data, record.most_inputs, trusted, on_progress=on_progress
+        )
+        examples, is_same = _to_measure_on([*halves[0], *halves[1]], record)
+    else:
+        seeded = seeded_batches(original, MOST_INPUTS, 0, torch.float32, at_once=1)
+        examples = [
+            Example({n: torch.ones_like(v) if n == MASK else v for n, v in batch.items()})
+            for batch in seeded
+        ]
+        is_same = False
+    embed = embedder(source, event)
+    place = out / record.folder
     with TemporaryDirectory() as scratch:
         exact = exact_outputs(original, examples, record.outputs, Path(scratch), embed, on_progress)
-        compute = load_result(out, record.form, type(original), record.scheme.suffix)
+        compute = load_result(place, record.form, type(original), record.suffix)
+        if record.suffix == SUFFIXES[torch.float16]:
+            compute = _in_float16(compute)
         found = differences(compute, exact)
         perplexity = perplexity_in(exact)
+    generated = None
+    if record.form == ONNX and original.can_generate():
+        model = load_onnx(place, record.suffix[1:], trust_remote_code=trusted)
+        if model.has_cache:
+            prompts = continued(original, [example.batch for example in examples])
+            is_exact = record.suffix == SUFFIXES[torch.float32]
+            generated = agreement(model, prompts, original if is_exact else None)
     times = SAME_INPUTS if is_same else OTHER_INPUTS
     limit = min(times * record.error, record.max_error)
-    passed = found.error <= limit
     which = (
         "the inputs that it was measured on" if is_same else counted(len(examples), "other input")
     )
-    verdict = "" if passed else f"not verified: above the limit of {number(limit)}: "
-    summary = (
-        f"{verdict}error {number(found.error)} of the outputs on {which}, where "
-        f"{number(record.error)} was recorded"
+    recorded = "" if record.is_float else f", where {number(record.error)} was recorded"
+    summary = f"error {number(found.error)} of the outputs on {which}{recorded}"
+    if not found.error <= limit:
+        summary = f"above the limit of {number(limit)}: {summary}"
+    passed = found.error <= limit
+    if generated:
+        is_judged = record.generated or record.suffix == SUFFIXES[torch.float32]
+        passed = passed and (not is_judged or generated.passes(record.generated, times))
+        summary += f", {generated}"
+        if record.generated:
+            summary += f", where {record.generated['same']} of {record.generated['tokens']} were"
+    count, before = len(examples), None if record.is_float else record.error
+    return PrecisionCheck(
+        passed, summary, found, perplexity, count, is_same, before, limit, generated
     )
-    count = len(examples)
-    return QuantisedCheck(passed, summary, found, perplexity, count, is_same, record.error, limit)
+
+
+def _in_float16(compute: Compute) -> Compute:
+    """A program in float16 as a function of inputs and outputs in float32."""
+
+    def computed(batch: Batch) -> dict[str, torch.Tensor]:
+        half = {n: v.half() if v.is_floating_point() else v for n, v in batch.items()}
+        return {name: value.float() for name, value in compute(half).items()}
+
+    return computed
 
 
 def _to_measure_on(examples: Sequence[Example], record: Record) -> tuple[list[Example], bool]:

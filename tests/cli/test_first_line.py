@@ -14,7 +14,7 @@ import pytest
 from commands import GPT2, refused
 from hub_server import nobody
 
-from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
+from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE
 from enjoyln_cli.cli.convert_commands import USED_WITH_LIKE
 from enjoyln_cli.cli.main import main
 from enjoyln_cli.cli.measure_commands import USED_FOR_QUANTISED
@@ -183,7 +183,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             f"{name}/config.json": json.dumps({"enjoyln": {"source": source}})
             for name, source in NAMES.items()
         },
-        "quantised/enjoyln_quantisation.json": "{}",
+        "quantised/enjoyln_precisions.json": "{}",
     }.items():
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text(content, encoding="latin-1")
@@ -273,7 +273,7 @@ def test_no_option_is_ignored(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     if command == "verify":
-        (tmp_path / QUANTISATION_FILE).write_text("{}")
+        (tmp_path / PRECISIONS_FILE).write_text("{}")
     given = [
         option for option in main.commands[command].params if option.name not in {*used, "help"}
     ]

@@ -262,7 +262,8 @@ def test_the_names_and_files_are_those_that_clients_read(phi: Exported) -> None:
     folder = Path(phi.folder)
     files = set(os.listdir(folder))
     assert {"onnx", "config.json", "generation_config.json", "tokenizer.json"} <= files
-    assert not {"README.md", "enjoyln_recipe.yaml", "model.safetensors"} & files
+    assert {"README.md", "enjoyln_precisions.json", "enjoyln_verify.json"} <= files
+    assert not {"enjoyln_recipe.yaml", "model.safetensors"} & files
     assert "enjoyln" not in json.loads((folder / "config.json").read_text())
     assert phi.bytes_written == (folder / "onnx" / "model.onnx").stat().st_size
 

@@ -41,9 +41,10 @@ def test_the_table_has_what_was_measured() -> None:
 @pytest.mark.parametrize("key", ["held_out", "plain", "size", "perplexity", "threads"])
 def test_an_edited_record_has_no_table(key: str, tmp_path: Path) -> None:
     for record in ({**RECORD, key: "edited"}, {k: v for k, v in RECORD.items() if k != key}):
-        (tmp_path / "enjoyln_quantisation.json").write_text(json.dumps(record))
+        (tmp_path / "enjoyln_precisions.json").write_text(json.dumps({"w8a8": record}))
         found = state(tmp_path, "me/model", "it was edited")
-        assert isinstance(found["rows"], list) and found["complaint"] == "it was edited"
+        (one,) = found["precisions"]
+        assert isinstance(one["rows"], list) and found["complaint"] == "it was edited"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,9 @@ def test_the_hub_filters_by_format(
     form: str, folder: str, wanted: list[str], loader: str, tmp_path: Path
 ) -> None:
     (tmp_path / folder).mkdir(exist_ok=True)
-    (tmp_path / "enjoyln_quantisation.json").write_text(json.dumps(RECORD | {"format": form}))
+    (tmp_path / "enjoyln_precisions.json").write_text(
+        json.dumps({"w8a8": RECORD | {"format": form}})
+    )
     assert tags(tmp_path) == wanted
     assert f'{loader}("me/\\"x")' in state(tmp_path, 'me/"x')["load"]
     (tmp_path / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "own.Own"}}))

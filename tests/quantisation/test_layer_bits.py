@@ -17,7 +17,7 @@ from stored_files import shallow
 from tiny_models import one_layer
 from transformers import AutoModelForCausalLM
 
-from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
+from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE
 from enjoyln_cli.comparison.output_meaning import Kind, Meaning
 from enjoyln_cli.quantisation.examples import Example
 from enjoyln_cli.quantisation.layer_bits import FinerLayer, bits_of, fewest, finer_layers, in_words
@@ -96,8 +96,8 @@ def test_finer_layers_in_words() -> None:
 
 
 def record(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / QUANTISATION_FILE).read_text())
-    return found
+    (found,) = json.loads((out / PRECISIONS_FILE).read_text()).values()
+    return dict(found)
 
 
 def hurt(folder: Path) -> Path:

@@ -194,7 +194,7 @@ def test_quantize_to_openvino_rounds_by_nncfs_gptq(tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ("--format", "openvino", "--scheme", "w4a16", "--rotations", 0, "--inputs", 8)
     good("quantize", CHECKPOINTS / "gpt2", "-o", out, "--text", LICENCE, *options)
-    record = json.loads((out / "enjoyln_quantisation.json").read_text())
+    (record,) = json.loads((out / "enjoyln_precisions.json").read_text()).values()
     costs = {one["name"]: one["differences"]["kl"] for one in record["candidates"]}
     assert record["chosen"].endswith("GPTQ of NNCF")
     assert record["held_out"]["kl"] < 0.5 * record["plain"]["kl"]

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from enjoyln_cli.analysis.analyze import analyze_config
-from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
+from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.quantisation.candidates import candidates, stored_class
@@ -187,7 +187,7 @@ def test_a_model_with_outliers_is_rotated_and_verified(form: str, tmp_path: Path
     options = ("--format", form, "--rotations", 1, "--inputs", 4)
     shown = good("quantize", with_outliers(tmp_path / "model"), "-o", out, *data, *options)
     assert f"wrote w8a8 as {form}" in shown and "untied" not in shown
-    found = json.loads((out / QUANTISATION_FILE).read_text())
+    found = json.loads((out / PRECISIONS_FILE).read_text())["w8a8"]
     assert found["chosen"] == "rotated, seed 0"
     assert found["held_out"]["kl"] < 0.5 * found["plain"]["kl"]
     *_, rotated = found["candidates"]
@@ -198,7 +198,8 @@ def test_a_model_with_outliers_is_rotated_and_verified(form: str, tmp_path: Path
     original = (CHECKPOINTS / "opt" / "tokenizer.json").read_bytes()
     assert (out / "tokenizer.json").read_bytes() == original
     again = json.loads(good("verify", out, *data, "--json"))
-    assert again["passed"] and again["differences"]["error"] < 2 * found["held_out"]["error"]
+    measured = again["precisions"]["w8a8"]
+    assert again["passed"] and measured["differences"]["error"] < 2 * found["held_out"]["error"]
 
 
 @pytest.mark.parametrize("form", LIBRARIES)

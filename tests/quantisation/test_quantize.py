@@ -24,7 +24,7 @@ from stored_files import shallow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vision_language import pictures, vision_language_model
 
-from enjoyln_cli.checkpoint.result_files import QUANTISATION_FILE
+from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE
 from enjoyln_cli.cli.console import write_quantised
 from enjoyln_cli.comparison.data_files import read_user_data
 from enjoyln_cli.comparison.run import run
@@ -77,19 +77,21 @@ def logits_of(out: Path, ids: torch.Tensor) -> np.ndarray[Any, Any]:
 def test_a_model_with_outliers_is_rotated_and_rounds_better(tmp_path: Path) -> None:
     model, out = with_outliers(tmp_path / "model"), tmp_path / "out"
     result = enjoyln("quantize", model, "-o", out, "--text", LICENCE, *SOME)
-    measured = json.loads((out / QUANTISATION_FILE).read_text())["held_out"]["error"]
+    measured = json.loads((out / PRECISIONS_FILE).read_text())["w8a8"]["held_out"]["error"]
     shown, told = result.stdout, result.stderr.splitlines()
     assert "wrote w8a8 as onnx" in shown and "rotated, seed 0" in shown
     assert "quantising: original" in told
     estimate = re.compile(r"quantising: values only \(about .+ left\)")
     assert any(map(estimate.fullmatch, told))
-    found = json.loads((out / QUANTISATION_FILE).read_text())
-    again = json.loads(good("verify", out, "--text", LICENCE, "--json"))
-    assert again["passed"] and again["same_inputs"] and again["inputs"] == 4
+    found = json.loads((out / PRECISIONS_FILE).read_text())["w8a8"]
+    check = json.loads(good("verify", out, "--text", LICENCE, "--json"))
+    again = check["precisions"]["w8a8"]
+    assert check["passed"] and again["same_inputs"] and again["inputs"] == 4
+    assert again["generated"] == found["generated"] and found["generated"]["inputs"] == 4
     assert again["differences"]["kl"] == pytest.approx(found["held_out"]["kl"], rel=0.01)
     other = tmp_path / "other.txt"
     other.write_text(Path(pytest.__file__).read_text() + Path(json.__file__).read_text())
-    more = json.loads(good("verify", out, "--text", other, "--json"))
+    more = json.loads(good("verify", out, "--text", other, "--json"))["precisions"]["w8a8"]
     assert more["passed"] and not more["same_inputs"] and more["inputs"] == 8
     assert more["differences"]["error"] != again["differences"]["error"]
     config = (model / "config.json").read_text()
@@ -98,14 +100,14 @@ def test_a_model_with_outliers_is_rotated_and_rounds_better(tmp_path: Path) -> N
     assert "pass --trust-remote-code" in refused("verify", out, "--text", LICENCE)
     good("verify", out, "--text", LICENCE, "--trust-remote-code")
     (model / "config.json").write_text(config)
-    accept = ("--text", LICENCE, "-q", "--accept", QUANTISATION_FILE)
+    accept = ("--text", LICENCE, "-q", "--accept", PRECISIONS_FILE)
     for changed in ({"max_error": 0.001}, {"held_out": {"error": 0.9 * measured}}):
-        (out / QUANTISATION_FILE).write_text(json.dumps({**found, **changed}))
+        (out / PRECISIONS_FILE).write_text(json.dumps({"w8a8": {**found, **changed}}))
         shown = refused("verify", out, "--text", LICENCE, "-q")
-        assert f"{QUANTISATION_FILE} has changed since it was written" in shown
+        assert f"{PRECISIONS_FILE} has changed since it was written" in shown
         limit = changed.get("max_error", 0.99 * measured)
         assert f"above the limit of {number(limit)}: error" in refused("verify", out, *accept)
-    (out / QUANTISATION_FILE).write_text(json.dumps(found, indent=2) + "\n")
+    (out / PRECISIONS_FILE).write_text(json.dumps({"w8a8": found}, indent=2) + "\n")
     good("verify", out, "--text", LICENCE)
     assert "your data are needed" in refused("verify", out, status=2)
     assert found["chosen"] == "rotated, seed 0"
@@ -247,6 +249,7 @@ def a_result(measured: Differences) -> Quantised:
         format="onnx",
         scheme="w8a8",
         target=None,
+        suffix="_quantized",
         chosen="original",
         candidates=(Compared("original", measured, 10_000),),
         held_out=measured,
@@ -263,6 +266,7 @@ def a_result(measured: Differences) -> Quantised:
         threads=1,
         max_error=0.1,
         max_size=None,
+        generated=None,
         kept=(),
         finer=(),
         seconds=1.0,
@@ -283,9 +287,9 @@ def test_what_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     assert "contains no images" in refused(
         "quantize", GPT2, "-o", out, "--image", tmp_path / "none"
     )
-    (tmp_path / QUANTISATION_FILE).write_text("{}")
+    (tmp_path / PRECISIONS_FILE).write_text("{}")
     line = refused("quantize", tmp_path, "-o", tmp_path.parent / "other", "--text", text)
-    assert "is quantised already" in line
+    assert "pass its original" in line
     assert not out.exists()
 
 
@@ -303,11 +307,12 @@ def test_sentence_embeddings_are_compared(tmp_path: Path) -> None:
     model, out = sentence_encoder(tmp_path / "model"), tmp_path / "out"
     shown = good("quantize", model, "-o", out, "--text", LICENCE, *SOME)
     assert all(name in shown for name in ("mean cosine", "nearest neighbours kept"))
-    found = json.loads((out / QUANTISATION_FILE).read_text())
+    found = json.loads((out / PRECISIONS_FILE).read_text())["w8a8"]
     assert found["outputs"] == ["sentence_embedding"]
     assert 1e-4 < found["held_out"]["error"] < 0.1
     again = json.loads(good("verify", out, "--text", LICENCE, "--json"))
-    assert again["passed"] and 1e-4 < again["differences"]["error"] < 0.1
+    assert again["passed"]
+    assert 1e-4 < again["precisions"]["w8a8"]["differences"]["error"] < 0.1
 
 
 @pytest.mark.slow
@@ -331,7 +336,7 @@ def test_a_vision_language_model_is_quantised_with_pictures(tmp_path: Path) -> N
     assert 0 < relative(logits, exact) < 0.05
     pixels = torch.zeros_like(example.batch["pixel_values"])
     assert relative(loaded(**{**example.batch, "pixel_values": pixels}).logits, logits) > 0.05
-    record = json.loads((out / QUANTISATION_FILE).read_text())
+    record = json.loads((out / PRECISIONS_FILE).read_text())["w8a8"]
     assert record["speed"]["what"] == "generating 32 tokens"
     assert "the inputs that it was measured on" in good(
         "verify", out, "--text", text, "--image", images

@@ -417,7 +417,7 @@ def test_a_quantised_result_has_a_card_and_is_pushed(hub: Hub, home: Path, tmp_p
     assert card.data.base_model == "org/gpt2" and card.data.license == "mit"
     assert card.data.base_model_relation == "quantized"
     assert card.data.tags == ["tiny", "enjoyln", "onnx", "transformers.js"]
-    record = json.loads((out / "enjoyln_quantisation.json").read_text())
+    record = json.loads((out / "enjoyln_precisions.json").read_text())["w8a8"]
     measured = f"| error | {number(record['held_out']['error'])} |"
     for words in (measured, "on 4 inputs", '"gpt2-int8")', "--scheme w8a8", "Trained on a licence"):
         assert words in card.text, words

@@ -21,7 +21,7 @@ from enjoyln_cli.rewrite.written_files import written_files
 
 Corruption = Callable[[Path], object]
 EMBEDDING = "transformer.wte.weight"
-NUMBERS = "enjoyln_quantisation.json"
+NUMBERS = "enjoyln_precisions.json"
 TEXT = ("--text", ROOT / "LICENSE")
 WRITER = "transformer.h.1.mlp.c_proj.weight"
 
@@ -171,11 +171,11 @@ QUANTISED: dict[str, Corruption] = {
     "program truncated": bytes_of("*.onnx", lambda d: d.__delitem__(slice(500, None))),
     "program deleted": deleted("*.onnx"),
     "another program beside it": written("model_fp16.onnx", "program"),
-    "numbers: a larger limit": json_of(NUMBERS, lambda r: r.update(max_error=9.0)),
-    "numbers: a larger error": json_of(NUMBERS, lambda r: r["held_out"].update(error=9.0)),
-    "numbers: no outputs": json_of(NUMBERS, lambda r: r.update(outputs=[])),
-    "numbers: other halves": json_of(NUMBERS, lambda r: r.update(chosen_by=[])),
-    "numbers: another source": json_of(NUMBERS, lambda r: r.update(source="gpt2")),
+    "numbers: a larger limit": json_of(NUMBERS, lambda r: r["w8a8"].update(max_error=9.0)),
+    "numbers: a larger error": json_of(NUMBERS, lambda r: r["w8a8"]["held_out"].update(error=9.0)),
+    "numbers: no outputs": json_of(NUMBERS, lambda r: r["w8a8"].update(outputs=[])),
+    "numbers: other halves": json_of(NUMBERS, lambda r: r["w8a8"].update(chosen_by=[])),
+    "numbers: another source": json_of(NUMBERS, lambda r: r["w8a8"].update(source="gpt2")),
     "numbers truncated": bytes_of(NUMBERS, lambda d: d.__delitem__(slice(100, None))),
 }  # fmt: skip
 CASES = [(kind, name) for kind in ("fold", "rotate") for name in (*ANY, *CONVERTED)]
