@@ -12,6 +12,7 @@ import click
 
 from enjoyln_cli.checkpoint import config
 from enjoyln_cli.checkpoint.open_options import OpenOptions
+from enjoyln_cli.checkpoint.result_files import require_float
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
     look_up,
@@ -230,7 +231,7 @@ def _choose(
 
 
 @help.command()
-@click.argument("out", type=FOLDER)
+@click.argument("model", shell_complete=help.folders)
 @option(
     "-o",
     "--out",
@@ -243,7 +244,7 @@ def _choose(
 @option(
     "--dtype",
     type=click.Choice(["float32", "float16"]),
-    help="Convert all weights to this dtype (default: that of OUT).",
+    help="Convert all weights to this dtype (default: that of MODEL).",
 )
 @option(
     "--model-class",
@@ -271,7 +272,7 @@ def _choose(
 @json_option
 @options_of(OpenOptions, "opening")
 def export(
-    out: Path,
+    model: str,
     folder: Path,
     fp16_safe: bool,
     data: DataFiles,
@@ -280,11 +281,12 @@ def export(
     opening: OpenOptions,
     **options: Any,
 ) -> None:
-    """Write the converted checkpoint OUT as ONNX for transformers.js and optimum, and verify it.
+    """Write MODEL as ONNX for transformers.js, optimum and onnxruntime, and verify it.
 
-    DIR/onnx has model.onnx, or an encoder_model.onnx and a decoder_model_merged.onnx. Each folded
-    norm becomes one RMSNormalization (opset 23). A model that generates has a cache. Needs the
-    packages onnx and onnxscript, and onnxruntime to verify.
+    MODEL may be any checkpoint, converted or not. DIR/onnx has model.onnx, or an encoder_model.onnx
+    and a decoder_model_merged.onnx. A model that generates has a cache. Each folded norm becomes
+    one RMSNormalization (opset 23). Needs the packages onnx and onnxscript, and onnxruntime to
+    verify.
     """
     if not options["verify"] and (options["against"] or options["max_ratio"]):
         option = "--against" if options["against"] else "--max-ratio"
@@ -298,14 +300,15 @@ def export(
 
     require_model(options["against"])
     require_export(folder, force=options["force"], verify=options["verify"])
-    require_folded(out)
-    with watch_job(quiet or as_json, f"opening {with_origin(out)}") as watch:
-        look_up(out, opening, config.require_folded)
+    require_float(model)
+    require_model(model, config.require_unquantised)
+    with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:
+        look_up(model, opening, config.require_unquantised)
         from enjoyln_cli import export as write_onnx
         from enjoyln_cli.cli.console import write_export, write_json  # takes seconds
 
         exported = write_onnx(
-            out, folder, fp16_data=own, on_event=watch.event, **options, **vars(opening)
+            model, folder, fp16_data=own, on_event=watch.event, **options, **vars(opening)
         )
     if as_json:
         write_json(exported.to_json())

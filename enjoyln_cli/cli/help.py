@@ -41,7 +41,7 @@ EXAMPLES = {
         "enjoyln verify gpt2-rms --against gpt2 --json",
     ),
     "export": (
-        "enjoyln export gpt2-rms -o gpt2-onnx",
+        "enjoyln export gpt2 -o gpt2-onnx",
         "enjoyln export gpt2-rms -o gpt2-onnx --dtype float16",
     ),
     "push": ("enjoyln push gpt2-rms me/gpt2-rms --dry-run", "enjoyln push gpt2-rms me/gpt2-rms"),

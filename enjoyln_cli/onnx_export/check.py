@@ -60,13 +60,9 @@ from enjoyln_cli.onnx_export.call import (
 )
 from enjoyln_cli.onnx_export.runtimes import RunProgram
 from enjoyln_cli.text import dtype_name, first_line
+from enjoyln_cli.verification.model_to_export import PROGRAM_RATIO
 
 ProgramOutputs = dict[str, torch.Tensor]
-PROGRAM_RATIO = 16.0
-"""A program's rounding error of the original may be this many times that of torch.
-
-Functions such as tanh are less accurate in some programs. ALBERT's error is 3.5 times that of torch
-in both."""
 CONTINUED = 2
 """Batches whose last tokens are generated. Each token takes a call of the original in float64."""
 

@@ -1,4 +1,4 @@
-"""Write a converted checkpoint as ONNX programs, and check that they compute the same function.
+"""Write a checkpoint as ONNX programs, and check that they compute the same function.
 
 The order of the steps: load the checkpoint with RMSNorm, trace its calls, write the programs to a
 directory beside their place, run them in the installed runtimes, and put the directory there only
@@ -20,7 +20,6 @@ from torch import nn
 
 from enjoyln_cli.checkpoint.config import MARKER
 from enjoyln_cli.checkpoint.file_roles import CONFIG
-from enjoyln_cli.checkpoint.marker import Marker
 from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.checkpoint.reader import other_files, pipeline_files
 from enjoyln_cli.checkpoint.result_files import REPORTS
@@ -57,7 +56,7 @@ from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.scaling.float16 import edits_for
 from enjoyln_cli.scaling.live_scaling import scale_stream
 from enjoyln_cli.text import dtype_name, first_line
-from enjoyln_cli.verification.converted import Converted, open_converted
+from enjoyln_cli.verification.model_to_export import ModelToExport, open_to_export
 from enjoyln_cli.version import __version__
 
 SUFFIXES = {torch.float32: "", torch.float16: "_fp16"}
@@ -87,7 +86,7 @@ class Exported:
     """Size of these files."""
     model_class: str
     source: str
-    """The original of the converted checkpoint."""
+    """The original of the checkpoint, or the checkpoint itself."""
     dtype: str
     opset: int
     programs: dict[str, ProgramSummary]
@@ -111,7 +110,7 @@ class Exported:
 
 
 def export(
-    out: str | Path,
+    model: str | Path,
     folder: str | Path,
     *,
     dtype: str | torch.dtype | None = None,
@@ -129,45 +128,48 @@ def export(
     fp16_data: UserData | None = None,
     on_event: Event | None = None,
 ) -> Exported:
-    """Write the converted checkpoint ``out`` (a directory or a Hub id) as ONNX to ``folder``.
+    """Write the checkpoint ``model`` (a directory or a Hub id) as ONNX to ``folder``.
+
+    It may be the result of a fold or rotation, or a model that was not converted.
 
     ``folder`` has the layout of optimum and transformers.js: ``onnx/model.onnx``, or for an encoder
     with its decoder ``onnx/encoder_model.onnx`` and ``onnx/decoder_model_merged.onnx``, with
     ``_fp16`` before ``.onnx`` in float16. Beside ``onnx`` are the config, the tokenizer or
-    processor, and the other files of ``out``. A model that generates has a cache of keys and values
-    (see ``cached_calls``). Weights above 1.5 GB are written to ``.onnx_data`` files. ``folder``
-    appears when it is complete and checked, and not before. The parameters:
+    processor, and the other files of ``model``. A model that generates has a cache of keys and
+    values (see ``cached_calls``). Weights above 1.5 GB are written to ``.onnx_data`` files.
+    ``folder`` appears when it is complete and checked, and not before. The parameters:
 
-    * ``dtype``: ``float32`` or ``float16``; by default the one in which most of ``out`` is stored.
+    * ``dtype``: ``float32`` or ``float16``; by default that of most stored weights.
     * ``opset``: by default 23, in which each folded norm is one ``RMSNormalization``, or 20 for a
       model without folded norms. Below 23, folded norms are ``LayerNormalization``, which computes
       the same.
-    * ``model_class``: another class that the conversion was proven for, such as ``GPT2Model``.
+    * ``model_class``: another class of the same checkpoint, such as ``GPT2Model``; of a result,
+      a class that the conversion was proven for.
     * ``verify``: run the programs in onnxruntime, and in OpenVINO if it is installed, and compare
       the outputs with those of the original in float64, on ``seed``ed inputs of several sizes. The
-      error may be ``max_ratio`` times that of the original in ``dtype``: by default 1.25, and 2.0
-      for a rotated model.
-    * ``against``: the original; by default the one that the marker of ``out`` names.
+      error may be ``max_ratio`` times that of the original in ``dtype``: by default 1.25, 2.0
+      for a rotated model, and 16.0 for a model that was not converted.
+    * ``against``: the original of a result, if it has moved since the result was made.
     * ``force``: replace ``folder`` if it exists. Without it, the files are added to a ``folder``
       with other precisions of the same model.
-    * ``revision``: the branch, tag or commit of ``out`` on the Hub.
+    * ``revision``: the branch, tag or commit of ``model`` on the Hub.
     * ``fp16_data``: calibration data. The norms whose squares or sums overflow in float16 on these
       data read their input at a smaller scale, a power of two (see ``scaling.float16``), so that
       engines that take norms apart compute them right.
     * ``on_event`` receives stages and warnings.
 
     Raises ``UnsupportedModel`` if a library is missing, for another dtype, and if the model cannot
-    be exported; ``BadCheckpoint`` if ``out`` was not converted, ``ModelNotFound`` if it or its
-    original is not found, ``OutputError`` if ``folder`` cannot be written, and
-    ``VerificationFailed`` if the programs do not compute the same function.
+    be exported; ``ModelNotFound`` if it or its original is not found, ``OutputError`` if
+    ``folder`` cannot be written, and ``VerificationFailed`` if the programs do not compute the same
+    function.
     """
     start = time.perf_counter()
     event = on_event or default_listener
     folder = Path(folder)
     require_export(folder, force=force, verify=verify)
     opening = made_from(OpenOptions, locals())
-    converted = open_converted(
-        str(out),
+    made = open_to_export(
+        str(model),
         dtype=dtype,
         model_class=model_class,
         against=against,
@@ -175,35 +177,35 @@ def export(
         verify=verify,
         opening=opening,
     )
-    source, marker, kind = converted.folded.source, converted.marker, converted.dtype
+    source, plan, kind = made.opened.source, made.plan, made.dtype
     if adds := can_add(folder, force):
-        _require_addition(folder, converted)
-    event("stage", f"exporting {converted.model_class} in {dtype_name(kind)}")
-    model = converted.load(converted.folded, kind)
+        _require_addition(folder, made)
+    event("stage", f"exporting {made.model_class} in {dtype_name(kind)}")
+    live = made.load(made.opened, kind)
     edits = None
     if fp16_data is not None:
         event("stage", "looking for norms that overflow in float16")
         require_data(fp16_data)
-        wide = converted.load(converted.folded, torch.float32)
-        edits = edits_for(converted.folded, wide, fp16_data)
+        wide = made.load(made.opened, torch.float32)
+        edits = edits_for(made.opened, wide, fp16_data)
         for stream, shift in edits.streams:
-            scale_stream(model, stream, shift)
-    if opset is None or opset >= OPSET:
-        optimize(model)
+            scale_stream(live, stream, shift)
+    if plan is not None and (opset is None or opset >= OPSET):
+        optimize(live)
     programs = programs_of(
-        model, kind, outputs=marker.plan.outputs, opset=opset, shifts=edits.norms if edits else None
+        live, kind, outputs=made.outputs, opset=opset, shifts=edits.norms if edits else None
     )
     result = Exported(
         folder=str(folder),
         files=(),
         bytes_written=0,
-        model_class=converted.model_class,
-        source=marker.source,
+        model_class=made.model_class,
+        source=made.origin,
         dtype=dtype_name(kind),
         opset=programs.opset,
         programs={name: _summary(program.graph) for name, program in programs.models.items()},
-        centrings=len(marker.plan.subtractions),
-        biased=0 if tried_to_fuse(source.path) else _count_biased(model),
+        centrings=len(plan.subtractions) if plan else 0,
+        biased=0 if tried_to_fuse(source.path) else _count_biased(live),
         checks=(),
         overflowing=edits.overflowing if edits else (),
         seconds=0.0,
@@ -214,45 +216,45 @@ def export(
         files = save(programs, inner, SUFFIXES[kind])
         if adds:
             keep_files(folder, staged)
-        _write_beside(converted.folded, model, staged)
+        _write_beside(made.opened, live, staged)
         result = replace(
             result,
             files=tuple(file.relative_to(staged).as_posix() for file in files),
             bytes_written=sum(file.stat().st_size for file in files),
         )
-        del model, programs
-        if converted.original is not None:
-            checks = _run_checks(converted, converted.original, inner, result.opset, seed, event)
+        del live, programs
+        if made.original is not None:
+            checks = _run_checks(made, made.original, inner, result.opset, seed, event)
             result = replace(result, checks=checks)
-        _record(result, marker, staged, source)
+        _record(result, made, staged)
     return replace(result, seconds=time.perf_counter() - start)
 
 
-def _require_addition(folder: Path, converted: Converted) -> None:
+def _require_addition(folder: Path, made: ModelToExport) -> None:
     """Raise ``OutputError`` if the export cannot be added to the files in ``folder``."""
-    source, marker = converted.folded.source, converted.marker
-    checkpoint = converted.folded.checkpoint
+    source, checkpoint = made.opened.source, made.opened.checkpoint
     inside = {
         Path(source.folder, name).as_posix(): source.path / name for name in other_files(checkpoint)
     }
     copies = inside | {name: source.root / name for name in pipeline_files(checkpoint)}
-    original = MadeFrom(marker.source, marker.revision, converted.model_class)
-    require_addition(folder, dtype_name(converted.dtype), original, copies)
+    original = MadeFrom(made.origin, made.revision, made.model_class)
+    require_addition(folder, dtype_name(made.dtype), original, copies)
 
 
-def _record(result: Exported, marker: Marker, staged: Path, converted: Source) -> None:
+def _record(result: Exported, made: ModelToExport, staged: Path) -> None:
     """Record the files in ``staged`` and their checks, and write the card."""
+    source = made.opened.source
     checks = [f"{check.runtime}: {check.summary}" for check in result.checks]
     main = result.programs[MODEL if MODEL in result.programs else MERGED]
     entry = {
         "format": "onnx",
         "scheme": result.dtype,
         "suffix": SUFFIXES[getattr(torch, result.dtype)],
-        "source": marker.source,
-        "revision": marker.revision,
+        "source": made.origin,
+        "revision": made.revision,
         "model_class": result.model_class,
-        "folder": converted.folder,
-        "converted": display_name(converted),
+        "folder": source.folder,
+        "exported": display_name(source),
         "opset": result.opset,
         "size": result.bytes_written,
         "outputs": [name for name in main.outputs if not is_cached(name)],
@@ -261,22 +263,22 @@ def _record(result: Exported, marker: Marker, staged: Path, converted: Source) -
     }
     verdict = {"passed": True, "summary": "; ".join(checks)} if checks else {}
     record(staged, result.dtype, entry, verdict)
-    original = Source(marker.source, Path(marker.source), marker.revision)
-    write_quantised_card(staged, original, Path(result.folder), converted.root)
+    original = Source(made.origin, Path(made.origin), made.revision)
+    write_quantised_card(staged, original, Path(result.folder), source.root)
 
 
-def _write_beside(folded: OpenedModel, model: Any, staged: Path) -> None:
+def _write_beside(opened: OpenedModel, model: Any, staged: Path) -> None:
     """Write the config of ``model``, and copy the tokenizer and other files of its directory.
 
     transformers.js reads in the config which programs have weights beside them.
     """
-    source, inner = folded.source, staged / folded.source.folder
-    copied = [name for name in other_files(folded.checkpoint) if name not in REPORTS]
+    source, inner = opened.source, staged / opened.source.folder
+    copied = [name for name in other_files(opened.checkpoint) if name not in REPORTS]
     copy_files(copied, source.path, inner)
-    around = [name for name in pipeline_files(folded.checkpoint) if name not in REPORTS]
+    around = [name for name in pipeline_files(opened.checkpoint) if name not in REPORTS]
     copy_files(around, source.root, staged)
-    config = {**folded.checkpoint.raw_config, "architectures": [type(model).__name__]}
-    config.pop(MARKER)
+    config = {**opened.checkpoint.raw_config, "architectures": [type(model).__name__]}
+    config.pop(MARKER, None)
     if apart := {f"{file.stem}.onnx": 1 for file in sorted((inner / FOLDER).glob(f"*{DATA}"))}:
         config["transformers.js_config"] = {"use_external_data_format": apart}
     (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -306,26 +308,26 @@ def _shape(value: Any) -> list[str | int]:
 
 
 def _run_checks(
-    converted: Converted, original: OpenedModel, folder: Path, opset: int, seed: int, event: Event
+    made: ModelToExport, original: OpenedModel, folder: Path, opset: int, seed: int, event: Event
 ) -> tuple[RuntimeCheck, ...]:
     """Run the programs in ``folder`` in every installed runtime.
 
     Raises ``VerificationFailed`` if one of them gives other outputs, or if onnxruntime cannot run
     the programs. If another runtime cannot run them, there is a warning.
     """
-    load_original = partial(converted.load, original)
-    kind, stored, marker = converted.dtype, converted.stored, converted.marker
+    load_original = partial(made.load, original)
+    kind, stored = made.dtype, made.stored
     advice = ""
-    if torch.finfo(stored).eps > torch.finfo(kind).eps:
-        out = converted.folded.source.model
-        advice = f" ({out} is stored in {dtype_name(stored)}; fold with --dtype float32)"
+    if made.plan and torch.finfo(stored).eps > torch.finfo(kind).eps:
+        name = made.opened.source.model
+        advice = f" ({name} is stored in {dtype_name(stored)}; fold with --dtype float32)"
 
     def inputs_for(model: Any) -> CheckedBatches:
-        call = call_to_export(model, marker.plan.outputs, torch.float64)
+        call = call_to_export(model, made.outputs, torch.float64)
         if model.can_generate():
             return batches_to_generate(model, call, kind, seed)
-        source = converted.folded.source.path
-        return batches_of_one_call(model, call, kind, marker.plan.unproven, source, seed)
+        unproven = made.plan.unproven if made.plan else ()
+        return batches_of_one_call(model, call, kind, unproven, made.opened.source.path, seed)
 
     reference = reference_of(load_original, inputs_for, kind)
     checks = []
@@ -333,7 +335,7 @@ def _run_checks(
 
         @cache
         def original_folder() -> Path:
-            exact = programs_of(load_original(kind), kind, outputs=marker.plan.outputs, opset=opset)
+            exact = programs_of(load_original(kind), kind, outputs=made.outputs, opset=opset)
             save(exact, Path(scratch), SUFFIXES[kind])
             return Path(scratch)
 
@@ -349,7 +351,7 @@ def _run_checks(
                     lambda name=runtime: in_runtime(name, original_folder()),  # type: ignore
                     reference,
                     kind,
-                    converted.max_ratio,
+                    made.max_ratio,
                 )
             except (EnjoyLNError, MemoryError):
                 raise

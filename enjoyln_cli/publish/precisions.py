@@ -47,7 +47,7 @@ def records(out: Path) -> dict[str, dict[str, Any]]:
 def needs_data(out: Path) -> bool:
     """Whether a check of ``out`` needs data of the user: unless all precisions were exported."""
     found = records(out)
-    return not found or not all("converted" in entry for entry in found.values())
+    return not found or not all("exported" in entry for entry in found.values())
 
 
 def can_add(out: Path, force: bool) -> bool:

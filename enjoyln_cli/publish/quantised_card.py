@@ -134,8 +134,8 @@ def _precision(entry: Mapping[str, Any], name: str) -> JsonValues:
 def command(entry: Mapping[str, Any], name: str) -> str:
     """The command that wrote a precision to the directory ``name``."""
     scheme = str(entry.get("scheme"))
-    if converted := entry.get("converted"):
-        return shlex.join(["enjoyln", "export", f"./{converted}", "-o", name, "--dtype", scheme])
+    if exported := entry.get("exported"):
+        return shlex.join(["enjoyln", "export", f"./{exported}", "-o", name, "--dtype", scheme])
     model, revision = str(entry.get("source")), entry.get("revision")
     place = model if revision else f"./{Path(model).name}"
     words = ["enjoyln", "quantize", place, "-o", name, "--scheme", scheme]

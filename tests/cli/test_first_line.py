@@ -100,7 +100,7 @@ WRONG = [
     (["push", "no/such/model", "me/model"], "error: there is no directory 'no/such/model'"),
     (["push", GPT2, "me/model"], NOT_FOLDED),
     (["verify", GPT2], NOT_FOLDED),
-    ([*ONNX, "a.onnx"], NOT_FOLDED),
+    (["export", "gptq", "-o", "a.onnx"], "error: gptq is quantised (gptq)"),
     (["verify", "listed"], "error: listed/config.json holds a JSON list, not an object"),
     (["verify", "."], "error: . has no config.json; "),
     (["verify", "full"], "error: full has no config.json; "),

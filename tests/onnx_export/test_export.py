@@ -20,9 +20,10 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     MPNetConfig,
+    OPTConfig,
 )
 
-from enjoyln_cli import export, fold, from_pretrained
+from enjoyln_cli import export, fold, from_pretrained, load_onnx
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY
 from enjoyln_cli.comparison.run import run
@@ -39,7 +40,7 @@ from enjoyln_cli.onnx_export.programs import programs_of
 from enjoyln_cli.onnx_export.requirements import require_packages
 from enjoyln_cli.onnx_export.runtimes import RUNTIMES
 from enjoyln_cli.plan.fold_options import Options
-from enjoyln_cli.verification.converted import open_converted
+from enjoyln_cli.verification.model_to_export import open_to_export
 
 Outs = dict[str, Path]
 Converted = Callable[[str], Path]
@@ -174,6 +175,38 @@ def test_names_and_axes_are_those_that_clients_expect(gpt2: Exported) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_that_was_not_converted_is_exported(tmp_path: Path) -> None:
+    """With its tied head and random norms, stored in 16 bits; the file has 32."""
+    sizes = {**BERT, "word_embed_proj_dim": BERT["hidden_size"], "ffn_dim": 72}
+    model = live("OPTForCausalLM", OPTConfig(**sizes))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "opt")
+    shown = good("export", tmp_path / "opt", "-o", tmp_path / "onnx", "--dtype", "float32")
+    assert "exported OPTForCausalLM (float32, opset 20): 5 LayerNormalization\n" in shown
+    file = tmp_path / "onnx" / "onnx" / "model.onnx"
+    loaded = load_onnx(tmp_path / "onnx")
+    ids = torch.randint(3, 37, (2, 11))
+    exact = type(model).from_pretrained(tmp_path / "opt", dtype=torch.float64).eval()
+    rounded = loaded(ids).logits.double() - exact(ids).logits
+    assert 0 < rounded.norm() < 1e-5 * exact(ids).logits.norm()
+    assert count(onnx.load(file), "RMSNormalization") == 0
+    wrong = (
+        (
+            {"dtype": "float32", "against": tmp_path / "opt"},
+            UnsupportedModel,
+            "was not converted: drop --against",
+        ),
+        ({"dtype": "bfloat16"}, UnsupportedModel, "pass --dtype float32 or float16"),
+        ({"dtype": "float32", "max_ratio": 1e-3}, VerificationFailed, "too far from the exact"),
+    )
+    for options, error, text in wrong:
+        with pytest.raises(error, match=text):
+            export(tmp_path / "opt", tmp_path / "other", **options)
+        assert not (tmp_path / "other").exists()
+    said = refused("export", tmp_path / "onnx", "-o", tmp_path / "other")
+    assert "was written by `enjoyln quantize` or `export`; pass its original" in said
+
+
+@pytest.mark.slow
 def test_the_result_is_plain_data(gpt2: Exported) -> None:
     found = json.loads(json.dumps(gpt2.to_json()))
     assert found["programs"]["model"]["nodes"]["RMSNormalization"] == 5
@@ -249,12 +282,12 @@ def test_a_fold_for_one_class_is_opened_as_that_class(tmp_path: Path) -> None:
     fold(source, out, model_class="MPNetModel", dtype="float32", verify=False)
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["MPNetForMaskedLM"]
-    found = open_converted(
+    found = open_to_export(
         str(out), dtype=None, model_class=None, against=None, max_ratio=None, verify=True,
         opening=OPENED_PLAINLY,
     )  # fmt: skip
     assert found.model_class == "MPNetModel"
-    for opened in (found.folded, found.original):
+    for opened in (found.opened, found.original):
         assert type(found.load(opened, torch.float32)).__name__ == "MPNetModel"
 
 
@@ -280,7 +313,7 @@ def test_a_model_that_torch_cannot_export_is_refused_by_name() -> None:
         (
             {"dtype": "bfloat16"},
             UnsupportedModel,
-            "bfloat16 cannot be exported: .*fold with --dtype",
+            "bfloat16 cannot be exported: .*pass --dtype",
         ),
         ({"dtype": "float64"}, UnsupportedModel, "float64 cannot be exported"),
         ({"model_class": "GPT2ForQuestionAnswering"}, EnjoyLNError, "GPT2ForQuestionAnswering"),
@@ -294,11 +327,6 @@ def test_what_cannot_be_exported_is_refused(
     with pytest.raises(kind, match=said):
         export(outs["gpt2"], tmp_path / "onnx", **how)
     assert os.listdir(tmp_path) == []
-
-
-def test_an_original_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    line = refused("export", CHECKPOINTS / "gpt2", "-o", tmp_path / "onnx")
-    assert "was not folded" in line and "run `enjoyln fold`" in line
 
 
 def test_missing_libraries_are_named() -> None:

@@ -1,0 +1,141 @@
+"""A checkpoint that is exported, and the original that it is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from enjoyln_cli.analysis.stored_class import class_of, require_weights
+from enjoyln_cli.checkpoint.config import MARKER
+from enjoyln_cli.checkpoint.marker import read_marker
+from enjoyln_cli.checkpoint.open_options import OpenOptions
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.classes import apply_experts, classes_for
+from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rewrite.opened_model import OpenedModel, open_model
+from enjoyln_cli.runtime.loading import saved_class_of
+from enjoyln_cli.text import dtype_name
+from enjoyln_cli.verification.verify import (
+    RATIO,
+    ROTATED_RATIO,
+    compute_dtype,
+    original_of,
+)
+
+DTYPES = (torch.float32, torch.float16)
+"""The dtypes that are exported."""
+PROGRAM_RATIO = 16.0
+"""A program's rounding error of an original may be this many times that of torch.
+
+Functions such as tanh are less accurate in some programs. ALBERT's error is 3.5 times that of torch
+in both."""
+
+
+@dataclass(frozen=True)
+class ModelToExport:
+    """A checkpoint that is exported, and the original that it is compared with."""
+
+    opened: OpenedModel
+    """The checkpoint, as the class ``model_class``."""
+    plan: Plan | None
+    """How it was folded or rotated; ``None`` if it is an original itself."""
+    origin: str
+    """The original: a Hub id, or the path of a directory."""
+    revision: str | None
+    """The commit of the original, if it is a Hub id."""
+    stored: torch.dtype
+    """The dtype of most of its weights."""
+    dtype: torch.dtype
+    """The dtype of the export."""
+    original: OpenedModel | None
+    """``None`` without a check."""
+    max_ratio: float
+    """How many times the original's rounding error the error may be."""
+
+    @property
+    def model_class(self) -> str:
+        """The class that is exported."""
+        return self.opened.model_class
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The outputs that are exported; empty for all."""
+        return self.plan.outputs if self.plan else ()
+
+    def load(self, opened: OpenedModel, dtype: torch.dtype) -> Any:
+        """The checkpoint or its original, ready for an exporter.
+
+        Raises ``BadCheckpoint`` if its outputs depend on weights that are not stored.
+        """
+        missing: set[str] = set()
+        model = opened.load(dtype, missing=missing)
+        require_weights(model, missing, opened.source.model)
+        apply_experts(model, "eager" if dtype == torch.float64 else "batched_mm")
+        return model
+
+
+def open_to_export(
+    model: str,
+    *,
+    dtype: str | torch.dtype | None,
+    model_class: str | None,
+    against: str | Path | None,
+    max_ratio: float | None,
+    verify: bool,
+    opening: OpenOptions,
+) -> ModelToExport:
+    """Open ``model`` and its original (see ``onnx_export.export``).
+
+    A model that was not converted is its own original.
+    """
+    opened = open_model(model, opening)
+    source, kind = opened.source, _as_exported(compute_dtype(opened.checkpoint, dtype))
+    stored = compute_dtype(opened.checkpoint, None)
+    if MARKER not in opened.checkpoint.raw_config:
+        if against is not None:
+            raise UnsupportedModel(f"{model} was not converted: drop --against")
+        listed = classes_for(opened.config)
+        opened = opened.as_class(
+            model_class or class_of(listed, opened.config, opened.checkpoint).name
+        )
+        origin = str(source.root.resolve()) if source.revision is None else source.model
+        return ModelToExport(
+            opened=opened,
+            plan=None,
+            origin=origin,
+            revision=source.revision,
+            stored=stored,
+            dtype=kind,
+            original=opened if verify else None,
+            max_ratio=PROGRAM_RATIO if max_ratio is None else max_ratio,
+        )
+    marker = read_marker(opened.checkpoint.raw_config, source.model)
+    name = model_class or saved_class_of(opened).__name__
+    default = ROTATED_RATIO if marker.plan.rotated else RATIO
+
+    def to_export(one: OpenedModel) -> OpenedModel:
+        return one.as_class(name).returning(marker.plan.outputs)
+
+    access = replace(opening, revision=None)
+    return ModelToExport(
+        opened=to_export(opened),
+        plan=marker.plan,
+        origin=marker.source,
+        revision=marker.revision,
+        stored=stored,
+        dtype=kind,
+        original=to_export(original_of(opened, marker, access, against)) if verify else None,
+        max_ratio=default if max_ratio is None else max_ratio,
+    )
+
+
+def _as_exported(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in DTYPES:
+        raise UnsupportedModel(
+            f"{dtype_name(dtype)} cannot be exported: onnxruntime has no operators for it on a "
+            "CPU; pass --dtype float32 or float16"
+        )
+    return dtype
