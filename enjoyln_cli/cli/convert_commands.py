@@ -41,7 +41,7 @@ from enjoyln_cli.comparison.data_files import DataFiles
 from enjoyln_cli.fs.staging import learning_state
 from enjoyln_cli.plan.fold_options import FoldOptions, Options, WriteOptions
 from enjoyln_cli.rotation_search.choice_options import NO_CHOICE, ChoiceOptions
-from enjoyln_cli.verification.verify_options import AGAINST, MAX_RATIO, CheckOptions
+from enjoyln_cli.verification.verify_options import CheckOptions, ExportOptions
 
 if TYPE_CHECKING:
     from enjoyln_cli.cli.progress import Watch
@@ -241,45 +241,25 @@ def _choose(
     metavar="DIR",
     help="New directory, or one with other precisions of the same original.",
 )
-@option(
-    "--dtype",
-    type=click.Choice(["float32", "float16"]),
-    help="Convert all weights to this dtype (default: that of MODEL).",
-)
-@option(
-    "--model-class",
-    metavar="CLASS",
-    help="Export this class of the same family, e.g. GPT2Model.",
-    group="The plan",
-)
-@option("--against", metavar="MODEL", help=AGAINST)
-@option("--max-ratio", type=click.FloatRange(min=0, min_open=True), metavar="R", help=MAX_RATIO)
-@option("--no-verify", "verify", flag_value=False, default=True, help="Skip the check.")
-@option(
-    "--opset",
-    type=click.IntRange(18, 23),
-    metavar="N",
-    help="Version of the operators, 18 to 23; below 23 with LayerNormalization.",
-)
+@options_of(ExportOptions, "options")
 @option(
     "--fp16-safe",
     is_flag=True,
     help="Scale the inputs of norms so that float16 does not overflow; needs calibration data.",
 )
 @options_of(DataFiles, "data", without=("samples",))
-@option("--force", is_flag=True, help="Replace DIR if it exists.")
 @quiet_option
 @json_option
 @options_of(OpenOptions, "opening")
 def export(
     model: str,
     folder: Path,
+    options: ExportOptions,
     fp16_safe: bool,
     data: DataFiles,
     quiet: bool,
     as_json: bool,
     opening: OpenOptions,
-    **options: Any,
 ) -> None:
     """Write MODEL as ONNX for transformers.js, optimum and onnxruntime, and verify it.
 
@@ -288,8 +268,8 @@ def export(
     one RMSNormalization (opset 23). Needs the packages onnx and onnxscript, and onnxruntime to
     verify.
     """
-    if not options["verify"] and (options["against"] or options["max_ratio"]):
-        option = "--against" if options["against"] else "--max-ratio"
+    if not options.verify and (options.against or options.max_ratio):
+        option = "--against" if options.against else "--max-ratio"
         raise click.UsageError(f"{option} needs the check; drop --no-verify.")
     require_one_source(data, is_needed=fp16_safe)
     if data.sources and not fp16_safe:
@@ -298,8 +278,8 @@ def export(
     from enjoyln_cli.cli.progress import watch_job
     from enjoyln_cli.onnx_export.requirements import require_export
 
-    require_model(options["against"])
-    require_export(folder, force=options["force"], verify=options["verify"])
+    require_model(options.against)
+    require_export(folder, options)
     require_float(model)
     require_model(model, config.require_unquantised)
     with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:
@@ -308,7 +288,7 @@ def export(
         from enjoyln_cli.cli.console import write_export, write_json  # takes seconds
 
         exported = write_onnx(
-            model, folder, fp16_data=own, on_event=watch.event, **options, **vars(opening)
+            model, folder, fp16_data=own, on_event=watch.event, **vars(options), **vars(opening)
         )
     if as_json:
         write_json(exported.to_json())

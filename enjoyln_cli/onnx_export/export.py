@@ -44,7 +44,7 @@ from enjoyln_cli.onnx_export.programs import DATA, FOLDER, programs_of, save
 from enjoyln_cli.onnx_export.requirements import require_export
 from enjoyln_cli.onnx_export.runtimes import RunProgram, installed
 from enjoyln_cli.plan import schema
-from enjoyln_cli.plan.option_field import made_from
+from enjoyln_cli.plan.option_field import keywords_of
 from enjoyln_cli.publish.card import display_name
 from enjoyln_cli.publish.precisions import MadeFrom, can_add, keep_files, record, require_addition
 from enjoyln_cli.publish.written_card import write_quantised_card
@@ -57,6 +57,7 @@ from enjoyln_cli.scaling.float16 import edits_for
 from enjoyln_cli.scaling.live_scaling import scale_stream
 from enjoyln_cli.text import dtype_name, first_line
 from enjoyln_cli.verification.model_to_export import ModelToExport, open_to_export
+from enjoyln_cli.verification.verify_options import ExportOptions
 from enjoyln_cli.version import __version__
 
 SUFFIXES = {torch.float32: "", torch.float16: "_fp16"}
@@ -109,76 +110,48 @@ class Exported:
         return found
 
 
+@keywords_of(options=ExportOptions, opening=OpenOptions)
 def export(
     model: str | Path,
     folder: str | Path,
     *,
-    dtype: str | torch.dtype | None = None,
-    opset: int | None = None,
-    model_class: str | None = None,
-    against: str | Path | None = None,
-    max_ratio: float | None = None,
-    seed: int = 0,
-    verify: bool = True,
-    force: bool = False,
-    revision: str | None = None,
-    token: str | None = None,
-    cache_dir: str | Path | None = None,
-    trust_remote_code: bool = False,
+    options: ExportOptions,
+    opening: OpenOptions,
     fp16_data: UserData | None = None,
     on_event: Event | None = None,
 ) -> Exported:
     """Write the checkpoint ``model`` (a directory or a Hub id) as ONNX to ``folder``.
 
-    It may be the result of a fold or rotation, or a model that was not converted.
+    It may be the result of a fold or rotation, or a model that was not converted. ``folder`` has
+    the layout of optimum and transformers.js: ``onnx/model.onnx``, or for an encoder with its
+    decoder ``onnx/encoder_model.onnx`` and ``onnx/decoder_model_merged.onnx``, with ``_fp16``
+    before ``.onnx`` in float16. Beside ``onnx`` are the config, the tokenizer or processor, and the
+    other files of ``model``. A model that generates has a cache of keys and values (see
+    ``cached_calls``). Weights above 1.5 GB are written to ``.onnx_data`` files. ``folder`` appears
+    when it is complete and checked, and not before. Without ``force``, the files are added to a
+    ``folder`` with other precisions of the same model.
 
-    ``folder`` has the layout of optimum and transformers.js: ``onnx/model.onnx``, or for an encoder
-    with its decoder ``onnx/encoder_model.onnx`` and ``onnx/decoder_model_merged.onnx``, with
-    ``_fp16`` before ``.onnx`` in float16. Beside ``onnx`` are the config, the tokenizer or
-    processor, and the other files of ``model``. A model that generates has a cache of keys and
-    values (see ``cached_calls``). Weights above 1.5 GB are written to ``.onnx_data`` files.
-    ``folder`` appears when it is complete and checked, and not before. The parameters:
+    The programs run in onnxruntime, and in OpenVINO if it is installed. Their outputs are compared
+    with those of the original in float64, on inputs of several sizes; the error may be
+    ``max_ratio`` times that of the original in ``dtype``. A class that is not the stored one has to
+    be one that the conversion of ``model`` was proven for.
 
-    * ``dtype``: ``float32`` or ``float16``; by default that of most stored weights.
-    * ``opset``: by default 23, in which each folded norm is one ``RMSNormalization``, or 20 for a
-      model without folded norms. Below 23, folded norms are ``LayerNormalization``, which computes
-      the same.
-    * ``model_class``: another class of the same checkpoint, such as ``GPT2Model``; of a result,
-      a class that the conversion was proven for.
-    * ``verify``: run the programs in onnxruntime, and in OpenVINO if it is installed, and compare
-      the outputs with those of the original in float64, on ``seed``ed inputs of several sizes. The
-      error may be ``max_ratio`` times that of the original in ``dtype``: by default 1.25, 2.0
-      for a rotated model, and 16.0 for a model that was not converted.
-    * ``against``: the original of a result, if it has moved since the result was made.
-    * ``force``: replace ``folder`` if it exists. Without it, the files are added to a ``folder``
-      with other precisions of the same model.
-    * ``revision``: the branch, tag or commit of ``model`` on the Hub.
-    * ``fp16_data``: calibration data. The norms whose squares or sums overflow in float16 on these
-      data read their input at a smaller scale, a power of two (see ``scaling.float16``), so that
-      engines that take norms apart compute them right.
-    * ``on_event`` receives stages and warnings.
+    ``fp16_data`` are calibration data. The norms whose squares or sums overflow in float16 on these
+    data read their input at a smaller scale, a power of two (see ``scaling.float16``), so that
+    engines that take norms apart compute them right. ``on_event`` receives stages and warnings.
 
     Raises ``UnsupportedModel`` if a library is missing, for another dtype, and if the model cannot
     be exported; ``ModelNotFound`` if it or its original is not found, ``OutputError`` if
     ``folder`` cannot be written, and ``VerificationFailed`` if the programs do not compute the same
-    function.
+    function. The other keywords:
     """
     start = time.perf_counter()
     event = on_event or default_listener
-    folder = Path(folder)
-    require_export(folder, force=force, verify=verify)
-    opening = made_from(OpenOptions, locals())
-    made = open_to_export(
-        str(model),
-        dtype=dtype,
-        model_class=model_class,
-        against=against,
-        max_ratio=max_ratio,
-        verify=verify,
-        opening=opening,
-    )
+    folder, opset = Path(folder), options.opset
+    require_export(folder, options)
+    made = open_to_export(str(model), options, opening)
     source, plan, kind = made.opened.source, made.plan, made.dtype
-    if adds := can_add(folder, force):
+    if adds := can_add(folder, options.force):
         _require_addition(folder, made)
     event("stage", f"exporting {made.model_class} in {dtype_name(kind)}")
     live = made.load(made.opened, kind)
@@ -210,7 +183,7 @@ def export(
         overflowing=edits.overflowing if edits else (),
         seconds=0.0,
     )
-    with staged_output(folder, source=source.root, force=force or adds) as staged:
+    with staged_output(folder, source=source.root, force=options.force or adds) as staged:
         event("stage", f"writing {folder}")
         inner = staged / source.folder
         files = save(programs, inner, SUFFIXES[kind])
@@ -224,7 +197,7 @@ def export(
         )
         del live, programs
         if made.original is not None:
-            checks = _run_checks(made, made.original, inner, result.opset, seed, event)
+            checks = _run_checks(made, made.original, inner, result.opset, options.seed, event)
             result = replace(result, checks=checks)
         _record(result, made, staged)
     return replace(result, seconds=time.perf_counter() - start)

@@ -10,15 +10,16 @@ from pathlib import Path
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.fs.staging import check_place
 from enjoyln_cli.publish.precisions import can_add
+from enjoyln_cli.verification.verify_options import ExportOptions
 
 PACKAGES = ("onnx", "onnxscript")
 """The libraries that ``torch.onnx`` needs."""
 
 
-def require_export(folder: Path, *, force: bool, verify: bool) -> None:
+def require_export(folder: Path, options: ExportOptions) -> None:
     """Raise ``UnsupportedModel`` or ``OutputError`` if ``folder`` cannot be written or verified."""
-    require_packages((*PACKAGES, "onnxruntime") if verify else PACKAGES)
-    check_place(folder, source=None, force=force or can_add(folder, force))
+    require_packages((*PACKAGES, "onnxruntime") if options.verify else PACKAGES)
+    check_place(folder, source=None, force=options.force or can_add(folder, options.force))
 
 
 def require_transformers(oldest: tuple[int, int], what: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from enjoyln_cli.verification.verify import (
     compute_dtype,
     original_of,
 )
+from enjoyln_cli.verification.verify_options import ExportOptions
 
 DTYPES = (torch.float32, torch.float16)
 """The dtypes that are exported."""
@@ -77,29 +77,20 @@ class ModelToExport:
         return model
 
 
-def open_to_export(
-    model: str,
-    *,
-    dtype: str | torch.dtype | None,
-    model_class: str | None,
-    against: str | Path | None,
-    max_ratio: float | None,
-    verify: bool,
-    opening: OpenOptions,
-) -> ModelToExport:
+def open_to_export(model: str, options: ExportOptions, opening: OpenOptions) -> ModelToExport:
     """Open ``model`` and its original (see ``onnx_export.export``).
 
     A model that was not converted is its own original.
     """
     opened = open_model(model, opening)
-    source, kind = opened.source, _as_exported(compute_dtype(opened.checkpoint, dtype))
+    source, kind = opened.source, _as_exported(compute_dtype(opened.checkpoint, options.dtype))
     stored = compute_dtype(opened.checkpoint, None)
     if MARKER not in opened.checkpoint.raw_config:
-        if against is not None:
+        if options.against is not None:
             raise UnsupportedModel(f"{model} was not converted: drop --against")
         listed = classes_for(opened.config)
         opened = opened.as_class(
-            model_class or class_of(listed, opened.config, opened.checkpoint).name
+            options.model_class or class_of(listed, opened.config, opened.checkpoint).name
         )
         origin = str(source.root.resolve()) if source.revision is None else source.model
         return ModelToExport(
@@ -109,17 +100,20 @@ def open_to_export(
             revision=source.revision,
             stored=stored,
             dtype=kind,
-            original=opened if verify else None,
-            max_ratio=PROGRAM_RATIO if max_ratio is None else max_ratio,
+            original=opened if options.verify else None,
+            max_ratio=PROGRAM_RATIO if options.max_ratio is None else options.max_ratio,
         )
     marker = read_marker(opened.checkpoint.raw_config, source.model)
-    name = model_class or saved_class_of(opened).__name__
+    name = options.model_class or saved_class_of(opened).__name__
     default = ROTATED_RATIO if marker.plan.rotated else RATIO
 
     def to_export(one: OpenedModel) -> OpenedModel:
         return one.as_class(name).returning(marker.plan.outputs)
 
-    access = replace(opening, revision=None)
+    original = None
+    if options.verify:
+        access = replace(opening, revision=None)
+        original = to_export(original_of(opened, marker, access, options.against))
     return ModelToExport(
         opened=to_export(opened),
         plan=marker.plan,
@@ -127,8 +121,8 @@ def open_to_export(
         revision=marker.revision,
         stored=stored,
         dtype=kind,
-        original=to_export(original_of(opened, marker, access, against)) if verify else None,
-        max_ratio=default if max_ratio is None else max_ratio,
+        original=original,
+        max_ratio=default if options.max_ratio is None else options.max_ratio,
     )
 
 

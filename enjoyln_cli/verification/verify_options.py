@@ -1,4 +1,4 @@
-"""What a check compares, and how long it may take. Nothing slow is imported here."""
+"""The options of checks, and of exports, which are checked. Nothing slow is imported here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from enjoyln_cli.plan.option_field import ABOVE_ZERO, keyword, measuring_option, option
+from enjoyln_cli.plan.option_field import (
+    ABOVE_ZERO,
+    InRange,
+    keyword,
+    measuring_option,
+    option,
+    plan_option,
+)
 from enjoyln_cli.text import bytes_in
 
 if TYPE_CHECKING:
@@ -38,7 +45,7 @@ class CheckOptions:
 CHECK_DEFAULTS = CheckOptions()
 
 
-AGAINST = "The original, if it has moved since OUT was made."
+AGAINST = "The original, if it has moved since the conversion."
 MAX_RATIO = "Fail above this error ratio (default: 1.25; 2 if OUT is rotated)."
 
 
@@ -76,3 +83,33 @@ class VerifyOptions:
 
 
 VERIFY_DEFAULTS = VerifyOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """How a checkpoint is written as ONNX, and how the files are checked."""
+
+    dtype: str | torch.dtype | None = option(
+        None,
+        "Convert all weights to this dtype (default: that of MODEL).",
+        choices=("float32", "float16"),
+    )
+    model_class: str | None = plan_option(
+        None, "Export this class of the same family, e.g. GPT2Model.", metavar="CLASS"
+    )
+    against: str | Path | None = option(None, AGAINST, metavar="MODEL")
+    max_ratio: Annotated[float, ABOVE_ZERO] | None = option(
+        None,
+        "Fail above this error ratio (default: 1.25; 2 if MODEL is rotated, 16 if it is an "
+        "original).",
+        metavar="R",
+    )
+    verify: bool = option(True, "Skip the check.", flags=("--no-verify",))
+    opset: Annotated[int, InRange(18, 23)] | None = option(
+        None,
+        "Version of the operators, 18 to 23 (default: 23, or 20 without folded norms); below 23, "
+        "a folded norm is a LayerNormalization.",
+        metavar="N",
+    )
+    force: bool = option(False, "Replace DIR if it exists.")
+    seed: int = keyword(0, "Seed of the inputs that are made up.")

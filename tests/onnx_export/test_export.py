@@ -41,6 +41,7 @@ from enjoyln_cli.onnx_export.requirements import require_packages
 from enjoyln_cli.onnx_export.runtimes import RUNTIMES
 from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.verification.model_to_export import open_to_export
+from enjoyln_cli.verification.verify_options import ExportOptions
 
 Outs = dict[str, Path]
 Converted = Callable[[str], Path]
@@ -282,10 +283,7 @@ def test_a_fold_for_one_class_is_opened_as_that_class(tmp_path: Path) -> None:
     fold(source, out, model_class="MPNetModel", dtype="float32", verify=False)
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["MPNetForMaskedLM"]
-    found = open_to_export(
-        str(out), dtype=None, model_class=None, against=None, max_ratio=None, verify=True,
-        opening=OPENED_PLAINLY,
-    )  # fmt: skip
+    found = open_to_export(str(out), ExportOptions(), OPENED_PLAINLY)
     assert found.model_class == "MPNetModel"
     for opened in (found.opened, found.original):
         assert type(found.load(opened, torch.float32)).__name__ == "MPNetModel"
