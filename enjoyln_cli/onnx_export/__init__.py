@@ -1,1 +1,1 @@
-"""A converted checkpoint as an ONNX file whose norms are ``RMSNormalization``."""
+"""A checkpoint as ONNX files, in which folded norms are ``RMSNormalization``."""
