@@ -48,12 +48,16 @@ class RotatedForm:
         return self.plan is not None and any(b.kind != "values" for b in self.plan.rotated)
 
 
-def rounded_by_error(form: RotatedForm, source: str) -> list[RotatedForm]:
-    """The same form with weights rounded by the error of the outputs, by the GPTQ of ``source``."""
-    return [
-        replace(form, name=f"{form.name}, GPTQ of {source}", rounding="gptq"),
-        replace(form, name=f"{form.name}, asymmetric GPTQ of {source}", rounding="asymmetric gptq"),
-    ]
+def rounded_by_error(form: RotatedForm, source: str, symmetric: bool) -> list[RotatedForm]:
+    """The same form with weights rounded by the error of the outputs, by the GPTQ of ``source``.
+
+    ``symmetric`` says that integers with another zero point than the middle cannot be stored.
+    """
+    found = [replace(form, name=f"{form.name}, GPTQ of {source}", rounding="gptq")]
+    if not symmetric:
+        name = f"{form.name}, asymmetric GPTQ of {source}"
+        found.append(replace(form, name=name, rounding="asymmetric gptq"))
+    return found
 
 
 def candidates(

@@ -60,7 +60,8 @@ class Comparison:
         chosen = self.best_of(self.forms)
         if self.work.scheme.weight_bits == 4:
             source = FORMATS[self.work.form].gptq
-            self.forms = [*self.forms, *rounded_by_error(chosen, source)]
+            only_symmetric = self.work.scheme.is_static
+            self.forms = [*self.forms, *rounded_by_error(chosen, source, only_symmetric)]
             chosen = self.best_of(self.forms)
         return chosen
 

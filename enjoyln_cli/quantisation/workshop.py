@@ -150,7 +150,10 @@ class Workshop:
             return {}
         if candidate.name not in self.rounded:
             layers = [path for path in linear_layers(model) if not bits_at(path, self.bits, 0)]
-            groups, symmetric = dict.fromkeys(layers, GROUP), candidate.rounding == "gptq"
+            groups = dict.fromkeys(layers, GROUP)
+            if not self.scheme.is_in_groups:
+                groups = {path: max(model.get_parameter(f"{path}.weight").shape) for path in layers}
+            symmetric = candidate.rounding == "gptq"
             self.rounded[candidate.name] = round_model(
                 model, groups, calibration, symmetric, on_progress
             )

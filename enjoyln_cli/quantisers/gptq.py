@@ -72,7 +72,8 @@ def rounded(
     """Round ``weight``, of shape ``(outputs, inputs)``, to integers of 4 bits.
 
     ``inputs`` is ``H``, of shape ``(inputs, inputs)``; without it, each weight is rounded to the
-    nearest integer. ``symmetric`` integers have their zero point in the middle.
+    nearest integer. ``symmetric`` integers have their zero point in the middle. If all inputs share
+    a scale, these are from -7 to 7 around it, and the scale is positive, as NPUs need it.
     """
     weight = weight.float().clone()
     rows, width = weight.shape
@@ -89,6 +90,7 @@ def rounded(
     inverse = _factor_of_inverse(inputs[order][:, order])
     weight = weight[:, order]
     started: set[int] = set()
+    least = 1 if symmetric and groups == 1 else 0
     for begin in range(0, width, AT_ONCE):
         end = min(begin + AT_ONCE, width)
         errors = torch.zeros(rows, end - begin)
@@ -99,11 +101,11 @@ def rounded(
                 started.add(its_group)
                 members = place[its_group * group : (its_group + 1) * group]
                 now = weight[:, members] - errors[:, :done] @ inverse[begin:at][:, members]
-                scale, zero = _scale_of(now, symmetric)
+                scale, zero = _scale_of(now, symmetric, least)
                 result.scales[:, its_group], result.zero_points[:, its_group] = scale, zero
             value = weight[:, at] - errors[:, :done] @ inverse[begin:at, at]
             scale, zero = result.scales[:, its_group], result.zero_points[:, its_group].float()
-            steps = (value / scale + zero).round().clamp(0, 2**BITS - 1)
+            steps = (value / scale + zero).round().clamp(least, 2**BITS - 1)
             result.integers[:, column] = steps.to(torch.uint8)
             errors[:, done] = (value - (steps - zero) * scale) / inverse[at, at]
         weight[:, end:] -= errors @ inverse[begin:end, end:]
@@ -120,11 +122,16 @@ def _factor_of_inverse(inputs: torch.Tensor) -> torch.Tensor:
     return torch.linalg.cholesky(inverse, upper=True).float()
 
 
-def _scale_of(weights: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale and the zero point of each row; all weights are within its range, and so is 0."""
+def _scale_of(
+    weights: torch.Tensor, symmetric: bool, least: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale and the zero point of each row; all weights are within its range, and so is 0.
+
+    ``least`` is the least integer.
+    """
     if symmetric:
         largest = weights.gather(1, weights.abs().argmax(1, keepdim=True))[:, 0]
-        scale = -largest / 2 ** (BITS - 1)
+        scale = largest.abs() / (2 ** (BITS - 1) - 1) if least else -largest / 2 ** (BITS - 1)
         scale = torch.where(scale == 0, 1.0, scale)
         return scale, torch.full_like(scale, 2 ** (BITS - 1))
     low, high = weights.amin(1).clamp(max=0), weights.amax(1).clamp(min=0)

@@ -1,4 +1,4 @@
-"""ONNX programs with weights of 8 bits, and with inputs of products that are rounded as well.
+"""ONNX programs with weights of 8 or 4 bits, and with inputs of products that are rounded as well.
 
 A weight ``W`` of shape ``(inputs, outputs)`` becomes integers ``Q`` and one scale for each output:
 
@@ -7,6 +7,7 @@ A weight ``W`` of shape ``(inputs, outputs)`` becomes integers ``Q`` and one sca
 A table that is read by rows has one scale for each row. A head that is tied to it reads the same
 integers: what is a row to the one is an output to the other. So nothing is stored twice.
 
+Weights of products have 4 bits on demand, if the scales of inputs are fixed; tables have 8 bits.
 The scale of an input is that of its values in each call, or a fixed one. The operators are those
 that onnxruntime fuses into one: ``DynamicQuantizeLinear`` and ``MatMulInteger``, or for fixed
 scales ``QuantizeLinear`` and ``DequantizeLinear`` in front of a product (QDQ).
@@ -21,8 +22,10 @@ from typing import Any
 
 import numpy as np
 
-TOP, REDUCED_TOP = 127, 64
-"""The largest integer, and that of processors whose sums of products saturate."""
+from enjoyln_cli.quantisers.gptq import RoundedWeight
+
+TOP, REDUCED_TOP, TOP_OF_4_BITS = 127, 64, 7
+"""The largest integer, that of processors whose sums of products saturate, and that of 4 bits."""
 ROWS, COLUMNS = 0, 1
 """The dimension of a stored weight that has one scale for each of its elements."""
 FLOAT = 1
@@ -42,7 +45,11 @@ class FixedScales:
     ranges: Mapping[str, Range]
     """By the names of values. A product whose input is not among them is not rounded."""
     with_outputs: bool
-    """Whether results of products are rounded as well, as NPUs need them."""
+    """Whether results of products of known ranges are rounded as well, as NPUs need them."""
+    in_4_bits: Container[str] = ()
+    """The names of products whose weights get 4 bits."""
+    rounded: Mapping[str, RoundedWeight] = field(default_factory=dict)
+    """Weights of 4 bits that are rounded already, each with one scale for an output, by name."""
 
 
 @dataclass
@@ -54,8 +61,8 @@ class Rounding:
     top: int
     fixed: FixedScales | None = None
     """``None`` if inputs are scaled in each call."""
-    stored: dict[tuple[Any, int], tuple[Any, Any]] = field(default_factory=dict)
-    """The integers and the scales, by the weight in float32 and its dimension."""
+    stored: dict[tuple[Any, Any], tuple[Any, Any]] = field(default_factory=dict)
+    """The integers and the scales, by the weight in float32 and its dimension, or ``int4``."""
     scales_in_a_row: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
     """The scales of rounded weights in one dimension and their zero points, by the integers."""
     inputs: dict[tuple[Any, Any], Any] = field(default_factory=dict)
@@ -63,15 +70,49 @@ class Rounding:
     numbers: Iterator[int] = field(default_factory=count)
     """Numbers for the names of new nodes."""
 
+    def graph_of(self, value: Any) -> Any:
+        """The graph that gets what a weight becomes.
+
+        onnxruntime 1.32 joins a product with fixed scales and its weight in a branch, and fails if
+        the weight is outside of the branch.
+        """
+        graphs = {user.graph for user, _ in value.uses()}
+        return graphs.pop() if self.fixed and len(graphs) == 1 else self.graph
+
     def weight(self, value: Any, dimension: int) -> tuple[Any, Any]:
         """The integers of a weight and their scales, with two dimensions."""
         if (value, dimension) not in self.stored:
             integers, scales = rounded(value.const_value.numpy(), dimension, self.top)
+            graph = self.graph_of(value)
             self.stored[value, dimension] = (
-                constant(self.graph, f"{value.name}.int8", integers),
-                constant(self.graph, f"{value.name}.scale", scales),
+                constant(graph, f"{value.name}.int8", integers),
+                constant(graph, f"{value.name}.scale", scales),
             )
         return self.stored[value, dimension]
+
+    def weight_in_4_bits(
+        self, value: Any, dimension: int, known: RoundedWeight | None
+    ) -> tuple[Any, Any]:
+        """The integers of a weight, of shape ``(inputs, outputs)``, and their scales.
+
+        ``known`` has them if the weight is rounded already.
+        """
+        from ml_dtypes import int4
+
+        if (value, int4) not in self.stored:
+            if known is not None:
+                integers = known.integers.numpy().T - np.int8(known.zero_points[0, 0])
+                scales = known.scales.numpy().T
+            else:
+                matrix = value.const_value.numpy()
+                matrix = matrix.T if dimension == ROWS else matrix
+                integers, scales = rounded(matrix, COLUMNS, TOP_OF_4_BITS)
+            graph = self.graph_of(value)
+            self.stored[value, int4] = (
+                constant(graph, f"{value.name}.int4", integers.astype(int4)),
+                constant(graph, f"{value.name}.scale", scales),
+            )
+        return self.stored[value, int4]
 
     def in_a_row(self, integers: Any, scales: Any) -> tuple[Any, Any]:
         """The scales of a weight in one dimension, and as many zero points."""
@@ -79,8 +120,8 @@ class Rounding:
             flat = scales.const_value.numpy().reshape(-1)
             zeros = np.zeros(flat.shape, integers.const_value.numpy().dtype)
             self.scales_in_a_row[integers] = (
-                constant(self.graph, f"{scales.name}s", flat),
-                constant(self.graph, f"{integers.name}.zeros", zeros),
+                constant(integers.graph, f"{scales.name}s", flat),
+                constant(integers.graph, f"{integers.name}.zeros", zeros),
             )
         return self.scales_in_a_row[integers]
 
@@ -136,7 +177,7 @@ def round_weights(
     again.
     """
     rounding = Rounding(program.graph, REDUCED_TOP if reduced else TOP, fixed)
-    if fixed and fixed.bits == 16:
+    if fixed and (fixed.bits == 16 or fixed.in_4_bits):
         program.graph.opset_imports.setdefault(MICROSOFT, 1)
     nodes = list(program.graph.all_nodes())
     in_float = {_weight_of(node) for node in nodes if node.name in kept} - {None}
@@ -213,13 +254,17 @@ def _with_fixed_scales(
     node: Any, weight: Any, dimension: int, rounding: Rounding, fixed: FixedScales
 ) -> None:
     """Multiply numbers that were rounded with fixed scales."""
-    integers, scales = rounding.weight(weight, dimension)
+    before, source, domain = [], node.inputs[0], ""
+    if node.name in fixed.in_4_bits:
+        known, domain = fixed.rounded.get(weight.name), MICROSOFT
+        integers, scales = rounding.weight_in_4_bits(weight, dimension, known)
+    else:
+        integers, scales = rounding.weight(weight, dimension)
     row = rounding.in_a_row(integers, scales)
-    before, source = [], node.inputs[0]
-    if dimension == ROWS:
+    if dimension == ROWS and not domain:
         before = [rounding.node("Transpose", [integers], perm=[1, 0])]
         (integers,) = before[0].outputs
-    matrix = rounding.node("DequantizeLinear", [integers, *row], axis=1)
+    matrix = rounding.node("DequantizeLinear", [integers, *row], domain=domain, axis=1)
     if (node.graph, source) not in rounding.inputs:
         made = _rounded_value(source, source.name, rounding, fixed)
         rounding.inputs[node.graph, source] = made[-1]
@@ -228,7 +273,7 @@ def _with_fixed_scales(
     nodes = [*before, matrix, rounding.node("MatMul", inputs)]
     if node.op_type == "Gemm" and len(node.inputs) > 2:
         nodes.append(rounding.node("Add", [nodes[-1].outputs[0], node.inputs[2]]))
-    if fixed.with_outputs:
+    if fixed.with_outputs and node.outputs[0].name in fixed.ranges:
         nodes += _rounded_value(nodes[-1].outputs[0], node.outputs[0].name, rounding, fixed)
     _replace(node, nodes)
 
@@ -294,16 +339,16 @@ def _replace(node: Any, nodes: list[Any]) -> None:
 
 def _read_integers(rounding: Rounding) -> None:
     """Let all readers of a rounded weight read its integers, and remove what nothing reads."""
-    for (value, _), (integers, scales) in rounding.stored.items():
+    for (value, dimension), (integers, scales) in rounding.stored.items():
         for user, _ in list(value.uses()):
             if user.op_type == "Transpose" and not user.outputs[0].uses():
                 user.graph.remove(user, safe=True)
-        if value.uses():
+        if value.uses() and dimension in (ROWS, COLUMNS):
             numbers = rounding.node("Cast", [integers], to=FLOAT)
             result = rounding.node("Mul", [numbers.outputs[0], scales])
             first = next(iter(rounding.graph))
             rounding.graph.insert_before(first, [numbers, result])
             value.replace_all_uses_with(result.outputs[0])
         for one in (value, scales):
-            if not one.uses() and one.name in rounding.graph.initializers:
-                del rounding.graph.initializers[one.name]
+            if not one.uses() and one.is_initializer():
+                del one.graph.initializers[one.name]

@@ -15,7 +15,7 @@ from enjoyln_cli.onnx_export.onnx_program import module_of
 from enjoyln_cli.quantisers.fused_attention import fuse_attention
 from enjoyln_cli.quantisers.gptq import RoundedWeight
 from enjoyln_cli.quantisers.integer_products import FixedScales, Range, round_weights
-from enjoyln_cli.quantisers.products_in_groups import write_rounded
+from enjoyln_cli.quantisers.products_in_groups import weights_by_name, write_rounded
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, QuantisationScheme, bits_at
 from enjoyln_cli.rewrite.inserted_rotation import NAME
 
@@ -43,7 +43,13 @@ def quantised(
     kept = _nodes_with(FLOAT_BITS, program, {f"*.{NAME}": FLOAT_BITS, **bits})
     fixed = None
     if scheme.is_static:
-        fixed = FixedScales(scheme.input_bits or 8, ranges, with_outputs=scheme.rounds_results)
+        in_4_bits = set[str]()
+        if scheme.weight_bits == 4:
+            in_4_bits = {str(node.name) for node in program.graph.all_nodes()}
+            in_4_bits.difference_update(_nodes_with(8, program, bits))
+        known = weights_by_name(rounded)
+        input_bits = scheme.input_bits or 8
+        fixed = FixedScales(input_bits, ranges, scheme.rounds_results, in_4_bits, known)
     products, reduced = not scheme.is_in_groups, scheme.is_reduced
     round_weights(program, products=products, kept=kept, reduced=reduced, fixed=fixed)
     if scheme.is_in_groups:

@@ -30,21 +30,21 @@ def write_rounded(program: Any, weights: Mapping[str, RoundedWeight], accuracy: 
     """
     import onnx_ir
 
-    names = {f"{path}.weight{end}": path for path in weights for end in ("", TRANSPOSED)}
+    by_name = weights_by_name(weights)
     stored: dict[str, list[Any]] = {}
     for node in list(program.graph.all_nodes()):
         value = node.inputs[1] if node.op_type == "MatMul" else None
-        if value is None or not value.is_initializer() or value.name not in names:
+        if value is None or not value.is_initializer() or value.name not in by_name:
             continue
-        path = names[value.name]
-        if path not in stored:
-            arrays = packed(weights[path])
-            stored[path] = [constant(program.graph, f"{path}.{n}", a) for n, a in arrays.items()]
-        rows, width = weights[path].integers.shape
-        sizes = {"K": width, "N": rows, "bits": BITS, "block_size": weights[path].group}
+        name, weight = value.name, by_name[value.name]
+        if name not in stored:
+            arrays = packed(weight)
+            stored[name] = [constant(program.graph, f"{name}.{n}", a) for n, a in arrays.items()]
+        rows, width = weight.integers.shape
+        sizes = {"K": width, "N": rows, "bits": BITS, "block_size": weight.group}
         made = onnx_ir.node(
             "MatMulNBits",
-            [node.inputs[0], *stored[path]],
+            [node.inputs[0], *stored[name]],
             {**sizes, "accuracy_level": accuracy},
             domain=DOMAIN,
             name=f"{node.name}.in_groups",
@@ -59,6 +59,12 @@ def write_rounded(program: Any, weights: Mapping[str, RoundedWeight], accuracy: 
             del program.graph.initializers[value.name]
     if stored:
         program.opset_imports.setdefault(DOMAIN, 1)
+
+
+def weights_by_name(weights: Mapping[str, RoundedWeight]) -> dict[str, RoundedWeight]:
+    """The weights of layers by their names in a program instead of the paths of the layers."""
+    ends = ("", TRANSPOSED)
+    return {f"{path}.weight{end}": weight for path, weight in weights.items() for end in ends}
 
 
 def packed(weight: RoundedWeight) -> dict[str, np.ndarray[Any, Any]]:

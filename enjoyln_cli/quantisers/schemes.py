@@ -69,6 +69,7 @@ SCHEMES: Mapping[str, QuantisationScheme] = {
     "w8a8": QuantisationScheme(8, 8, False, 0.15, "_quantized"),
     "w8a8-static": QuantisationScheme(8, 8, True, 0.15, "_int8"),
     "w8a16-static": QuantisationScheme(8, 16, True, 0.05, "_w8a16_static", rounds_results=True),
+    "w4a16-static": QuantisationScheme(4, 16, True, 0.3, "_w4a16_static", rounds_results=True),
     "w8a8-g32": QuantisationScheme(8, 8, False, 0.05, "_w8a8_g32", group=32),
     "w8a16": QuantisationScheme(8, None, False, 0.05, "_w8a16"),
     "w4a8": QuantisationScheme(4, 8, False, 0.3, "_w4a8"),
@@ -106,7 +107,7 @@ ONNX, OPENVINO, TORCHAO, COMPRESSED = "onnx", "openvino", "torchao", "compressed
 FORMATS: Mapping[str, TargetFormat] = {
     ONNX: TargetFormat(
         ("onnx", "onnxscript", "onnxruntime"),
-        ("w8a8", "w8a8-static", "w8a16-static", "w8a8-g32", "w8a16", "w4a8", "w4a16"),
+        tuple(SCHEMES),
         gptq="enjoyln",
     ),
     OPENVINO: TargetFormat(

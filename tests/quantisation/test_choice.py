@@ -15,7 +15,12 @@ from transformers import AutoModelForCausalLM
 from enjoyln_cli.comparison.output_meaning import Kind, Meaning
 from enjoyln_cli.comparison.text_scores import perplexity, with_predicted_tokens
 from enjoyln_cli.errors import VerificationFailed
-from enjoyln_cli.quantisation.candidates import candidates, rotation_plan
+from enjoyln_cli.quantisation.candidates import (
+    RotatedForm,
+    candidates,
+    rotation_plan,
+    rounded_by_error,
+)
 from enjoyln_cli.quantisation.choice import best
 from enjoyln_cli.quantisation.examples import Example
 from enjoyln_cli.quantisation.measure import (
@@ -45,6 +50,13 @@ def compared(name: str, *costs: float, size: int = 400) -> Compared:
 
 def chosen_of(*candidates: Compared) -> str:
     return candidates[best(candidates, FLOAT_SIZE)].name
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_asymmetric_gptq_is_tried_where_it_can_be_stored(symmetric: bool) -> None:
+    forms = rounded_by_error(RotatedForm("untied", None), "NNCF", symmetric)
+    names = ["untied, GPTQ of NNCF", "untied, asymmetric GPTQ of NNCF"]
+    assert [form.name for form in forms] == names[: 2 - symmetric]
 
 
 PLAIN = (1.0, 2.0, 0.5, 3.0, 1.5)

@@ -17,6 +17,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from enjoyln_cli.onnx_export.onnx_program import module_of
 from enjoyln_cli.onnx_export.programs import programs_of
 from enjoyln_cli.onnx_export.runtimes import session_options
+from enjoyln_cli.quantisers import gptq
 from enjoyln_cli.quantisers.integer_products import (
     COLUMNS,
     ROWS,
@@ -166,6 +167,31 @@ def test_inputs_with_fixed_scales(product: str, bits: int, with_outputs: bool) -
     logits = output("logits", with_fixed(hidden, *ends["h"], bits) @ table.T)
     steps = sum((high - low) / (2**bits - 1) for low, high in ends.values())
     np.testing.assert_allclose(computed(program), logits, rtol=1e-4, atol=2 * steps * with_outputs)
+    assert not floats_of(program)
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_products_in_four_bits_beside_a_tied_head(product: str, is_known: bool) -> None:
+    program, weights = toy(product)
+    is_turned = "transposed" in product
+    matrix = weights["w"] if is_turned else weights["w"].T
+    ends = {"x": (-1.5, 2.0), "h": (-9.0, 7.0)}
+    squares = torch.eye(6) + torch.ones(6, 6)
+    by_error = gptq.rounded(torch.tensor(matrix), squares, 6, symmetric=True)
+    assert float(by_error.scales.min()) > 0 and int(by_error.integers.min()) >= 1
+    known = {"w": by_error} if is_known else {}
+    round_weights(program, products=True, fixed=FixedScales(16, ends, False, ["product"], known))
+    integers, scales = rounded(matrix, ROWS, 7)
+    used = by_error.matrix.numpy() if is_known else integers * scales
+    assert is_known != np.allclose(used, integers * scales)
+    table = with_scales(weights["table"], ROWS)
+    hidden = with_fixed(table[IDS], *ends["x"], 16) @ used.T
+    hidden = hidden + (weights["b"] if product != "MatMul" else 0)
+    logits = with_fixed(hidden, *ends["h"], 16) @ table.T
+    np.testing.assert_allclose(computed(program), logits, rtol=1e-4, atol=1e-2)
+    stored = {name: one.const_value.dtype.name for name, one in program.graph.initializers.items()}
+    assert stored["w.int4"] == "INT4" and stored["table.int8"] == "INT8"
     assert not floats_of(program)
 
 

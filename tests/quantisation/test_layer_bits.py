@@ -114,7 +114,12 @@ def hurt(folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scheme", "costly"), [("w8a8", COSTLY), ("w4a16", "transformer.h.0.attn.c_proj")]
+    ("scheme", "costly"),
+    [
+        ("w8a8", COSTLY),
+        ("w4a16", "transformer.h.0.attn.c_proj"),
+        ("w4a16-static", COSTLY),
+    ],
 )
 def test_a_limit_of_the_error_is_met_by_itself(scheme: str, costly: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")

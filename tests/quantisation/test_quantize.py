@@ -16,12 +16,18 @@ import onnxruntime
 import pytest
 import torch
 from commands import GPT2, enjoyln, good, refused
-from live_models import CHECKPOINTS, ROOT
+from live_models import CHECKPOINTS, ROOT, shaken
 from rounding import relative
 from safetensors.torch import load_file, save_file
 from sentence_encoder import sentence_encoder
 from stored_files import shallow
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiny_models import WHISPER
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 from vision_language import pictures, vision_language_model
 
 from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE
@@ -155,6 +161,8 @@ def kind_of(node: onnx.NodeProto) -> str:
         ("w8a8", ("*.mlp.*",), {"MatMulInteger": 17}),
         ("w8a8-g32", ("*.mlp.*",), {"8 bits": 17}),
         ("w8a8-static", (), {}),
+        ("w8a16-static", (), {}),
+        ("w4a16-static", ("*.mlp.*",), {}),
         ("w4a8", (), {"4 bits": 24, "8 bits": 1}),  # the head has 8 bits
         ("w4a16", ("*.self_attn.*",), {"4 bits": 8, "8 bits": 17}),
         ("w8a16", ("*.self_attn.*",), {"8 bits": 9}),
@@ -181,6 +189,29 @@ def test_every_scheme_is_what_onnxruntime_runs(
     logits = whole_rows(load_programs(tmp_path, rounding.suffix))(BATCH)["logits"]
     error = (logits - exact).norm() / exact.norm()
     assert 0 < float(error) < rounding.max_error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [name for name, one in SCHEMES.items() if one.is_static])
+def test_fixed_scales_serve_a_decoder_with_a_cache(scheme: str, tmp_path: Path) -> None:
+    """Keys and values of cross attentions are computed in a branch, which shows no ranges."""
+    torch.manual_seed(0)
+    model = shaken(WhisperForConditionalGeneration(WhisperConfig(**WHISPER)), 0.1)
+    rounding = SCHEMES[scheme]
+    batches = [
+        {"input_features": torch.randn(2, 8, 40), "decoder_input_ids": torch.randint(3, 37, (2, n))}
+        for n in (9, 4)
+    ]
+    small = quantised(programs_of(model, torch.float32), rounding, batches, {})
+    save(small, tmp_path, rounding.suffix)
+    compute = whole_rows(load_programs(tmp_path, rounding.suffix))
+    for batch in batches:
+        with torch.no_grad():
+            exact = model(**batch).logits
+        error = float((compute(batch)["logits"] - exact).norm() / exact.norm())
+        assert 0 < error < rounding.max_error
+    kinds = Counter(node.op_type for node in small.models["decoder_model_merged"].graph.all_nodes())
+    assert kinds["QuantizeLinear"] >= 8
 
 
 def test_a_path_to_keep_that_no_layer_has_is_refused() -> None:
