@@ -260,7 +260,7 @@ def write_quantised(result: Quantised) -> None:
         measured = (_measure(candidate.differences, head) for head in heads)
         table.add_row(candidate.name, *measured, size(candidate.size), style=style)
     _show(table)
-    as_original = "; no other form is clearly better" if result.chosen == "original" else ""
+    as_original = "; no other candidate is clearly better" if result.chosen == "original" else ""
     say(f"wrote {result.scheme} as {result.format} to {result.out}: {result.chosen}{as_original}")
     if result.finer:
         table = _table("layer with more bits", "bits", "cost of rounding it alone")

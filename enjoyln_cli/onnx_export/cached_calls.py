@@ -1,7 +1,7 @@
 """The calls of a model that generates: an encoder, and a decoder with its cache.
 
-A decoder reads any number of new tokens after those in its cache. An empty cache is keys and values
-of length 0. The names of inputs and outputs are those that optimum and transformers.js use:
+A decoder reads any number of new tokens after the tokens in its cache. An empty cache is keys and
+values of length 0. Inputs and outputs are named as in optimum and transformers.js:
 ``past_key_values.N.key`` and ``present.N.key`` of the layer ``N``, with ``.decoder`` and
 ``.encoder`` before ``.key`` where a decoder has two attentions.
 """
@@ -25,7 +25,7 @@ from enjoyln_cli.plan.cache_argument import CACHE, cache_argument, returned_cach
 from enjoyln_cli.text import first_line
 
 MODEL, ENCODER, MERGED = "model", "encoder_model", "decoder_model_merged"
-"""The names of programs, which are those of files."""
+"""The names of programs, and so of files."""
 POSITIONS, TYPES = "position_ids", "token_type_ids"
 STATES, ENCODED, ENCODED_MASK = (
     "last_hidden_state",
@@ -63,8 +63,8 @@ def generation_calls(model: Any, batch: Batch, axes: Axes) -> dict[str, ProgramC
 def cached_call(model: Any, read: Batch, axes: Axes, positions: torch.Tensor | None) -> ProgramCall:
     """The call of a decoder that reads ``NEW`` tokens, or their embeddings, after ``PAST`` others.
 
-    ``read`` has these as its only input, with its dynamic ``axes``. ``positions`` are of the same
-    rank as the positions that the model needs; ``None`` if it needs none.
+    ``read`` has the new tokens as its only input, with its dynamic ``axes``. ``positions`` are of
+    the same rank as the positions that the model needs; ``None`` if it needs none.
     """
     ((name, value),) = read.items()
     new = torch.cat([value] * NEW, 1)[:, :NEW]
@@ -242,7 +242,7 @@ def _first_cache(model: Any, arguments: dict[str, Any], whole: dict[str, Any]) -
 
     ``whole`` are the arguments of a call without a cache, with the same tokens. Raises
     ``UnsupportedModel`` if that computes other logits: if a call of FSMT with a cache has several
-    tokens, they see those after them.
+    tokens, they see the tokens after them.
     """
     found, exact = _first_call(model, arguments), _first_call(model, whole, use_cache=False)
     if distances_of({LOGITS: found.logits}, {LOGITS: exact.logits})[LOGITS].relative > SAME:

@@ -61,7 +61,7 @@ def is_cached(name: str) -> bool:
 
 
 def have_cache(programs: Mapping[str, LoadedProgram]) -> bool:
-    """Whether one of the programs reads tokens after others, which are in a cache."""
+    """Whether any program reads tokens after others that are in a cache."""
     return any(one.reset or any(map(is_cached, one.inputs)) for one in programs.values())
 
 
@@ -105,7 +105,7 @@ class Generation:
         return logits
 
     def _positions(self, mask: torch.Tensor, size: int) -> torch.Tensor:
-        """The positions of the last ``size`` tokens of those that ``mask`` covers."""
+        """The positions of the last ``size`` tokens of the tokens that ``mask`` covers."""
         counted = (mask.cumsum(1) - 1).clamp(min=0)[:, -size:]
         if self.positions is None:
             return counted
@@ -137,7 +137,7 @@ def embedded(
 
 
 def begin(programs: Mapping[str, LoadedProgram], batch: Batch) -> Generation:
-    """Run the encoder, if there is one, and take an empty cache; ``batch`` is for a whole model."""
+    """Run the encoder, if any, and take an empty cache; ``batch`` is for a whole model."""
     decoder = programs.get(MERGED) or programs[MODEL]
     known: Batch = {}
     encoded: Batch = {}
@@ -166,7 +166,7 @@ def greedy(
     new: int,
     ends: frozenset[int] = frozenset(),
 ) -> torch.Tensor:
-    """The ``new`` most probable tokens after those of each row, of shape ``(rows, new)``.
+    """The ``new`` most probable tokens after the tokens of each row, of shape ``(rows, new)``.
 
     ``batch`` has ``input_ids``, with a mask if they are padded, or ``decoder_input_ids`` and the
     inputs of the encoder. Stops earlier where each row has one of the tokens ``ends``.

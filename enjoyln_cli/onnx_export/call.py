@@ -1,10 +1,10 @@
 """The call of a model that an ONNX file computes: its inputs, outputs and dynamic axes.
 
-The inputs are those that the model needs, with an attention mask and token types if it takes them.
-The outputs are the floating tensors that it returns by default, without the cache. An axis is
+It has the inputs that the model needs, with an attention mask and token types if the model takes
+them. The outputs are the floating tensors that it returns by default, without the cache. An axis is
 dynamic if its size follows the number of rows (``batch_size``) or of tokens (``sequence_length``,
-and ``decoder_sequence_length`` for a decoder's inputs). Other sizes, such as those of an image, are
-fixed by the config.
+and ``decoder_sequence_length`` for a decoder's inputs). Other sizes, such as the sizes of an image,
+are fixed by the config.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ProgramCall:
     """The names of what ``module`` returns."""
     axes: Axes
     cross: tuple[str, ...] = ()
-    """Those of the outputs that are keys and values of a cross attention (see ``cross_cache``)."""
+    """The outputs that are keys and values of a cross attention (see ``cross_cache``)."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """What the file says of itself besides."""
 
@@ -113,9 +113,9 @@ def call_to_export(model: Any, outputs: Sequence[str], dtype: torch.dtype) -> Ex
 
 
 def batch_of(model: Any, rows: int, tokens: int, dtype: torch.dtype) -> Batch:
-    """Inputs without padding, in the order of ``forward``; floating ones in ``dtype``.
+    """Inputs without padding, in the order of ``forward``; floating inputs in ``dtype``.
 
-    The inputs of a decoder are shorter than those of its encoder.
+    A decoder gets shorter inputs than its encoder.
     """
     found = complete_batch(model, unpadded_batch(model, rows, tokens, dtype), dtype)
     for name, value in found.items():
@@ -126,9 +126,9 @@ def batch_of(model: Any, rows: int, tokens: int, dtype: torch.dtype) -> Batch:
 
 
 def without_cache(model: Any) -> dict[str, Any]:
-    """Arguments that turn the cache off, if ``forward`` has one for it.
+    """Arguments that turn the cache off, if ``forward`` takes any.
 
-    Where it has none, ``use_cache`` would be passed on to the model inside, in a call that the
+    Otherwise ``use_cache`` would be passed on to the model inside, in a call that the
     proof does not cover.
     """
     return {"use_cache": False} if "use_cache" in accepted_by(model) else {}
@@ -150,7 +150,7 @@ class Positional(nn.Module):
 
 
 def batches_of_other_sizes(model: Any, call: ExportedCall, dtype: torch.dtype) -> Iterator[Batch]:
-    """Batches of other sizes than the traced one: one row, one token, the longest row, and padding.
+    """Batches of sizes that were not traced: one row, one token, the longest row, and padding.
 
     The rows of the last batch are padded on the left by different numbers of tokens.
     """

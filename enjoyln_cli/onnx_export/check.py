@@ -3,7 +3,7 @@
 The reference is the original in float64, as in ``verification``. The file is run on inputs of
 several sizes, some with padding, and its error is compared with the rounding error of the original
 in the dtype of the file: in torch, or in the same program. A file with a cache reads rows in
-several steps, whose last tokens are those that the original generates. The bounds are those of
+several steps; the original generates their last tokens. The bounds are the same as in
 ``verification.verify``.
 """
 
@@ -111,7 +111,7 @@ class CheckedBatches:
     batches: list[Batch]
     outputs: tuple[str, ...]
     generated: int = 0
-    """So many last tokens of the first ``CONTINUED`` batches are what the exact model generates."""
+    """How many last tokens of the first ``CONTINUED`` batches the exact model has generated."""
 
 
 @dataclass(frozen=True)
@@ -239,11 +239,12 @@ def _generated(outputs: Sequence[ProgramOutputs], reference: Reference) -> tuple
 def _judge(
     found: dict[str, Distance], own: dict[str, Distance], dtype: torch.dtype, max_ratio: float
 ) -> RuntimeCheck:
-    """Compare the distances of the file's outputs with those of the original's ``own`` outputs."""
+    """Compare the distances of the file's outputs with the distances of the original's ``own``
+    outputs."""
     ratio = worst(ratios(found, own, dtype))
     failure = ""
     if not math.isfinite(largest(relative(own))):
-        failure = "the original itself overflows in this dtype; export another with --dtype"
+        failure = "the original itself overflows in this dtype; choose another --dtype"
     elif not ratio.least <= max_ratio:
         allowed = f"{max_ratio * ratio.chance:.3g} x for so few inputs"
         limits = f"limit {max_ratio:g} x, or {allowed}"
@@ -287,7 +288,7 @@ def batches_to_generate(
 ) -> CheckedBatches:
     """Inputs for programs with a cache: pairs of rows, one of them padded, and a long row.
 
-    ``model`` is the original in float64. The last tokens of some pairs are those that it generates.
+    ``model`` is the original in float64. It generates the last tokens of some pairs.
     """
     prefix = DECODER if model.config.is_encoder_decoder else ""
     token = image_token(model.config)

@@ -149,7 +149,7 @@ def _weights(graph: Any, is_parameter: Callable[[Any], bool]) -> set[Any]:
 
 
 def _nodes_after(values: Sequence[Any], weights: set[Any]) -> list[Any]:
-    """The nodes that read ``values``, and those after them, up to the next that reads a weight."""
+    """The nodes that read ``values``, and nodes after them, until a node reads a weight."""
     found: set[Any] = set()
     waiting = [user for value in values for user, _ in value.uses()]
     while waiting:
@@ -161,7 +161,7 @@ def _nodes_after(values: Sequence[Any], weights: set[Any]) -> list[Any]:
 
 
 def _layer(value: Any) -> int:
-    """The number of the layer of a key or value: optimum takes those of a layer together."""
+    """The number of a key's or value's layer: optimum takes each layer together."""
     name, *path = str(value.name).split(".")
     return int(path[0]) if name in (CACHE, PRESENT) else -1
 
@@ -176,7 +176,7 @@ def _like(value: Any, name: str) -> Any:
 
 
 def _nodes_for(values: Sequence[Any]) -> set[Any]:
-    """The nodes whose results nothing needs but ``values``, with those that compute these."""
+    """The nodes that compute ``values``, with all nodes before them that nothing else needs."""
     found = {value.producer() for value in values}
     waiting = list(found)
     while waiting:

@@ -276,7 +276,7 @@ def _count_biased(model: nn.Module) -> int:
 
 
 def _shape(value: Any) -> list[str | int]:
-    """The sizes of an input; dynamic ones by name."""
+    """The sizes of an input; dynamic sizes by name."""
     return [size if isinstance(size, int) else str(size.value) for size in value.shape]
 
 
@@ -285,7 +285,7 @@ def _run_checks(
 ) -> tuple[RuntimeCheck, ...]:
     """Run the programs in ``folder`` in every installed runtime.
 
-    Raises ``VerificationFailed`` if one of them gives other outputs, or if onnxruntime cannot run
+    Raises ``VerificationFailed`` if any gives other outputs, or if onnxruntime cannot run
     the programs. If another runtime cannot run them, there is a warning.
     """
     load_original = partial(made.load, original)

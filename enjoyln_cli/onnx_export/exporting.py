@@ -19,7 +19,7 @@ from enjoyln_cli.trace.failure_reasons import say_why_not_exported
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside the block, transformers and other libraries print and warn of nothing."""
+    """Keep transformers and other libraries from printing and warning inside the block."""
     with (
         silent(),
         warnings.catch_warnings(),
@@ -32,7 +32,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def exporting(model: Any, exporter: str, advice: str = "") -> Iterator[None]:
-    """Inside the block, an ``exporter`` runs on ``model`` and prints nothing.
+    """Let an ``exporter`` run on ``model`` inside the block, and print nothing.
 
     torch prints the whole graph that it has so far if it cannot export a model. Any exception of
     the exporter or of the model's code becomes ``UnsupportedModel``, with ``advice`` behind it.

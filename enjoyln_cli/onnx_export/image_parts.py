@@ -6,8 +6,8 @@
   the embeddings of image tokens, after what is in its cache.
 
 No class is known by name. The features are what ``get_image_features`` returns; the encoder ends
-with the module that returns them. All parts are run once in torch: if their logits are not those of
-the whole model, its pictures have another way into it, and it is refused.
+with the module that returns them. All parts are run once in torch: if their logits are not the
+whole model's, its pictures have another way into it, and it is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from enjoyln_cli.runtime.call_guards import as_in_a_call
 from enjoyln_cli.text import first_line
 
 VISION, EMBED = "vision_encoder", "embed_tokens"
-"""The names of programs, which are those of files."""
+"""The names of programs, and so of files."""
 PIXELS, FEATURES, EMBEDS, GRID = "pixel_values", "image_features", "inputs_embeds", "image_grid_thw"
 IMAGE_TOKEN = "image_token_id"
 """The metadata of ``vision_encoder`` with the token whose embeddings the features replace."""
@@ -113,7 +113,7 @@ def with_features(
 
 
 def image_inputs(names: Iterable[str], given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Those of the inputs of ``vision_encoder`` that are ``given`` by transformers' names."""
+    """The inputs of ``vision_encoder`` among ``given``, by transformers' names."""
     found = {name: given.get(name, given.get(f"image_{name}")) for name in names}
     return {name: as_read(name, value) for name, value in found.items() if value is not None}
 
@@ -264,7 +264,7 @@ def _in_segments(
 ) -> tuple[torch.Tensor, None]:
     """An attention within the sequences that end at the ``cu_seq_lens_q``, which follow each other.
 
-    The shapes are those of all attentions in transformers: ``(1, heads, length, features)``.
+    The shapes are as for all attentions in transformers: ``(1, heads, length, features)``.
     """
     at = torch.arange(query.shape[2], device=query.device)
     sequence = (at[:, None] >= cu_seq_lens_q[1:]).sum(1)

@@ -29,9 +29,9 @@ from enjoyln_cli.onnx_export.exporting import exporting
 from enjoyln_cli.runtime.call_guards import call_guards
 
 OPSET = 23
-"""The first one with ``RMSNormalization``."""
+"""The first opset with ``RMSNormalization``."""
 OPSET_OF_LAYER_NORMS = 20
-"""The opset of a model without ``RMSNormalization``: the last one that every quantiser accepts."""
+"""The opset of a model without ``RMSNormalization``: the last that every quantiser accepts."""
 RMS_NORM, LAYER_NORM = "RMSNormalization", "LayerNormalization"
 PARAMETER = "model."
 """What the name of a parameter begins with, as an input of a traced program."""
@@ -151,7 +151,7 @@ def simplify(model: Any) -> None:
 def fold_transposed_weights(program: Any) -> None:
     """Store the weights of linear layers transposed, as quantisers expect them.
 
-    The exporter leaves a large one to be transposed in each call. A weight that something else
+    The exporter lets each call transpose a large weight. A weight that something else
     reads as well, as a tied embedding, stays.
     """
     from onnxscript.optimizer import fold_constants

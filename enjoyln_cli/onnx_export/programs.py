@@ -5,7 +5,7 @@ structure can fill them (``with_weights``): what a quantiser compares differs in
 
 A directory that clients read has ``onnx/STEM SUFFIX.onnx`` for each program:
 
-* ``model``: one call, or for a decoder any number of tokens after those in its cache;
+* ``model``: one call, or for a decoder any number of tokens after the tokens in its cache;
 * ``encoder_model`` and ``decoder_model_merged`` for an encoder with its decoder;
 * ``vision_encoder``, ``embed_tokens`` and ``decoder_model_merged`` for pictures and text.
 
@@ -63,7 +63,8 @@ class Programs:
     them. An initializer has the name of its parameter, with ``.transposed`` after it if it is. The
     metadata of a node says which module it comes from (``onnx_program.module_of``)."""
     bare: Mapping[str, Any]
-    """The same programs without weights: parameters are inputs, tied ones apart from each other."""
+    """The same programs without weights: parameters are inputs, tied parameters apart from each
+    other."""
 
     @property
     def opset(self) -> int:
@@ -147,7 +148,7 @@ def with_weights(programs: Programs, model: nn.Module) -> Programs:
     """The programs with the weights of another model of the same structure and dtype.
 
     Tied parameters of ``model`` are stored once in each program. Raises ``UnsupportedModel`` if
-    ``model`` lacks a parameter of the programs, or has another shape or dtype of it.
+    ``model`` lacks a parameter of the programs, or has it in another shape or dtype.
     """
     weights = _weights(model)
     return Programs(
@@ -183,7 +184,7 @@ def save(programs: Programs, folder: Path, suffix: str = "") -> list[Path]:
 
 @contextmanager
 def separate_parameters(model: nn.Module) -> Iterator[None]:
-    """Within the block, tied parameters of ``model`` are apart, with equal values."""
+    """Keep tied parameters of ``model`` apart inside the block, with equal values."""
     seen: set[int] = set()
     tied = []
     for module in model.modules():
@@ -202,7 +203,7 @@ def separate_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and stored buffers of a model, tied ones under each of their names."""
+    """The parameters and stored buffers of a model, tied tensors under each of their names."""
     found: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     return found
 

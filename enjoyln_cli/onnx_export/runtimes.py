@@ -50,8 +50,8 @@ class LoadedProgram:
 def session_options(threads: int = 0) -> Any:
     """The options of a session that logs nothing; 0 leaves the threads to onnxruntime.
 
-    By default, onnxruntime takes a product with dequantised weights for one with inputs of 8 bits,
-    also if the file rounds them to 16 bits. Here it computes what the file says.
+    By default, onnxruntime computes a product with dequantised weights as with inputs of 8 bits,
+    also if the file rounds the inputs to 16 bits. Here it computes what the file says.
     """
     import onnxruntime
 

@@ -78,7 +78,7 @@ def metadata(
 ) -> JsonValues:
     """The card's metadata; ``existing`` is the metadata of the original's card.
 
-    ``own_tags`` are those that enjoyln adds to the original's.
+    ``own_tags`` are the tags that enjoyln adds to the original's tags.
     """
     texts = {key: _texts(value) for key, value in existing.items()}
     copied = {key: texts[key] for key in METADATA_OF_ORIGINAL if texts.get(key)}
@@ -212,7 +212,7 @@ def state(
 
 
 def _checks(verification: JsonValues) -> list[Texts]:
-    """The rows of a verification; empty for none, and for an edited one that cannot be shown."""
+    """The rows of a verification; empty if there is none, or if an edit prevents showing it."""
     try:
         return verification_rows(verification)
     except (KeyError, TypeError, ValueError, AttributeError):

@@ -88,7 +88,7 @@ def _why_not(out: Path, precision: str, made_from: MadeFrom, copies: Mapping[str
         if origin.name in REPORTS or not present_file.is_file():
             continue
         if digest_of_file(present_file) != digest_of_file(origin):
-            return f"its {name} is another"
+            return f"its {name} differs"
     if changed := written_files(Source(str(out), out, None)).objection:
         return changed
     if verdict.get("passed") is False:
@@ -97,7 +97,7 @@ def _why_not(out: Path, precision: str, made_from: MadeFrom, copies: Mapping[str
 
 
 def keep_files(out: Path, staged: Path) -> None:
-    """Copy the files of ``out`` to ``staged``, except for those that are there already."""
+    """Copy the files of ``out`` to ``staged``, except for files that are there already."""
     for file in sorted(path for path in out.expanduser().rglob("*") if path.is_file()):
         name = file.relative_to(out.expanduser())
         if not (staged / name).exists() and not is_housekeeping(name.as_posix()):

@@ -1,12 +1,12 @@
 """Upload a result to the Hub, with a model card.
 
-Decides what may be pushed: a directory that ``fold``, ``rotate`` or ``quantize`` has written, of
-which the last check has passed, and in which no file has changed. For a quantised result this needs
-no data: ``quantize`` has measured these very files. All files are uploaded, except those of git and
+Decides what may be pushed: a directory that ``fold``, ``rotate`` or ``quantize`` has written, whose
+last check has passed, and in which no file has changed. For a quantised result this needs
+no data: ``quantize`` has measured these very files. All files are uploaded, except files of git and
 caches. What the Hub has already is not sent again.
 
 Uploads of every size use ``HfApi.upload_folder``. With ``hf_xet`` it commits hundreds of files in
-parts; without it, all files in one commit. A second push continues an interrupted one, since the
+parts; without it, all files in one commit. A second push continues an interrupted push, since the
 Hub recognises content that it already has. (``upload_large_folder`` did this before; it was removed
 in ``huggingface_hub`` 2.)
 
@@ -157,7 +157,7 @@ def prepare(out: str | Path, repo_id: str, options: PushOptions) -> Upload:
 
 
 def published_paths(result: Source, made_from: Mapping[str, str]) -> dict[str, list[str]]:
-    """From each local path that files of the result contain, to these files.
+    """The files of the result that contain each local path, by the path.
 
     ``made_from`` has what a file names as the original.
     """

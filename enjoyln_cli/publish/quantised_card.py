@@ -1,7 +1,7 @@
 """The content of the model card of a result that ``quantize`` or ``export`` has written.
 
-Its numbers are those of the record of each precision, ``enjoyln_precisions.json``. The tags are
-those that the Hub filters by: the format, and ``transformers.js`` for the layout that it reads.
+Its numbers are from the record of each precision, ``enjoyln_precisions.json``. The Hub filters by
+the tags: the format, and ``transformers.js`` for the layout that it reads.
 """
 
 from __future__ import annotations

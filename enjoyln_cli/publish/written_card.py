@@ -35,7 +35,7 @@ def write_quantised_card(
 ) -> None:
     """Write the card of ONNX files or a quantised result, as ``write_card`` does for a fold.
 
-    Its metadata are those of the card in ``converted``, if that is where the files come from.
+    If the files come from ``converted``, its card gives the metadata.
     Of a result that has a card because it had other precisions before, the section is renewed.
     """
     if len(records(out)) > 1 and (out / CARD_FILE).is_file():
@@ -62,12 +62,12 @@ def _write(out: Path, metadata: Mapping[str, Any], template: str, values: card.J
 
 
 def section(root: Path, folder: str, place: str, names: Sequence[str], complaint: str = "") -> str:
-    """The text of the card's section that may change. The arguments are those of ``card.state``."""
+    """The text of the card's section that may change. The arguments are as for ``card.state``."""
     return _section("state", card.state(root, folder, place, names, complaint))
 
 
 def quantised_section(out: Path, place: str, complaint: str = "") -> str:
-    """The same for a quantised result. The arguments are those of ``quantised_card.state``."""
+    """The same for a quantised result. The arguments are as for ``quantised_card.state``."""
     return _section("quantised_state", quantised_card.state(out, place, complaint))
 
 

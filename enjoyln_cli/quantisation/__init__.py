@@ -1,1 +1,1 @@
-"""Quantises a model in the form that suits the target best, and measures what was written."""
+"""Choose whether a model is rotated before it is quantised, and measure what was written."""

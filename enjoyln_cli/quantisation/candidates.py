@@ -1,9 +1,9 @@
-"""The forms of a model that may quantise best: as it is, untied, with rotated values, or rotated.
+"""The candidates that may quantise best: a model as it is, untied, with rotated values, or rotated.
 
-A rotation unties the head, which then has its own scales. So the model that is only untied is tried
-as well: what it gains is no merit of the rotation.
+A rotation unties the head, which then has its own scales. So the untied model is tried as well: its
+gain is no merit of a rotation.
 
-Each is a proven plan (see ``analysis``), which is carried out on the model in memory.
+Each candidate is a proven plan (see ``analysis``), which is carried out on the model in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ORIGINAL = "original"
 
 @dataclass(frozen=True)
 class RotatedForm:
-    """One form of the model."""
+    """The original, or the model edited by a plan that changes no output."""
 
     name: str
     """``original``, ``values only``, or ``rotated, seed 3``."""
@@ -49,7 +49,7 @@ class RotatedForm:
 
 
 def rounded_by_error(form: RotatedForm, source: str, symmetric: bool) -> list[RotatedForm]:
-    """The same form with weights rounded by the error of the outputs, by the GPTQ of ``source``.
+    """The same candidate, its weights rounded by the outputs' error, by the GPTQ of ``source``.
 
     ``symmetric`` says that integers with another zero point than the middle cannot be stored.
     """
@@ -63,7 +63,7 @@ def rounded_by_error(form: RotatedForm, source: str, symmetric: bool) -> list[Ro
 def candidates(
     plan: Plan | None, seeds: Sequence[int], head_is_rounded: bool = True
 ) -> list[RotatedForm]:
-    """The original, and what can be made of it by the ``plan`` that rotates all that can rotate.
+    """The original, and the candidates by ``plan``, which rotates all that can rotate.
 
     A head that is not rounded gains nothing from its own copy of the weights.
     """
@@ -97,7 +97,7 @@ def _rotating(plan: Plan, rotation_groups: tuple[RotationGroup, ...]) -> Plan:
 
 
 def rotation_plan(opened: OpenedModel, event: Event, online_rotations: bool = False) -> Plan | None:
-    """The plan that turns everything that can turn; ``None`` if the model cannot be analysed.
+    """The plan that rotates everything that can rotate; ``None`` if the model cannot be analysed.
 
     With ``online_rotations``, a stream may be rotated by a product that is added at its head.
     """
@@ -113,5 +113,5 @@ def rotation_plan(opened: OpenedModel, event: Event, online_rotations: bool = Fa
 
 
 def stored_class(opened: OpenedModel) -> str:
-    """The name of the class that a checkpoint belongs to, of a model that cannot be analysed."""
+    """The name of the class that a checkpoint belongs to, if its model cannot be analysed."""
     return class_stored_in(classes_for(opened.config), opened.config, opened.checkpoint).name

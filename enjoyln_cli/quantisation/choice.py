@@ -1,4 +1,4 @@
-"""Which candidate is written: the form that costs least, with as few finer layers as limits allow.
+"""Which candidate is written: the cheapest, with as few finer layers as limits allow.
 
 All is decided on the calibration data, with each candidate as it is written and run.
 """
@@ -31,7 +31,7 @@ class Comparison:
     on_progress: Progress
     max_size: int | None
     forms: Sequence[RotatedForm]
-    """The forms to choose from, the original first."""
+    """The candidates to choose from, the original first."""
     found: dict[str, Compared] = field(default_factory=dict, init=False)
     """What was compared, by the titles of candidates."""
     steps: list[FinerLayer] = field(default_factory=list, init=False)
@@ -51,12 +51,12 @@ class Comparison:
         return self.found[form.title]
 
     def best_of(self, forms: Sequence[RotatedForm]) -> RotatedForm:
-        """The form to write of ``forms``, of which the first is the original."""
+        """The candidate of ``forms`` to write; the first is the original."""
         compared = [self.measured(form) for form in forms]
         return forms[best(compared, self.work.size(FLOAT), self.max_size)]
 
     def choose(self) -> RotatedForm:
-        """The best form without finer layers. If weights have 4 bits, GPTQ of it is tried."""
+        """The best candidate without finer layers. If weights have 4 bits, its GPTQ is tried."""
         chosen = self.best_of(self.forms)
         if self.work.scheme.weight_bits == 4:
             source = FORMATS[self.work.form].gptq
@@ -66,9 +66,10 @@ class Comparison:
         return chosen
 
     def within(self, limit: float, chosen: RotatedForm) -> RotatedForm | None:
-        """The best form with fewest finer layers whose error is at most ``limit``.
+        """The best candidate with the fewest finer layers whose error is at most ``limit``.
 
-        It has more of them than ``chosen`` if that has any. ``None`` if all of them are not enough.
+        If ``chosen`` has finer layers, the result has more. ``None`` if all finer layers are not
+        enough.
         """
         self._find_steps(chosen)
         count = self._fewest(chosen, limit, len(self.steps), least=len(chosen.finer) + 1)
@@ -81,7 +82,7 @@ class Comparison:
         return self.finer(chosen, count) if fewer is None else self.finer(other, fewer)
 
     def filled(self, chosen: RotatedForm, max_size: int) -> RotatedForm:
-        """The chosen form with as many finer layers as ``max_size`` bytes have room for."""
+        """The chosen candidate with as many finer layers as ``max_size`` bytes have room for."""
         self._find_steps(chosen)
         left, count = max_size - self.measured(chosen).size, len(chosen.finer)
         while count < len(self.steps) and self.steps[count].size <= left:
@@ -100,7 +101,7 @@ class Comparison:
         return self.measured(form).differences.error
 
     def finer(self, form: RotatedForm, count: int) -> RotatedForm:
-        """The form after so many steps to more bits."""
+        """The candidate after so many steps to more bits."""
         return replace(form, finer=tuple(self.steps[:count]))
 
     def _find_steps(self, chosen: RotatedForm) -> None:
@@ -124,12 +125,12 @@ class Comparison:
 
 
 def best(compared: Sequence[Compared], float_size: int, max_size: int | None = None) -> int:
-    """Which candidate to write: the cheapest of those that are clearly cheaper than the original.
+    """Which candidate to write: the cheapest that is clearly cheaper than the original.
 
-    The original is the first one. Others have to be smaller than the model in float32, of
+    The original comes first. Others have to be smaller than the model in float32, of
     ``float_size`` bytes, and no larger than ``max_size``: an untied head can take more than
-    rounding saves. A form that is larger than the original has to earn it: at ``n`` times the size
-    it may have ``1 / n`` of the cost.
+    rounding saves. A candidate that is larger than the original has to earn it: at ``n`` times the
+    size it may have ``1 / n`` of the cost.
     """
     first = compared[0]
     original, *others = (candidate.differences for candidate in compared)

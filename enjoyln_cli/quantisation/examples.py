@@ -1,8 +1,8 @@
 """The user's data as inputs of one row each: the first half to choose by, the second to measure on.
 
 A language model reads windows of a running text; any other model reads each line as one text. The
-inputs of a decoder are what the original itself generates for the inputs of its encoder. Of equal
-inputs, the first counts, so that the halves share none.
+inputs of a decoder are what the original itself generates for the inputs of its encoder. If inputs
+are equal, only the first counts, so that the halves share none.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TRACED_TOKENS = 12
 """Tokens in the call that is traced. A decoder gets fewer, so that their number is not taken for
 the encoder's."""
 DIGITS = 16
-"""Digits of an input's digest: two inputs have the same with a chance of one in 10**19."""
+"""Digits of an input's digest: two inputs have the same digest with a chance of 1 in 10**19."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ def split(
 def require_every_input(model: Any, folder: Path, example: Example) -> None:
     """Raise ``UnsupportedModel`` if a program traced from the example would lack an input.
 
-    A program has the inputs that it is traced with. It needs those that ``forward`` takes and that
-    the tokenizer or a processor in ``folder`` is for: without pictures in the example, the program
-    of a model of text and pictures could never be given any.
+    A program has the inputs that it is traced with. It needs each input that ``forward`` takes and
+    that the tokenizer or a processor in ``folder`` makes: without pictures in the example, the
+    program of a model of text and pictures could never be given any.
     """
     accepted = accepted_by(model)
     for name, option in (("pixel_values", "--image"), ("input_ids", "--text")):
@@ -128,8 +128,8 @@ def _is_prepared(name: str, folder: Path) -> bool:
 def traced_batch(model: Any, example: Example) -> Batch:
     """Two short rows like ``example``, with which ``model`` can be traced.
 
-    If pictures take the place of tokens, a program has a fixed number of rows: then it is one, with
-    all tokens.
+    If pictures take the place of tokens, a program has a fixed number of rows: then it is one row,
+    with all tokens.
     """
     batch = example.batch
     if image_token(model.config) is not None and not _is_text(batch):
@@ -178,7 +178,7 @@ def _names(data: UserData, kind: str | None, count: int) -> list[str]:
 
 
 def _distinct(rows: Sequence[Batch], names: Sequence[str]) -> list[Example]:
-    """The rows as examples, equal ones once."""
+    """The rows as examples, equal rows once."""
     found: dict[str, Example] = {}
     for row, name in zip(rows, names, strict=True):
         parts = (part for key in sorted(row) for part in (key.encode(), _bytes_of(row[key])))

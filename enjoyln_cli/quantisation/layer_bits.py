@@ -1,7 +1,7 @@
 """Which layers get more bits than the scheme says, so that the outputs are near enough.
 
 Each layer is rounded alone, and the others compute in float32 (simulated). More bits for a layer
-save what that costs, and take bytes. The layers that save most for each byte come first.
+save this cost, and take bytes. The layers that save most for each byte come first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """ONNX programs as the transformers model that they were made from: it generates, in pipelines too.
 
-The model has its own class and no weights. Its ``forward``, and that of its encoder, run the
-programs; all else is transformers' code: ``generate``, the preparation of inputs, the checks of
-pipelines. The cache that ``generate`` hands around holds what the programs return.
+The model has its own class and no weights. Its ``forward``, and its encoder's, run the programs;
+all else is transformers' code: ``generate``, the preparation of inputs, the checks of pipelines.
+The cache that ``generate`` hands around holds what the programs return.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def load_onnx(
 
     It is used like the original: called, in ``pipeline``, and with ``generate`` if it generates.
     ``precision`` is what the names of its files in ``folder/onnx`` end with (``quantized``, ``q4``,
-    ``fp16``, and nothing for float32), by default that of the only files there. 0 leaves the number
-    of ``threads`` to onnxruntime. ``trust_remote_code`` runs the code that comes with ``folder``.
+    ``fp16``, and nothing for float32), by default the ending of the only files there. 0 leaves the
+    number of ``threads`` to onnxruntime. ``trust_remote_code`` runs the code that comes with
+    ``folder``.
 
     Raises ``ModelNotFound`` if there are no such files, and ``UnsupportedModel`` if there are
     several and ``precision`` is not given, or if the model needs code that is not trusted.
@@ -133,7 +134,7 @@ def _class_of_programs(kind: Any, dtype: torch.dtype, has_cache: bool) -> Any:
 
 
 def _by_index(processors: Any) -> Any:
-    """The same logits processors, where those that suppress tokens do not search the vocabulary.
+    """The same logits processors; to suppress tokens, they do not search the vocabulary.
 
     transformers looks for each of its tokens in the whole vocabulary in each step: a quarter of the
     time of Whisper tiny in 8 bits.

@@ -1,4 +1,4 @@
-"""How far the outputs of a quantised model are from those of the original in float32."""
+"""How far the outputs of a quantised model are from the original's in float32."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EmbedOutputs = Callable[[Outputs, Batch], Outputs]
 ERROR = "error"
 """The relative error among the measures of an output."""
 CHANCE = 0.2
-"""The probability that another form is taken for better although its savings are chance."""
+"""The probability that a candidate is taken for better although its savings are chance."""
 DIRECTIONS = 20_000
 
 
@@ -70,7 +70,7 @@ class Differences:
 
     @property
     def measures(self) -> dict[str, float]:
-        """All measures of all outputs, by what they are called in a table."""
+        """All measures of all outputs, by their names in a table."""
         many = len(self.outputs) > 1
         return {
             f"{name}: {measure}" if many else measure: value
@@ -80,7 +80,7 @@ class Differences:
 
     @property
     def cost(self) -> float:
-        """What candidates are compared by: the KL divergence, or the error without one."""
+        """The cost that candidates are compared by: the KL divergence, or else the error."""
         if not isfinite(self.error):
             return inf
         return self.error if self.kl is None else self.kl
@@ -115,7 +115,7 @@ class ExactOutputs:
 
 
 def differences(compute: Compute, exact: ExactOutputs) -> Differences:
-    """Run ``compute`` on the examples and compare its outputs with the exact ones."""
+    """Run ``compute`` on the examples and compare its outputs with the exact outputs."""
     distances, costs, loss, tokens = [], [], 0.0, 0
     found: dict[str, list[Sums]] = {name: [] for name in exact.names}
     embeddings: dict[str, list[torch.Tensor]] = {}
@@ -164,9 +164,10 @@ def clearly_cheaper(others: Sequence[Differences], original: Differences) -> lis
     What counts is the logarithm of the ratio of both costs, for each input. If the savings were
     chance, this vector would point in any direction. So its angle to the vector of ones is compared
     with its angles to random directions. For each direction, the smallest angle to any of
-    ``others`` counts, so that many forms have no better chance than one. This is the rotation test
-    of Langsrud (2005), exact for normally distributed logarithms; for a single form it is the t
-    test of paired differences. Any finite cost is less than one that is not finite.
+    ``others`` counts, so that many candidates have no better chance than a single candidate. This
+    is the rotation test of Langsrud (2005), exact for normally distributed logarithms; for a single
+    candidate it is the t test of paired differences. Any finite cost is less than a cost that is
+    not finite.
     """
     if not others:
         return []
@@ -195,11 +196,11 @@ def exact_halves(
     event: Event,
     on_progress: Progress,
 ) -> tuple[ExactOutputs, ExactOutputs]:
-    """Run the original on both halves of the data: the one to choose by, the one to measure on.
+    """Run the original on both halves of the data: calibration data and held-out data.
 
     ``model`` is the original of ``opened`` in float32. Each half has at most ``most`` inputs.
-    ``used`` are the outputs that the class is used for; those of a sentence-transformers pipeline
-    are its sentence embeddings. Outputs are stored in files in ``folder``. Raises
+    ``used`` are the outputs that the class is used for; a sentence-transformers pipeline is used
+    for its sentence embeddings. Outputs are stored in files in ``folder``. Raises
     ``UnsupportedModel`` if there are too few inputs, or if the model cannot run on them.
     """
     embed = embedder(opened.source, event)

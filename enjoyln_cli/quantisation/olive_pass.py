@@ -56,7 +56,7 @@ class EnjoylnRotate(Pass):
 
 
 def package_config() -> dict[str, Any]:
-    """The passes of Olive and this one, for ``olive.workflows.run``."""
+    """The passes of Olive and this pass, for ``olive.workflows.run``."""
     package: dict[str, Any] = json.loads(
         Path(OlivePackageConfig.get_default_config_path()).read_text(encoding="utf-8")
     )

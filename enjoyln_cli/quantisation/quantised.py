@@ -1,4 +1,4 @@
-"""What ``quantize`` reports: the forms that were compared, what was written, what it gains."""
+"""What ``quantize`` reports: the candidates that were compared, the result, and its gain."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Quantised:
     format: str
     scheme: str
     target: str | None
-    """What runs the ONNX file; ``None`` for a processor like the one that it was made on."""
+    """What runs the ONNX file; ``None`` for a processor like the processor that made it."""
     suffix: str
     """What the names of ONNX files end with."""
     chosen: str

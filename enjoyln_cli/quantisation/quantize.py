@@ -1,9 +1,9 @@
-"""``enjoyln quantize``: choose a form of the model, quantise it, and measure what was written.
+"""``enjoyln quantize``: choose a candidate, quantise it, and measure what was written.
 
 The order of the steps: read the data and run the original on it; write each candidate in the chosen
 format and scheme, and run it in the program that the format is for, on the calibration data; take
-the best one, and give more bits to some of its layers if its error is too large; measure it on the
-held-out data, beside the original quantised as the scheme says.
+the best candidate, and give more bits to some of its layers if its error is too large; measure the
+result on the held-out data, beside the original quantised as the scheme says.
 What is compared is what users would run; only the order in which layers get more bits is simulated.
 """
 
@@ -91,20 +91,21 @@ def quantize(
     """Quantise ``model`` (a Hub id or a directory) into the new directory ``out``.
 
     * ``data``: at least eight inputs. The original, the model with rotated values, and rotations
-      with these ``seeds`` are compared on the first half; the result is measured on the second.
+      with these ``seeds`` are compared on the calibration data; the result is measured on the
+      held-out data.
     * ``form`` and ``scheme`` are names of ``schemes.FORMATS`` and ``schemes.SCHEMES``.
     * ``target``: a name of ``schemes.TARGETS``, which runs an ONNX file; by default a processor
-      like this one.
+      like yours.
     * ``keep``: paths of layers, or patterns, to leave in floating point (in ONNX in 8 bits if
       weights have 4).
-    * ``max_error``: the largest relative error of the outputs; by default that of the scheme. If
+    * ``max_error``: the largest relative error of the outputs; by default the scheme's. If
       the scheme costs more, the layers that need it get 8 bits or stay in floating point.
     * ``max_size``: the largest number of bytes of the program and its weights. Without
       ``max_error``, layers get more bits as long as they fit.
     * ``inputs``: use at most this many inputs in each half.
 
     ``on_event`` receives stages and warnings, and ``on_progress``, after each input and each
-    form, the seconds that this stage has taken so far and those that it takes in all.
+    candidate, the seconds that this stage has taken so far and should take in all.
 
     Raises ``UnsupportedModel`` for a model, a format or data that cannot be used, and
     ``VerificationFailed`` if no bits of single layers keep within the limits. ``out``

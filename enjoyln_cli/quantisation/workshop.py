@@ -1,4 +1,4 @@
-"""Write the forms of a model in a format, run them in the program that it is for, and time them."""
+"""Write candidates in a format, run them in the program that the format is for, and time them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Workshop:
         examples: Sequence[Example],
         on_progress: Progress = no_progress,
     ) -> WeightCount | None:
-        """Write a candidate, quantised; of the original also what it is in float32."""
+        """Write a candidate, quantised; the original in float32 as well."""
         model = self.original.load(torch.float32, candidate.plan)
         folder = self.place(candidate.title)
         float_folder = self.place(FLOAT) if candidate.title == ORIGINAL else None
@@ -144,7 +144,7 @@ class Workshop:
     ) -> dict[str, RoundedWeight]:
         """The weights of ``model`` in 4 bits, if the candidate has them rounded by error.
 
-        They are computed once for a form, whichever of its layers are finer.
+        They are computed once for a candidate, whichever of its layers are finer.
         """
         if candidate.rounding == "nearest":
             return {}
@@ -177,7 +177,7 @@ class Workshop:
 def load_result(folder: Path, form: str, model_class: Any, suffix: str) -> Compute:
     """A quantised model of the class ``model_class``, in the program that runs it.
 
-    ``suffix`` is that of ONNX files. Raises ``BadCheckpoint`` if it cannot be loaded.
+    ``suffix`` ends the names of ONNX files. Raises ``BadCheckpoint`` if it cannot be loaded.
     """
     try:
         if FORMATS[form].is_checkpoint:

@@ -5,11 +5,11 @@ files are run as their readers run them:
 
 * The error of the outputs that ``quantize`` measured is measured again. On the same inputs it is
   the same up to the order of sums, so ``SAME_INPUTS`` times the recorded error passes. On other
-  inputs it is another number for the same model, and ``OTHER_INPUTS`` times the recorded error
-  passes. Inputs that the form was chosen by are left out. Above ``--max-error`` nothing passes.
+  inputs the same model has another error, and ``OTHER_INPUTS`` times the recorded error passes.
+  Calibration data are left out. Above ``--max-error`` nothing passes.
   Without rounding to integers, the error may be ``ROUNDINGS`` roundings of the dtype.
-* A model that generates continues some inputs with its cache. In float32 its tokens are those of
-  the original; otherwise about as many of them as ``quantize`` has recorded.
+* A model that generates continues some inputs with its cache. In float32 its tokens equal the
+  original's; otherwise about as many do as ``quantize`` has recorded.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class PrecisionCheck:
     limit: float
     """The largest error that passes on these inputs."""
     generated: Agreement | None
-    """Of its generated tokens with those of the original."""
+    """Of its generated tokens with the original's."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def verify_quantised(
     """Compare each precision in ``out`` with its record, and with the original in float32.
 
     Of ``options``, ``against`` and ``accept`` are used; without ``accept``, a result with a changed
-    file is not run. ``on_progress`` is that of ``quantize``. The verdict is stored in ``out``.
+    file is not run. ``on_progress`` is as for ``quantize``. The verdict is stored in ``out``.
     Without ``data``, precisions in floating point are run on seeded inputs.
 
     Raises ``BadCheckpoint`` if the record in ``out`` cannot be read or the result cannot be loaded,
@@ -273,9 +273,9 @@ def _in_float16(compute: Compute) -> Compute:
 
 
 def _to_measure_on(examples: Sequence[Example], record: Record) -> tuple[list[Example], bool]:
-    """The inputs that ``quantize`` measured on, and ``True``; otherwise those it did not choose by.
+    """The held-out data of ``quantize`` and ``True``, or else all inputs but calibration data.
 
-    Raises ``UnsupportedModel`` if there are fewer than ``FEWEST`` of the latter.
+    Raises ``UnsupportedModel`` if fewer than ``FEWEST`` are left.
     """
     by_digest = {example.digest: example for example in examples}
     if record.measured_on and {*record.measured_on} <= by_digest.keys():
@@ -283,7 +283,7 @@ def _to_measure_on(examples: Sequence[Example], record: Record) -> tuple[list[Ex
     others = [example for example in examples if example.digest not in record.chosen_by]
     if len(others) < FEWEST:
         raise UnsupportedModel(
-            f"too little data: the form was chosen by all but {len(others)} of these inputs, and "
-            f"{FEWEST} are needed; pass the data that it was quantised with, or other data"
+            f"too little data: all but {len(others)} of these inputs are its calibration data, and "
+            f"{FEWEST} others are needed; pass the data that it was quantised with, or other data"
         )
     return others, False

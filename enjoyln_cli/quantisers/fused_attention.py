@@ -3,8 +3,8 @@
     softmax(s q k^T) v    for each head of q, k and v, of shape (batch, length, heads * features)
 
 The operator is ``MultiHeadAttention`` of ``com.microsoft``, which onnxruntime has everywhere, in
-JavaScript too. An encoder of speech or images never holds its scores as a whole then: those of
-Whisper have 1500 x 1500 elements for each head, and its encoder takes about half the time.
+JavaScript too. Then an encoder of speech or images never holds its scores as a whole. Whisper's
+have 1500 x 1500 elements for each head; its encoder takes about half the time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def fuse_attention(program: Any) -> int:
 
 
 def _fuse(softmax: Any) -> bool:
-    """Fuse the attention around a softmax; returns whether it has one that can be fused."""
+    """Fuse the attention around a softmax; returns whether there is an attention to fuse."""
     import onnx_ir
 
     if softmax.op_type != "Softmax" or _attribute(softmax, "axis", -1) not in (-1, 3):
@@ -105,6 +105,6 @@ def _attribute(node: Any, name: str, default: Any = None) -> Any:
 
 
 def _sizes(value: Any) -> tuple[Any, ...]:
-    """The sizes of a value: numbers, and names of dynamic ones."""
+    """The sizes of a value: numbers, and names of dynamic sizes."""
     shape = value.shape or ()
     return tuple(size if isinstance(size, int) else size.value for size in shape)

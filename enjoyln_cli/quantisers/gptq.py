@@ -2,8 +2,8 @@
 
 Frantar et al. (2022), arXiv 2210.17323. Of a layer ``y = W x`` only ``H = sum(x xᵀ)`` over the
 calibration data matters: rounding ``W`` to ``Q`` changes the outputs by ``tr((W - Q) H (W - Q)ᵀ)``.
-The columns of ``W`` are rounded one after another, those of the largest inputs first. The error of
-each column is made up for by the columns that are not rounded yet:
+The columns of ``W`` are rounded singly, beginning with the largest inputs. The columns that are not
+rounded yet make up for the error of each column:
 
     W[:, j:] -= (W[:, j] - Q[:, j]) / U[j, j] · U[j, j:]        UᵀU = (H + λI)⁻¹, U upper triangular
 
@@ -150,8 +150,8 @@ def round_model(
     """Round the weights of linear layers of ``model``, in place.
 
     ``groups`` has the paths of the layers, and how many inputs of each share a scale. ``batches``
-    are the calibration data: inputs of ``forward``. A layer that none of them reaches is rounded to
-    the nearest integers. ``on_progress`` is called after each block. Returns the integers by the
+    are the calibration data: inputs of ``forward``. A layer that no batch reaches is rounded to the
+    nearest integers. ``on_progress`` is called after each block. Returns the integers by the
     paths of the layers.
     """
     modules = {path: model.get_submodule(path) for path in groups}
@@ -227,7 +227,7 @@ class _Reached(Exception):
 def _watched(
     modules: Mapping[str, nn.Module], see: Callable[[str, torch.Tensor], None]
 ) -> Iterator[None]:
-    """Within the block, ``see`` gets the path and the input of each layer before its call."""
+    """Give ``see`` the path and the input of each layer before its call, inside the block."""
     with ExitStack() as stack:
         for path, module in modules.items():
 

@@ -1,15 +1,15 @@
 """ONNX programs with weights of 8 or 4 bits, and with inputs of products that are rounded as well.
 
-A weight ``W`` of shape ``(inputs, outputs)`` becomes integers ``Q`` and one scale for each output:
+A weight ``W`` of shape ``(inputs, outputs)`` becomes integers ``Q`` and a scale for each output:
 
     s_j = max_i |W_ij| / top,    Q_ij = round(W_ij / s_j),    x W = (x_q Q) * (s_x s_j)
 
-A table that is read by rows has one scale for each row. A head that is tied to it reads the same
-integers: what is a row to the one is an output to the other. So nothing is stored twice.
+A table that is read by rows has a scale for each row. A head that is tied to it reads the same
+integers: a row of the table is an output of the head. So nothing is stored twice.
 
 Weights of products have 4 bits on demand, if the scales of inputs are fixed; tables have 8 bits.
-The scale of an input is that of its values in each call, or a fixed one. The operators are those
-that onnxruntime fuses into one: ``DynamicQuantizeLinear`` and ``MatMulInteger``, or for fixed
+The scale of an input follows from its values in each call, or is fixed. onnxruntime fuses these
+operators into one: ``DynamicQuantizeLinear`` and ``MatMulInteger``, or for fixed
 scales ``QuantizeLinear`` and ``DequantizeLinear`` in front of a product (QDQ).
 """
 
@@ -27,7 +27,7 @@ from enjoyln_cli.quantisers.gptq import RoundedWeight
 TOP, REDUCED_TOP, TOP_OF_4_BITS = 127, 64, 7
 """The largest integer, that of processors whose sums of products saturate, and that of 4 bits."""
 ROWS, COLUMNS = 0, 1
-"""The dimension of a stored weight that has one scale for each of its elements."""
+"""The dimension of a stored weight that has a scale for each of its elements."""
 FLOAT = 1
 """``onnx.TensorProto.FLOAT``."""
 MICROSOFT = "com.microsoft"
@@ -137,7 +137,7 @@ class Rounding:
 
 
 def constant(graph: Any, name: str, array: np.ndarray[Any, Any]) -> Any:
-    """A new weight of an ``onnx_ir.Graph``, under ``name`` or a longer one."""
+    """A new weight of an ``onnx_ir.Graph``, under ``name`` or a longer name."""
     import onnx_ir
 
     while name in graph.initializers:
@@ -173,7 +173,7 @@ def round_weights(
     """Round the tables of an ``onnx_ir.Model`` and, with ``products``, its products, in place.
 
     ``kept`` are names of nodes that stay in float32, and with them the weights that they read.
-    ``reduced`` says that weights get 7 bits. What else reads a rounded table reads it as numbers
+    ``reduced`` says that weights get 7 bits. Other readers of a rounded table read it as numbers
     again.
     """
     rounding = Rounding(program.graph, REDUCED_TOP if reduced else TOP, fixed)
@@ -279,7 +279,7 @@ def _with_fixed_scales(
 
 
 def _rounded_value(value: Any, name: str, rounding: Rounding, fixed: FixedScales) -> list[Any]:
-    """The nodes that round a value by the range of ``name``; the last one has the result."""
+    """The nodes that round a value by the range of ``name``; the last node has the result."""
     scale, zero = scale_of(fixed.ranges[name], fixed.bits)
     numbers = [
         constant(rounding.graph, f"{name}.scale", scale),

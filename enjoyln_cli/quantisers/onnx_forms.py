@@ -1,9 +1,10 @@
-"""Forms of a model as ONNX programs: traced once, filled with the weights of each form.
+"""Candidates as ONNX programs: traced once, filled with the weights of each candidate.
 
-A rotation changes weights and no structure, so all forms share one trace. A form has a trace of its
-own if it has a product that others lack, or if the config entries that its untied head needs change
-what the model computes. If the cache of a model cannot be exported, or if data have other inputs
-than its config tells, it is one program of a whole call, which is exported anew for each form.
+A rotation changes weights and no structure, so all candidates share one trace. A candidate has a
+trace of its own if it has a product that others lack, or if the config entries that its untied head
+needs change what the model computes. If the cache of a model cannot be exported, or if data have
+other inputs than its config tells, the model is one program of a whole call, which is exported anew
+for each candidate.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Structure = tuple[Any, ...]
 
 @dataclass
 class OnnxForms:
-    """The programs of the forms of one model."""
+    """The programs of the candidates of one model."""
 
     sample: Batch
     """One input of the model."""
@@ -151,7 +152,7 @@ def quantised(
 ) -> Programs:
     """The programs, quantised by ``scheme``.
 
-    ``bits`` and ``rounded`` are those of ``onnxruntime_quantiser.quantised``. ``calibration`` are
+    ``bits`` and ``rounded`` are as for ``onnxruntime_quantiser.quantised``. ``calibration`` are
     inputs of the model, for a static scheme. Raises ``UnsupportedModel`` if no program has a layer
     that would be quantised.
     """

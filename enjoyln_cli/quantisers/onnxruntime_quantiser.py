@@ -36,9 +36,9 @@ def quantised(
     """An ``onnx_ir.Model`` in float32, quantised; it may be changed in place.
 
     ``bits`` are of the weights of layers, by paths or patterns (see ``schemes.bits_at``), where
-    they differ from those of ``scheme``. ``ranges`` are of values by name, for a static scheme (see
-    ``static_ranges``). ``rounded`` are weights of linear layers as integers already, by the paths
-    of their layers. Embeddings get 8 bits as well: they are most of a small model's bytes.
+    they differ from the bits of ``scheme``. ``ranges`` are of values by name, for a static scheme
+    (see ``static_ranges``). ``rounded`` are weights of linear layers as integers already, by the
+    paths of their layers. Embeddings get 8 bits as well: they are most of a small model's bytes.
     """
     kept = _nodes_with(FLOAT_BITS, program, {f"*.{NAME}": FLOAT_BITS, **bits})
     fixed = None
@@ -98,9 +98,10 @@ def _accuracy(scheme: QuantisationScheme) -> int:
 def _in_groups(
     program: Any, scheme: QuantisationScheme, kept: list[str], in_eight_bits: list[str]
 ) -> Any:
-    """The program with weights in groups with one scale each.
+    """The program with weights in groups that share a scale.
 
-    The ``kept`` products stay in float32, and those ``in_eight_bits`` get 8 bits if others get 4.
+    The ``kept`` products stay in float32, and products ``in_eight_bits`` get 8 bits if others get
+    4.
     """
     import onnx_ir
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer

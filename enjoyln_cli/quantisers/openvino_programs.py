@@ -1,8 +1,8 @@
 """OpenVINO programs in the layout of optimum-intel, which OpenVINO GenAI loads.
 
 They are converted from the ONNX programs of a model, quantised by NNCF, and then get their state: a
-decoder keeps its cache between calls. Its input ``beam_idx`` has, for each row, the number of the
-row in the call before whose cache it continues. The keys and values of a cross attention are
+decoder keeps its cache between calls. For each row, its input ``beam_idx`` says which row's cache
+of the call before it continues. The keys and values of a cross attention are
 computed in the first call after ``reset_state``.
 """
 
@@ -97,7 +97,7 @@ def quantised(
 def _calls_of(
     programs: Mapping[str, LoadedProgram], batches: Sequence[Batch]
 ) -> dict[str, list[Batch]]:
-    """The inputs that each program gets if they compute ``batches`` one after the other."""
+    """The inputs that each program gets if the programs compute ``batches`` in order."""
     found: dict[str, list[Batch]] = {name: [] for name in programs}
 
     def noting(name: str, program: LoadedProgram) -> LoadedProgram:
@@ -189,7 +189,7 @@ def load_programs(folder: Path, threads: int = 0) -> dict[str, LoadedProgram]:
 
 
 def write_tokenizer(folder: Path, event: Event) -> None:
-    """Write the tokenizer in ``folder``, if there is one, as the programs that OpenVINO loads.
+    """Write the tokenizer in ``folder``, if any, as the programs that OpenVINO loads.
 
     A tokenizer that cannot be converted gives a warning.
     """

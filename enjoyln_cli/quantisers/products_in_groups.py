@@ -1,9 +1,9 @@
 """Write weights that were rounded to integers in groups into an ONNX program, as they are.
 
-``MatMulNBits`` reads a weight of shape ``(outputs, inputs)`` in blocks of ``group`` inputs: the
-integers, two of 4 bits in a byte with the first one in the low half, a scale for each block, and
-its zero point, packed alike and left out if all are in the middle. An input that fills up the last
-block has its zero point.
+``MatMulNBits`` reads a weight of shape ``(outputs, inputs)`` in blocks of ``group`` inputs: two
+integers of 4 bits in a byte, the first in the low half, a scale for each block, and zero points,
+packed alike and left out if all are in the middle. Inputs that fill up the last block have its zero
+point.
 """
 
 from __future__ import annotations
@@ -86,5 +86,5 @@ def packed(weight: RoundedWeight) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _halves(integers: torch.Tensor) -> torch.Tensor:
-    """Two integers of 4 bits in each byte, the first one in the low half."""
+    """Two integers of 4 bits in each byte, the first in the low half."""
     return (integers[:, ::2] | (integers[:, 1::2] << 4)).contiguous()

@@ -69,7 +69,7 @@ def write(
 
     ``calibration`` are inputs of the model, for GPTQ, which rounds its weights in place. ``bits``
     are of the weights of layers, by paths or patterns (see ``schemes.bits_at``), where they differ
-    from those of ``scheme``. What is not rounded is stored as ``dtype``. Raises
+    from the bits of ``scheme``. What is not rounded is stored as ``dtype``. Raises
     ``UnsupportedModel`` if the model has no layer that would be rounded.
     """
     layers = _layers_to_round(model, form, bits)
@@ -207,8 +207,8 @@ def _oneshot(
 ) -> None:
     """Quantise ``model`` in place by llm-compressor, and save it.
 
-    GPTQ runs all of the model on the ``calibration`` data, and then rounds each layer by what it
-    read: that works for any class, where its pipeline by layers has to trace the class.
+    GPTQ runs all of the model on the ``calibration`` data, and then rounds each layer by its
+    inputs: that works for any class, where its pipeline by layers has to trace the class.
     """
     from compressed_tensors.quantization import preset_name_to_scheme
     from llmcompressor import oneshot

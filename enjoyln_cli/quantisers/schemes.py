@@ -14,7 +14,7 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export.requirements import require_packages, require_transformers
 
 FLOAT_BITS = 32
-"""Of layers that are not rounded, whatever the dtype is that they are stored in."""
+"""Bits of layers that are not rounded, whatever dtype they are stored in."""
 RoundingMethod = Literal["nearest", "gptq", "asymmetric gptq"]
 """How weights of 4 bits are rounded: each to the nearest integer, or by the outputs' error."""
 
@@ -31,7 +31,7 @@ class QuantisationScheme:
     max_error: float
     """Default for the largest relative error of the outputs that the result may have."""
     suffix: str
-    """What the names of ONNX files end with: those of transformers.js, where it has the scheme."""
+    """What the names of ONNX files end with, as in transformers.js if it has the scheme."""
     group: int | None = None
     """How many weights, or inputs, share a scale, if the name of the scheme says so."""
     is_reduced: bool = False
@@ -81,7 +81,8 @@ SIMULATED: Mapping[str, QuantisationScheme] = {
     **{name: s for name, s in SCHEMES.items() if s.group is None and s.input_bits != 16},
     "w4a4": QuantisationScheme(4, 4, False, 0.5, "_w4a4"),
 }
-"""What ``enjoyln rotate`` can simulate: schemes without groups, and one that no format stores."""
+"""What ``enjoyln rotate`` can simulate: schemes without groups, and a scheme that no format
+stores."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,8 @@ def for_target(
     """The scheme as it is for a target, by default for this processor.
 
     Weights of 7 bits have the same sums everywhere, so that a target that saturates can be measured
-    on any processor. Raises ``UnsupportedModel`` for weights of 8 bits that this one would saturate
-    and the target would not.
+    on any processor. Raises ``UnsupportedModel`` for weights of 8 bits if this processor would
+    saturate and the target would not.
     """
     saturates = TARGETS[target].saturates if target else saturates_here
     is_affected = scheme.weight_bits == 8 and scheme.input_bits == 8 and not scheme.group
@@ -186,7 +187,7 @@ def for_target(
 def bits_at(path: str, bits: Mapping[str, int], otherwise: int) -> int:
     """How many bits the layer at this path gets; ``bits`` has paths or patterns, the last counts.
 
-    ``otherwise`` is for a layer that none of them matches.
+    ``otherwise`` is for a layer that no pattern matches.
     """
     found = [count for pattern, count in bits.items() if fnmatchcase(path, pattern)]
     return found[-1] if found else otherwise

@@ -32,7 +32,7 @@ class Speed:
     what: str = "a call"
     """What takes so long: a call, or for a model that generates ``generating 31 tokens``."""
     token_milliseconds: float | None = None
-    """Of one more token, with those before it in the cache."""
+    """Of one more token, with all earlier tokens in the cache."""
 
     def is_slower_than(self, other: Speed) -> bool:
         """Whether it takes clearly longer."""
@@ -49,8 +49,8 @@ def speeds_of_programs(
 ) -> dict[str, Speed]:
     """The times of the programs of some models for one input.
 
-    Programs with a cache generate greedily. Those behind an encoder begin with the first token of
-    the decoder, those that read pictures with all tokens, and others with the first half of them.
+    Programs with a cache generate greedily. Behind an encoder they begin with the decoder's first
+    token, with pictures with all tokens, and otherwise with the first half of the tokens.
     """
     one = next(iter(programs.values()))
     if not have_cache(one):

@@ -1,7 +1,7 @@
 """Which values the inputs of products have on the user's data, for schemes with fixed scales.
 
-A program gets the smallest and the largest value of each as further outputs, so that inputs of
-any lengths can be looked at one after the other, in little memory.
+A program gets the smallest and the largest value of each as further outputs, so that inputs of any
+length can be looked at one by one, in little memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENDS = {"ReduceMin": ".smallest", "ReduceMax": ".largest"}
 def ranges_of(programs: Programs, batches: Sequence[Batch]) -> dict[str, dict[str, Range]]:
     """The ranges of inputs and results of products with stored matrices, by program and value.
 
-    The programs compute ``batches``, inputs of the model, one after the other. A value that is only
+    The programs compute ``batches``, inputs of the model, in order. A value that is only
     computed inside a branch is left out.
     """
     watched = replace(programs, models={n: _watched(p) for n, p in programs.models.items()})

@@ -50,7 +50,8 @@ class Degrees:
     alike: tuple[Node, ...] = ()
     """These operands have the exponent of the result."""
     normed: Node | None = None
-    """An operand whose exponent the result does not depend on if the op's eps has twice of it."""
+    """An operand whose exponent does not change the result if the op's eps has twice this
+    exponent."""
     adds_number: bool = False
     """Whether the op adds a number other than zero, which has the exponent of the result."""
 
@@ -59,7 +60,7 @@ _INDEXED = {
     aten.gather, aten.index, aten.index_add, aten.index_put, aten.index_select, aten.masked_scatter,
     aten.masked_select, aten.repeat_interleave, aten.scatter, aten.scatter_add,
 }  # fmt: skip
-"""These read other numbers than floating-point ones as indices or masks."""
+"""These read integers and booleans as indices or masks."""
 _SAME = MOVES | SPLITS | DROPOUTS | _INDEXED | {
     aten.abs, aten.absolute, aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.add,
     aten.amax, aten.amin, aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d, aten.cat,

@@ -56,7 +56,7 @@ def eps_attribute(module: nn.Module, path: str, eps: float) -> str:
 def require_exact(name: str, weight: torch.Tensor, factor: float) -> None:
     """Raise ``UnsupportedModel`` if ``weight * factor`` is not exact in the dtype of ``weight``.
 
-    Elements so small that they are lost count if they are above a rounding of the largest one.
+    Elements so small that they are lost count if they are above a rounding of the largest element.
     """
     scaled = weight.detach().double() * factor
     lost = (scaled.to(weight.dtype).double() - scaled).abs().max()

@@ -64,8 +64,7 @@ class Steps(nn.Module):
         cache: Any = None,
         before: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None,
     ) -> None:
-        """Let calls of ``model`` pass ``flags`` too; outputs of the submodule ``inner`` count as
-        returned.
+        """Let calls pass ``flags`` too; outputs of the submodule ``inner`` count as returned.
 
         The first step gets a copy of ``cache``. ``before`` is called with the arguments of each
         step. ``watchers`` hold what hooks see.

@@ -156,7 +156,7 @@ def require_right(found: Exported, out: Path, runtimes: tuple[str, ...] = ("onnx
 
 
 @pytest.mark.slow
-def test_names_and_axes_are_those_that_clients_expect(gpt2: Exported) -> None:
+def test_names_and_axes_are_as_clients_expect_them(gpt2: Exported) -> None:
     axes = ["batch_size", "sequence_length"]
     (program,) = gpt2.programs.values()
     assert program.inputs == {"input_ids": axes, "attention_mask": axes}

@@ -250,7 +250,7 @@ def test_a_converted_decoder_is_checked_and_generates(phi: Exported) -> None:
 
 
 @pytest.mark.slow
-def test_the_names_and_files_are_those_that_clients_read(phi: Exported) -> None:
+def test_names_and_files_are_as_clients_read_them(phi: Exported) -> None:
     (program,) = phi.programs.values()
     new = ["batch_size", "sequence_length"]
     assert program.inputs["input_ids"] == program.inputs["position_ids"] == new

@@ -80,20 +80,20 @@ def times(*factors: float) -> list[float]:
         (times(0.0, 0.0, 0.0, 0.0, 0.0), "rotated"),
     ],
 )
-def test_another_form_has_to_be_better_by_more_than_chance(
+def test_another_candidate_has_to_be_better_by_more_than_chance(
     rotated: list[float], chosen: str
 ) -> None:
     assert chosen_of(compared("original", *PLAIN), compared("rotated", *rotated)) == chosen
 
 
-def test_the_cheapest_of_several_better_forms_is_chosen() -> None:
+def test_the_cheapest_of_several_better_candidates_is_chosen() -> None:
     some, more = times(0.8, 0.7, 0.8, 0.7, 0.8), times(0.5, 0.4, 0.6, 0.5, 0.45)
     forms = [compared(name, *costs) for name, costs in {"some": some, "more": more}.items()]
     assert chosen_of(compared("original", *PLAIN), *forms) == "more"
     assert chosen_of(compared("original", *PLAIN)) == "original"
 
 
-def test_any_form_is_better_than_a_nonfinite_original() -> None:
+def test_any_candidate_is_better_than_a_nonfinite_original() -> None:
     assert chosen_of(compared("original", nan, 0.1, 0.1), compared("other", 2.0, 2, 2)) == "other"
 
 
@@ -106,7 +106,7 @@ def test_models_without_logits_are_compared_by_their_error() -> None:
     )
 
 
-def test_another_form_has_to_be_smaller_than_float32() -> None:
+def test_another_candidate_has_to_be_smaller_than_float32() -> None:
     original, values = compared("original", *PLAIN), compared("values", *times(*[0.8] * 5))
     least = times(*[0.1] * 5)
     assert chosen_of(original, compared("rotated", *least, size=1000), values) == "values"
@@ -117,7 +117,7 @@ def test_another_form_has_to_be_smaller_than_float32() -> None:
 @pytest.mark.parametrize(
     ("size", "chosen"), [(400, "rotated"), (480, "rotated"), (520, "original")]
 )
-def test_a_larger_form_has_to_earn_its_size(size: int, chosen: str) -> None:
+def test_a_larger_candidate_has_to_earn_its_size(size: int, chosen: str) -> None:
     rotated = compared("rotated", *times(*[0.8] * 5), size=size)
     assert chosen_of(compared("original", *PLAIN), rotated) == chosen
 

@@ -74,7 +74,7 @@ SHORT = tuple((5, 6, 7 + at) for at in range(8))
 
 
 @pytest.mark.parametrize("returns_types", [True, False])
-def test_inputs_are_those_that_the_tokenizer_returns(returns_types: bool, tmp_path: Path) -> None:
+def test_inputs_are_what_the_tokenizer_returns(returns_types: bool, tmp_path: Path) -> None:
     model = AutoModelForMaskedLM.from_pretrained(CHECKPOINTS / "bert")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(CHECKPOINTS / "bert" / file, tmp_path)
@@ -260,9 +260,7 @@ with pip: `pip install librosa`
         ("audio", "No module named 'numba'", "reading audio failed: No module named 'numba'"),
     ],
 )
-def test_a_missing_library_is_the_one_that_transformers_names(
-    what: str, message: str, line: str
-) -> None:
+def test_a_missing_library_is_as_transformers_names_it(what: str, message: str, line: str) -> None:
     assert str(cannot_read(what, ImportError(message.format("load_audio")))) == line
 
 

@@ -160,7 +160,7 @@ def test_a_model_that_generates_nothing_has_no_state(tmp_path: Path) -> None:
     ("scheme", "rounding"),
     [("w8a8-static", "nearest"), ("w8a16", "nearest"), ("w4a16", "asymmetric gptq")],
 )
-def test_nncf_rounds_all_layers_but_those_to_keep(
+def test_nncf_rounds_all_layers_but_layers_to_keep(
     scheme: str, rounding: RoundingMethod, tmp_path: Path
 ) -> None:
     openvino = pytest.importorskip("openvino")
