@@ -132,9 +132,9 @@ def export(
     ``folder`` with other precisions of the same model.
 
     The programs run in onnxruntime, and in OpenVINO if it is installed. Their outputs are compared
-    with those of the original in float64, on inputs of several sizes; the error may be
-    ``max_ratio`` times that of the original in ``dtype``. A class that is not the stored one has to
-    be one that the conversion of ``model`` was proven for.
+    with the original's in float64, on inputs of several sizes; the error may be ``max_ratio`` times
+    the original's in ``dtype``. Another class than the stored class has to be a class that the
+    conversion of ``model`` was proven for.
 
     ``fp16_data`` are calibration data. The norms whose squares or sums overflow in float16 on these
     data read their input at a smaller scale, a power of two (see ``scaling.float16``), so that
