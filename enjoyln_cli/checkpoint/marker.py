@@ -75,6 +75,7 @@ def live_part(plan: Plan) -> Plan:
             replace(group, tensors=tuple(t for t in group.tensors if t.baked))
             for group in plan.rotated
         ),
+        scaled=tuple(replace(stream, tensors=(), norms=()) for stream in plan.scaled),
         untied=tuple(replace(copy, shape=()) for copy in plan.untied),
         settings=(),
         other_norms=(),

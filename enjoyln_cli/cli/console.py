@@ -20,7 +20,7 @@ from rich.tree import Tree as RichTree
 from enjoyln_cli.cli.output_lines import console, say
 from enjoyln_cli.report.layer_names import compact
 from enjoyln_cli.report.model_report import ModelReport
-from enjoyln_cli.report.notes import counts, notes
+from enjoyln_cli.report.notes import counts, notes, verbs
 from enjoyln_cli.report.verification_table import (
     verification_heads,
     verification_rows,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.quantisation.measure import Differences
     from enjoyln_cli.quantisation.quantised import Quantised
     from enjoyln_cli.quantisation.written_result import ResultCheck
+    from enjoyln_cli.scaling.overflows import OverflowReport
     from enjoyln_cli.verification.verify import Verification
 
 NARROW = 12
@@ -101,6 +102,18 @@ def write_reports(reports: Sequence[ModelReport]) -> None:
             say(line)
 
 
+def write_overflows(model: str, report: OverflowReport) -> None:
+    """Print where a model overflows in float16, and what ``--fp16-safe`` makes of each place."""
+    if report.overflows:
+        table = _table("what", "module", "largest", "with --fp16-safe")
+        for found in report.overflows:
+            after = Text(number(found.after), style="green" if found.is_mended else "red")
+            table.add_row(found.kind, found.module, number(found.largest), after)
+        _show(table)
+    for line in report.lines:
+        say(f"{model} ({report.model_class}): {line}")
+
+
 def _write_counts(reports: Sequence[ModelReport]) -> None:
     has_paper = any(report.paper is not None for report in reports)
     table = _table("model", *COLUMNS.values(), *["paper's Algorithm 1"] * has_paper)
@@ -138,7 +151,7 @@ def write_tree(tree: Tree) -> None:
 def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
     """Print the closing lines of a fold and the next command to run; for a dry run, the plan."""
     plan, dry = report.plan, result["dry_run"]
-    does, did = ("convert", "converted") if plan.folded else ("rotate", "rotated")
+    does, did = verbs(plan)
     say(f"{f'would {does}' if dry else did} {counts(plan)}", "green")
     for line in notes(report, result["bytes_added"]):
         say(line)

@@ -56,6 +56,11 @@ out_option = option(
 dry_run_option = option(
     "--dry-run", is_flag=True, help="Show the plan and the sizes; write nothing."
 )
+fp16_option = option(
+    "--fp16-safe",
+    is_flag=True,
+    help="Scale what norms read so that float16 does not overflow; needs calibration data.",
+)
 USED_WITH_LIKE = {"like", "out", "force", "quiet", "token", "cache_dir"}
 """The options of ``fold`` and ``rotate`` that ``--like`` takes."""
 like_option = option(
@@ -71,18 +76,59 @@ like_option = option(
 @out_option
 @options_of(FoldOptions, "folding")
 @options_of(Options, "options")
+@option("--as", "target", metavar="NAME", help="Store it as a stock class with RMSNorm: llama.")
 @like_option
 @options_of(WriteOptions, "writing")
 @dry_run_option
-@options_of(DataFiles, "data", only=("samples",))
+@fp16_option
+@options_of(DataFiles, "data")
 @options_of(CheckOptions, "checking")
 @quiet_option
 @json_option
 @options_of(OpenOptions, "opening")
-def fold(folding: FoldOptions, options: Options, **others: Any) -> None:
+def fold(folding: FoldOptions, options: Options, target: str | None, **others: Any) -> None:
     """Convert MODEL into the new directory OUT and verify the result."""
     require_plan_options(options)
-    _convert(folding=replace(folding, options=options), **others)
+    folding = replace(folding, options=options)
+    if target is None:
+        _convert(folding=folding, **others)
+    else:
+        used = {"target", "as_json", *USED_WITH_LIKE} - {"like"} | {*vars(folding), *vars(options)}
+        refuse_ignored(used | {"model", "dtype", "revision", "trust_remote_code"}, "with --as")
+        _fold_as(target, folding=folding, **others)
+
+
+def _fold_as(
+    target: str,
+    model: str,
+    out: Path | None,
+    folding: FoldOptions,
+    writing: WriteOptions,
+    opening: OpenOptions,
+    quiet: bool,
+    as_json: bool,
+    **_: Any,
+) -> None:
+    """Store a folded model as another stock class."""
+    if out is None:
+        raise click.UsageError("Missing option '-o' / '--out'.")
+    require_model(model, require_convertible)
+    require_new_folder(out, model, force=writing.force)
+    from enjoyln_cli.cli.progress import watch_job
+
+    with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:
+        look_up(model, opening, require_convertible)
+        from enjoyln_cli.cli.console import say, write_json  # takes seconds
+        from enjoyln_cli.conversion.stock_class import fold_as
+        from enjoyln_cli.plan.schema import to_json
+
+        made = fold_as(model, out, target, opening, folding, writing, watch.event)
+    if as_json:
+        write_json(to_json(made))
+    elif not quiet:
+        say(f"stored as {made.model_class}: {made.norms} norms compute RMSNorm", "green")
+        say(f"verified: error {made.ratio:.2f} x the original's own, {made.error:.1e} in float64")
+        say(f'next: transformers.{made.model_class}.from_pretrained("{out}") loads it')
 
 
 @help.command()
@@ -94,6 +140,7 @@ def fold(folding: FoldOptions, options: Options, **others: Any) -> None:
 @like_option
 @options_of(WriteOptions, "writing")
 @dry_run_option
+@fp16_option
 @options_of(DataFiles, "data")
 @options_of(CheckOptions, "checking")
 @quiet_option
@@ -138,6 +185,7 @@ def _convert(
     folding: FoldOptions,
     writing: WriteOptions,
     checking: CheckOptions,
+    fp16_safe: bool,
     data: DataFiles,
     choice: ChoiceOptions = NO_CHOICE,
 ) -> None:
@@ -155,8 +203,9 @@ def _convert(
         show_transfers()
     if isinstance(data.samples, Path) and len(data.sources) > 1:
         raise click.UsageError("--samples with a file cannot be combined with other inputs.")
+    require_one_source(data, is_needed=fp16_safe)
     used = passed_options("text", "images", "audio", "tokens", "seconds", "samples")
-    if used and not (checking.verify and not dry_run or chooses):
+    if used and not (checking.verify and not dry_run or chooses or fp16_safe):
         without = "--dry-run" if dry_run else "--no-verify"
         raise click.UsageError(f"{used[0]} needs the check; drop {without}.")
     require_model(model, require_convertible)
@@ -168,15 +217,17 @@ def _convert(
     watched = watch_job(not chatty, f"opening {with_origin(model)}")
     with naming_learned_steps(out), watched as watch:
         look_up(model, opening, require_convertible)
-        from enjoyln_cli.conversion.fold import prepare, write
+        from enjoyln_cli.conversion.fold import prepare, with_safe_scales, write
         from enjoyln_cli.conversion.results import fold_json
         from enjoyln_cli.report.model_report import ModelReport  # takes seconds
 
-        job = prepare(model, out, opening, folding, writing, on_event=watch.event)
+        job = prepare(model, out, opening, folding, writing, scales=fp16_safe, on_event=watch.event)
         chosen = None
         if chooses:
             chosen = _choose(job, choice, own, out, watch, resume=writing.resume)
             job = job.with_plan(chosen.plan)
+        if fp16_safe:
+            job = with_safe_scales(job, own, writing, watch.event)
         listeners: dict[str, Any] = {"on_event": watch.event, "on_progress": watch.progress}
         listeners["on_check"] = watch.seconds
         result = write(job, out, writing, checking, own, **listeners) if out else None
@@ -242,11 +293,7 @@ def _choose(
     help="New directory, or one with other precisions of the same original.",
 )
 @options_of(ExportOptions, "options")
-@option(
-    "--fp16-safe",
-    is_flag=True,
-    help="Scale the inputs of norms so that float16 does not overflow; needs calibration data.",
-)
+@fp16_option
 @options_of(DataFiles, "data", without=("samples",))
 @quiet_option
 @json_option

@@ -174,6 +174,7 @@ def verify(
     group="Measuring",
     help="The largest size of the result, such as 40MB.",
 )
+@option("--fp16-safe", is_flag=True, help="Scale what norms read, for engines in float16.")
 @option("--force", is_flag=True, help="Replace OUT if it exists.")
 @quiet_option
 @json_option

@@ -14,14 +14,17 @@ from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.early_checks import (
     look_up,
+    read_data,
     refuse_ignored,
     require_convertible,
     require_model,
+    require_one_source,
     require_plan_options,
     with_origin,
 )
 from enjoyln_cli.cli.group import complain
 from enjoyln_cli.cli.options import NEW_FILE, Names, option, options_of
+from enjoyln_cli.comparison.data_files import DataFiles
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.fs.staging import check_file, write_file
 from enjoyln_cli.plan.fold_options import FoldOptions, Options
@@ -55,6 +58,8 @@ printing = partial(option, group="Printing")
     type=click.Choice(["llm-compressor", "json"]),
     help="Print which layers read each norm: for recipes of llm-compressor, or as JSON.",
 )
+@printing("--fp16", is_flag=True, help="Show where MODEL overflows in float16 on your data.")
+@options_of(DataFiles, "data", without=("samples",))
 @printing("--json", "as_json", is_flag=True, help="Print one JSON object for each model.")
 @options_of(OpenOptions, "opening")
 def report(
@@ -63,6 +68,8 @@ def report(
     why: str | None,
     save: Path | None,
     mappings: Literal["llm-compressor", "json"] | None,
+    fp16: bool,
+    data: DataFiles,
     as_json: bool,
     opening: OpenOptions,
     folding: FoldOptions,
@@ -70,8 +77,22 @@ def report(
     paper: bool,
     picture: Path | None,
 ) -> None:
-    """Show which LayerNorms can become RMSNorm, and why others stay. Reads no weights."""
+    """Show which LayerNorms can become RMSNorm, and why others stay. Reads no weights.
+
+    With --fp16, show instead where MODEL overflows in float16; this runs it.
+    """
     require_plan_options(options)
+    require_one_source(data, is_needed=fp16)
+    if data.sources and not fp16:
+        raise click.UsageError(f"{data.sources[0]} needs --fp16.")
+    if fp16:
+        used = {"models", "fp16", "as_json", "folding", "token", "revision", "cache_dir"}
+        used |= {"text", "images", "audio", "tokens", "trust_remote_code", "model_class"}
+        refuse_ignored(used, "with --fp16")
+        if len(models) != 1:
+            raise click.UsageError("--fp16 takes one MODEL.")
+        _report_overflows(models[0], data, folding.model_class, opening, as_json=as_json)
+        return
     folding = replace(folding, options=options)
     if bool(models) == bool(types):
         raise click.UsageError("name at least one MODEL, or use --model-type instead.")
@@ -137,6 +158,31 @@ def report(
         write_reports(reports)
     if failed:
         raise click.exceptions.Exit(1)
+
+
+def _report_overflows(
+    model: str, data: DataFiles, model_class: str | None, opening: OpenOptions, *, as_json: bool
+) -> None:
+    """Print where ``model`` overflows in float16 on the data."""
+    require_model(model, require_convertible)
+    own = read_data(data)
+    from enjoyln_cli.cli.progress import watch_job
+
+    with watch_job(as_json, f"running {with_origin(model)}"):
+        look_up(model, opening, require_convertible)
+        from enjoyln_cli.cli.console import write_json, write_overflows
+        from enjoyln_cli.plan.schema import to_json
+        from enjoyln_cli.quantisation.candidates import stored_class
+        from enjoyln_cli.rewrite.opened_model import open_model
+        from enjoyln_cli.scaling.overflows import overflows_of
+
+        opened = open_model(model, opening, unfolded=True)
+        opened = opened.as_class(model_class or stored_class(opened))
+        found = overflows_of(opened, own)
+    if as_json:
+        write_json(to_json(found))
+    else:
+        write_overflows(model, found)
 
 
 def _inspect_all(

@@ -160,6 +160,11 @@ def _rotated_stream(
             f"{like} is folded, so its hidden states lack their mean, which the draft reads; "
             "rotate the original without folding it"
         )
+    if plan.scaled:
+        raise UnsupportedModel(
+            f"the hidden states of {like} have another scale, which the draft reads; rotate the "
+            "original without --fp16-safe"
+        )
     base = EditedBase(plan, original)
     features = tensor_at(base.model, base.table).shape[1]
     count = getattr(original.config.get_text_config(), "num_hidden_layers", 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions
 from enjoyln_cli.checkpoint.result_files import MATRIX_FILE
 from enjoyln_cli.clock import Progress, no_progress
-from enjoyln_cli.comparison.data_files import NO_DATA, DataFiles, UserData, seconds_of
+from enjoyln_cli.comparison.data_files import NO_DATA, DataFiles, UserData, require_data, seconds_of
 from enjoyln_cli.edits.planned_edits import edits_of
 from enjoyln_cli.errors import NothingToFold
 from enjoyln_cli.events import Event, default_listener
@@ -61,10 +62,14 @@ class FoldJob:
 
     opened: OpenedModel
     plan: Plan
+    analysis: Analysis
+    """The proof of the plan, before matrices and scales were chosen."""
     options: Options
     """The edits that are allowed: by the user's options, or else by the user's recipe."""
     opening: OpenOptions
     folding: FoldOptions
+    analyze: Callable[..., Analysis]
+    """Analyses the same checkpoint with another config."""
 
     def with_plan(self, plan: Plan) -> FoldJob:
         """The same job with a plan that rotates by other matrices."""
@@ -92,13 +97,15 @@ def prepare(
     folding: FoldOptions = FOLD_DEFAULTS,
     writing: WriteOptions = WRITE_DEFAULTS,
     *,
+    scales: bool = False,
     on_event: Event | None = None,
 ) -> FoldJob:
     """Open and analyse ``model``, and decide which proven edits will be made.
 
     If ``write`` could not create ``out``, ``out`` is refused before any work. A recipe of the user
     is refused unless it has the edits of the plan. The outputs and options are by default the
-    recipe's. Raises ``EnjoyLNError``.
+    recipe's. With ``scales``, which ``with_safe_scales`` adds, a plan that changes nothing is not
+    refused yet. Raises ``EnjoyLNError``.
     """
     from enjoyln_cli.analysis.analyze import analyze_config
     from enjoyln_cli.recipe.compare import require_same
@@ -123,14 +130,14 @@ def prepare(
         f"which features of {kind} can be rotated",
     )
     event("stage", f"finding {to_fold if options.fold else to_rotate}")
-    analysis = analyze_config(
-        config,
-        model_class=model_class,
-        checkpoint=checkpoint,
-        outputs=outputs,
-        options=options,
-        example_calls=folding.example_calls,
-    )
+    keywords: dict[str, Any] = {
+        "model_class": model_class,
+        "checkpoint": checkpoint,
+        "outputs": outputs,
+        "options": options,
+        "example_calls": folding.example_calls,
+    }
+    analysis = analyze_config(config, **keywords)
     plan = analysis.plan
     if recipe is not None:
         require_same(recipe, plan, config=config)
@@ -144,9 +151,9 @@ def prepare(
     if options.untie and not plan.untied:
         which = "no LayerNorm" if options.fold else "nothing that is rotated"
         event("warning", f"--untie changes nothing here: {which} depends on a tied weight")
-    if not plan.folded and not plan.rotated and not options.fold:
+    if not plan.changes_weights and not options.fold and not scales:
         raise NothingToFold(why_nothing_changes(plan, str(model)))
-    if not plan.folded and not plan.rotated:
+    if not plan.changes_weights and not scales:
         event("stage", "looking for options that would convert some")
         is_chosen = model_class or options.keep_norms  # whose names are of one class
         alone = {
@@ -157,7 +164,42 @@ def prepare(
         raise NothingToFold(why_nothing_changes(plan, str(model), ways))
     if plan.covered is not None:
         plan.covered.require_any(plan.model_class)
-    return FoldJob(opened, plan, options, opening, folding)
+    return FoldJob(
+        opened, plan, analysis, options, opening, folding, partial(analyze_config, **keywords)
+    )
+
+
+def with_safe_scales(
+    job: FoldJob, data: UserData, writing: WriteOptions = WRITE_DEFAULTS, event: Event | None = None
+) -> FoldJob:
+    """``job`` with streams at scales for which no norm overflows in float16 on ``data``.
+
+    Raises ``UnsupportedModel`` if its stock class cannot compute the same with them (see
+    ``scaling.stored_scales``), and ``NothingToFold`` if nothing else changes and nothing overflows.
+    """
+    from enjoyln_cli.scaling.float16 import edits_for
+    from enjoyln_cli.scaling.stored_scales import with_stored_scales
+
+    event = event or default_listener
+    require_data(data)
+    event("stage", "looking for norms that overflow in float16")
+    opened, plan = job.opened.as_class(job.plan.model_class), job.plan
+    analysis, analyze = job.analysis, job.analyze
+    if not analysis.problem.flow.traces:  # there is no LayerNorm
+        analyze = partial(analyze, options=Options(fold=False, rotate=True))
+        analysis = analyze(opened.config)
+    edits = edits_for(opened, opened.load(torch.float32), data, analysis)
+    if edits.overflowing:
+        plan = with_stored_scales(
+            analysis, plan, opened.config, edits, analyze, writing.stored_dtype, event
+        )
+        found = counted(len(edits.overflowing), "norm")
+        event("stage", f"{found} would overflow in float16, so streams get another scale")
+    else:
+        event("warning", "no norm overflows in float16 on these data, so nothing is scaled")
+    if not plan.changes_weights:
+        raise NothingToFold(why_nothing_changes(plan, opened.source.model))
+    return replace(job, plan=plan)
 
 
 def _why_another_class(plan: Plan, unproven: Sequence[str], is_chosen: bool) -> str:
@@ -253,6 +295,7 @@ def convert(
     writing: WriteOptions,
     checking: CheckOptions,
     samples: int | str | Path | None = None,
+    fp16_data: UserData | None = None,
     on_event: Event | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     on_check: Progress = no_progress,
@@ -263,6 +306,7 @@ def convert(
     ``VerificationFailed`` is raised. The check ends in about a minute, or without a limit with
     ``seconds=None``; in any case it compares every stored tensor, and the identity in float64.
     ``samples`` is another number of inputs for it, or a file with one text on each line.
+    ``fp16_data`` are calibration data on which no norm of the result may overflow in float16.
     ``max_shard_size`` is in bytes.
 
     ``on_progress`` receives the bytes done and the bytes in all, ``on_event`` stages and warnings,
@@ -275,7 +319,10 @@ def convert(
         floating_dtype(writing.dtype)  # bad values are refused before any work
     data = DataFiles(samples=samples).read()
     seconds_of(checking.seconds)
-    job = prepare(model, out, opening, folding, writing, on_event=on_event)
+    scales = fp16_data is not None
+    job = prepare(model, out, opening, folding, writing, scales=scales, on_event=on_event)
+    if fp16_data is not None:
+        job = with_safe_scales(job, fp16_data, writing, on_event)
     listeners: Any = {"on_event": on_event, "on_progress": on_progress, "on_check": on_check}
     return write(job, out, writing, checking, data, **listeners)
 

@@ -166,7 +166,7 @@ class EncodeRows(BakingStep):
 class FillLevel(BakingStep):
     """Every element of the norm's weight becomes the level."""
 
-    order = 8
+    order = 7
 
     def apply(self, x: torch.Tensor, in_place: bool = False) -> torch.Tensor:
         return torch.full_like(x, self.level)

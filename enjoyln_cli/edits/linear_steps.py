@@ -7,6 +7,7 @@ AddProduct    b <- b + W v        the bias v of a norm moves into that layer's b
 LayerScale    W <- diag(s) W      a vector that multiplies a linear layer's output
 CentreAxis    W <- P W            over an axis
 RotateAxis    W <- Q W            by an orthogonal matrix, along an axis
+TimesPower    W <- 2^k (c + W) - c
 """
 
 from __future__ import annotations
@@ -280,6 +281,44 @@ class RotateAxis(CentreAxis):
 
     def largest(self, largest: float) -> float:
         return largest * math.sqrt(self.axis.size)
+
+
+@dataclass(frozen=True)
+class TimesPower(Step):
+    """``2^power (offset + x) - offset``; without an offset nothing is rounded."""
+
+    order = 8
+    power: int
+    offset: float = 0.0
+
+    @property
+    def is_linear_map(self) -> bool:  # type: ignore[override]
+        return not self.offset
+
+    @property
+    def terms(self) -> int:
+        return bool(self.offset)
+
+    def along(self, dim: int, to: int) -> Step | None:
+        """The first factor alone is multiplied."""
+        return self if dim == 0 else None
+
+    def apply(self, x: torch.Tensor, in_place: bool = False) -> torch.Tensor:
+        return x * self._factor + self._added
+
+    def bound(self, size: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return size * self._factor + abs(self._added)
+
+    def largest(self, largest: float) -> float:
+        return largest * self._factor + abs(self._added)
+
+    @property
+    def _factor(self) -> float:
+        return 2.0**self.power
+
+    @property
+    def _added(self) -> float:
+        return self.offset * (self._factor - 1)
 
 
 def repeated(values: torch.Tensor, outer: int, inner: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The steps that put numbers in: slices that are appended, and tensors that are filled.
 
 Append    W <- [W, c 1, c' 1, ...]    the last step, so means are taken without the new slices
-Fill      every element becomes one number; no other step applies
+Fill      every element becomes one number, which may be multiplied by a power of two
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from enjoyln_cli.edits.step import Shape, Step
 class Append(Step):
     """New slices at the end of dimension ``dim``, each filled with one number of ``values``."""
 
-    order = 7
+    order = 9
     dim: int
     values: tuple[float, ...]
 
@@ -50,7 +50,7 @@ class Append(Step):
 class Fill(Step):
     """Every element becomes one number."""
 
-    order = 8
+    order = 7
     number: float
 
     def apply(self, x: torch.Tensor, in_place: bool = False) -> torch.Tensor:

@@ -7,10 +7,22 @@ from dataclasses import replace
 
 from enjoyln_cli.edits.baked_rows import EncodeRows, FillLevel, NormRows
 from enjoyln_cli.edits.edit import Edit
-from enjoyln_cli.edits.linear_steps import AddProduct, CentreAxis, LayerScale, RotateAxis, Scale
+from enjoyln_cli.edits.linear_steps import (
+    AddProduct,
+    CentreAxis,
+    LayerScale,
+    RotateAxis,
+    Scale,
+    TimesPower,
+)
 from enjoyln_cli.edits.new_values import Append, Fill
 from enjoyln_cli.plan.axis import blocks
-from enjoyln_cli.plan.edited_tensors import EditedTensor, GrownParameter, NamedParameter
+from enjoyln_cli.plan.edited_tensors import (
+    EditedTensor,
+    GrownParameter,
+    NamedParameter,
+    ScaledTensor,
+)
 from enjoyln_cli.plan.mean_units import UNITS, Widening, read_by_units, written_by_units
 from enjoyln_cli.plan.orthogonal_matrices import Rotation
 from enjoyln_cli.plan.plan import NormFusion, Plan
@@ -62,7 +74,21 @@ def edits_of(plan: Plan, *, in_memory: bool = False) -> Mapping[str, Edit]:
             edits[copy] = replace(edits.get(copy, Edit()), source=stored)
     for norm in plan.fused:
         _fusion(edits, norm, in_memory)
+    for scaled in (tensor for stream in plan.scaled for tensor in stream.tensors):
+        name = scaled.parameter if in_memory else scaled.tensor
+        edits[name] = _scaled(edits.get(name, Edit()), scaled)
     return edits
+
+
+def _scaled(edit: Edit, tensor: ScaledTensor) -> Edit:
+    """``edit`` of a tensor that is held at another scale, with slices that are appended to it."""
+    steps = (
+        replace(step, values=tuple(2.0**tensor.power * value for value in step.values))
+        if isinstance(step, Append)
+        else step
+        for step in edit.steps
+    )
+    return replace(edit, steps=(*steps, TimesPower(tensor.power, tensor.offset)))
 
 
 def _fusion(edits: dict[str, Edit], norm: NormFusion, in_memory: bool) -> None:

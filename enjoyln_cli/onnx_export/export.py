@@ -53,8 +53,7 @@ from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.runtime.loading import optimize
 from enjoyln_cli.runtime.modules import Folded
-from enjoyln_cli.scaling.float16 import edits_for
-from enjoyln_cli.scaling.live_scaling import scale_stream
+from enjoyln_cli.scaling.float16 import analysis_for, edits_for, scale_streams
 from enjoyln_cli.text import dtype_name, first_line
 from enjoyln_cli.verification.model_to_export import ModelToExport, open_to_export
 from enjoyln_cli.verification.verify_options import ExportOptions
@@ -160,9 +159,9 @@ def export(
         event("stage", "looking for norms that overflow in float16")
         require_data(fp16_data)
         wide = made.load(made.opened, torch.float32)
-        edits = edits_for(made.opened, wide, fp16_data)
-        for stream, shift in edits.streams:
-            scale_stream(live, stream, shift)
+        analysis = analysis_for(made.opened, wide)
+        edits = edits_for(made.opened, wide, fp16_data, analysis)
+        scale_streams(live, edits.streams)
     if plan is not None and (opset is None or opset >= OPSET):
         optimize(live)
     programs = programs_of(

@@ -8,6 +8,9 @@ from typing import Annotated
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.option_field import InRange
 
+MOST_POWERS = 126
+"""The largest power of two that a tensor is multiplied by, which every dtype but float16 holds."""
+
 
 @dataclass(frozen=True)
 class NamedParameter:
@@ -91,3 +94,40 @@ class GrownParameter(NamedParameter):
 
     dim: Annotated[int, InRange(0, 1)] = 0
     """The dimension of hidden units."""
+
+
+@dataclass(frozen=True)
+class ScaledTensor(NamedParameter):
+    """A stored tensor that is multiplied by a power of two: ``2^power (offset + W) - offset``."""
+
+    power: Annotated[int, InRange(-MOST_POWERS, MOST_POWERS)] = 0
+    offset: float = 0.0
+    """A number that the class adds to the weight before it multiplies by it."""
+
+
+@dataclass(frozen=True)
+class ScaledEps:
+    """The eps of a norm whose input is held at another scale."""
+
+    norm: str
+    """Path of the module."""
+    eps: float
+    """As it was."""
+    power: Annotated[int, InRange(-2 * MOST_POWERS, 2 * MOST_POWERS)]
+    """It is multiplied by ``2^power``, wherever that can be stored."""
+
+    @property
+    def value(self) -> float:
+        """What it becomes."""
+        return self.eps * 2.0**self.power
+
+
+@dataclass(frozen=True)
+class StreamScale:
+    """A residual stream that is held at ``2^-shift`` of its scale: ``scaling.scaled_streams``."""
+
+    name: str
+    """The first parameter of it."""
+    shift: Annotated[int, InRange(0, MOST_POWERS)]
+    tensors: tuple[ScaledTensor, ...] = ()
+    norms: tuple[ScaledEps, ...] = ()

@@ -18,6 +18,7 @@ from enjoyln_cli.plan.edited_tensors import (
     EditedTensor,
     NamedParameter,
     RotatedTensor,
+    StreamScale,
 )
 from enjoyln_cli.plan.mean_units import Widening
 from enjoyln_cli.plan.option_field import InRange
@@ -215,7 +216,7 @@ class Setting:
 
     name: str
     """A nested entry is named with dots: ``text_config.tie_word_embeddings``."""
-    value: bool | int
+    value: bool | int | float
 
 
 def size_settings(widened: Iterable[Widening]) -> tuple[Setting, ...]:
@@ -253,6 +254,8 @@ class Plan:
     """With ``Options.rotate``: what is rotated, and what stays and why."""
     seed: int = 0
     """Chooses the matrices of ``rotation_groups``."""
+    scaled: tuple[StreamScale, ...] = ()
+    """Streams that are held at another scale, so that float16 does not overflow."""
     untied: tuple[UntiedParameter, ...] = ()
     settings: tuple[Setting, ...] = ()
     covered: CoveredCalls | None = None
@@ -272,6 +275,11 @@ class Plan:
     def rotated(self) -> tuple[RotationGroup, ...]:
         """The rotation groups that are rotated."""
         return tuple(group for group in self.rotation_groups if group.is_rotated)
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether a checkpoint can be written by it that differs from the original."""
+        return bool(self.folded or self.rotated or self.scaled)
 
     @property
     def edited_tensors(self) -> tuple[EditedTensor, ...]:

@@ -33,7 +33,7 @@ from enjoyln_cli.plan.fold_options import FoldOptions, WriteOptions
 from enjoyln_cli.plan.option_field import changed_options
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.report.model_report import ModelReport
-from enjoyln_cli.report.notes import UNTIED, counts, notes
+from enjoyln_cli.report.notes import UNTIED, counts, notes, verbs
 from enjoyln_cli.report.verification_table import (
     Texts,
     verification_heads,
@@ -117,8 +117,11 @@ def origin_of(source: Source) -> str:
     return f"[{name}](https://huggingface.co/{name}) at revision `{source.revision}`"
 
 
-def command(source: Source, out: Path, options: Sequence[Any]) -> str:
-    """The command that reproduces the result; ``options`` are the dataclasses with its options."""
+def command(source: Source, out: Path, options: Sequence[Any], *, scaled: bool = False) -> str:
+    """The command that reproduces the result; ``options`` are the dataclasses with its options.
+
+    ``scaled`` says whether its streams were scaled for float16, on data that the user has.
+    """
     place = display_name(source) if source.revision else f"./{display_name(source)}"
     changed = [
         (name, value)
@@ -135,7 +138,7 @@ def command(source: Source, out: Path, options: Sequence[Any]) -> str:
         words.append(f"--no-{flag}" if value is False else f"--{flag}")
         if not isinstance(value, bool):
             words.append(_word(value))
-    return shlex.join(words)
+    return shlex.join(words) + (" --fp16-safe DATA" if scaled else "")
 
 
 def _word(value: Any) -> str:
@@ -171,7 +174,7 @@ def values(
         "begin": BEGIN,
         "end": END,
         "state": state,
-        "command": command(source, out, options),
+        "command": command(source, out, options, scaled=bool(plan.scaled)),
         "versions": ", ".join(f"{name} {version}" for name, version in versions(*BESIDE).items()),
         "card": card.strip(),
     }
@@ -180,8 +183,7 @@ def values(
 def _plan_lines(report: ModelReport, dtype: str) -> list[str]:
     """The lines that ``enjoyln fold`` prints for a plan."""
     further = (line for line in notes(report)[1:] if UNTIED not in line)  # the card has a section
-    done = "converted" if report.plan.folded else "rotated"
-    lines = [f"{done} {counts(report.plan)}", *further]
+    lines = [f"{verbs(report.plan)[1]} {counts(report.plan)}", *further]
     return [*lines, f"  all floating weights were converted to {dtype}"] if dtype else lines
 
 

@@ -76,6 +76,8 @@ class Quantised:
     finer: tuple[FinerLayer, ...]
     """Layers that got more bits than the scheme says, the costliest first."""
     max_size: int | None
+    scaled_norms: tuple[str, ...]
+    """Norms that read their input at a smaller scale, so that float16 does not overflow."""
     seconds: float
     version: str = __version__
 

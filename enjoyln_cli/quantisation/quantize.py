@@ -30,6 +30,7 @@ from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, staged_output
 from enjoyln_cli.garbage import collections_of_new_objects
+from enjoyln_cli.proof.layer_norms import layer_norms, rms_norms
 from enjoyln_cli.publish.precisions import (
     MadeFrom,
     can_add,
@@ -45,7 +46,7 @@ from enjoyln_cli.quantisation.candidates import (
     stored_class,
 )
 from enjoyln_cli.quantisation.choice import Comparison
-from enjoyln_cli.quantisation.examples import require_every_input
+from enjoyln_cli.quantisation.examples import Example, require_every_input
 from enjoyln_cli.quantisation.layer_bits import in_words
 from enjoyln_cli.quantisation.load_onnx import load_onnx
 from enjoyln_cli.quantisation.measure import ExactOutputs, exact_halves, perplexity_in
@@ -63,6 +64,7 @@ from enjoyln_cli.quantisers.schemes import (
 )
 from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.rewrite.opened_model import open_model
+from enjoyln_cli.scaling.ranges import norm_ranges
 from enjoyln_cli.text import counted, number, size
 from enjoyln_cli.verification.generated_tokens import Prompts, agreement, continued
 
@@ -83,6 +85,7 @@ def quantize(
     max_error: float | None = None,
     max_size: int | None = None,
     inputs: int = INPUTS_IN_A_HALF,
+    fp16_safe: bool = False,
     force: bool = False,
     opening: OpenOptions = OPENED_PLAINLY,
     on_event: Event | None = None,
@@ -103,6 +106,8 @@ def quantize(
     * ``max_size``: the largest number of bytes of the program and its weights. Without
       ``max_error``, layers get more bits as long as they fit.
     * ``inputs``: use at most this many inputs in each half.
+    * ``fp16_safe``: norms whose squares or sums overflow in float16 on the first half read their
+      input at a smaller scale, in an ONNX file.
 
     ``on_event`` receives stages and warnings, and ``on_progress``, after each input and each
     candidate, the seconds that this stage has taken so far and should take in all.
@@ -115,6 +120,8 @@ def quantize(
     require_data(data)
     require_target(target, scheme, form)
     settings = for_target(require_scheme(scheme, form), target, sums_saturate())
+    if fp16_safe and form != ONNX:
+        raise UnsupportedModel(f"--fp16-safe works for {ONNX}, not for {form}")
     require_float(str(model))
     opened = open_model(str(model), opening, unfolded=True)
     source = opened.source
@@ -144,10 +151,11 @@ def quantize(
         choosing, held_out = exact_halves(
             float_model, opened, data, inputs, used, work.folder, event, on_progress
         )
+        shifts = _shifts(float_model, choosing.examples, event) if fp16_safe else {}
         if not FORMATS[form].is_checkpoint:
             require_every_input(float_model, source.path, choosing.examples[0])
             event("stage", f"exporting {name}")
-            work.trace(float_model, choosing.examples, event)
+            work.trace(float_model, choosing.examples, event, shifts)
         prompts = None
         if form == ONNX and work.has_cache:
             prompts = continued(float_model, [example.batch for example in held_out.examples])
@@ -191,9 +199,18 @@ def quantize(
             generated=None,
             kept=tuple(keep),
             finer=chosen.finer,
+            scaled_norms=tuple(shifts),
             seconds=time.perf_counter() - begin,
         )
         return store(work, result, staged, adds, prompts, event)
+
+
+def _shifts(model: Any, examples: Sequence[Example], event: Event) -> dict[str, int]:
+    """The power of two for each norm of a float32 ``model`` that overflows in float16."""
+    event("stage", "looking for norms that overflow in float16")
+    norms = {**layer_norms(model)[0], **rms_norms(model)}
+    met = norm_ranges(model, norms, [example.batch for example in examples])
+    return {norm: found.shift for norm, found in met.items() if found.overflows}
 
 
 def within_limits(

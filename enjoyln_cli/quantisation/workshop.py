@@ -72,10 +72,20 @@ class Workshop:
         files = (file for file in self.place(name).rglob("*") if file.is_file())
         return sum(file.stat().st_size for file in files if file.suffix != ".json")
 
-    def trace(self, model: Any, examples: Sequence[Example], event: Event) -> None:
-        """Export the original ``model`` as ONNX programs, which all candidates fill."""
+    def trace(
+        self,
+        model: Any,
+        examples: Sequence[Example],
+        event: Event,
+        shifts: Mapping[str, int] | None = None,
+    ) -> None:
+        """Export the original ``model`` as ONNX programs, which all candidates fill.
+
+        The input of each norm in ``shifts`` is multiplied by ``2^-k`` in them.
+        """
         sample, traced = examples[0].batch, traced_batch(model, examples[0])
-        self.forms = OnnxForms(sample, traced, event, cross_cache=self.form == ONNX)
+        cross_cache = self.form == ONNX
+        self.forms = OnnxForms(sample, traced, event, shifts or {}, cross_cache=cross_cache)
         self.forms.programs(model, None)
 
     @property

@@ -25,7 +25,7 @@ from enjoyln_cli.onnx_export import exporting
 from enjoyln_cli.onnx_export.cached_calls import MODEL
 from enjoyln_cli.onnx_export.call import call_to_export
 from enjoyln_cli.onnx_export.image_parts import VISION, image_inputs
-from enjoyln_cli.onnx_export.onnx_program import fold_transposed_weights
+from enjoyln_cli.onnx_export.onnx_program import fold_transposed_weights, scale_norms
 from enjoyln_cli.onnx_export.programs import Programs, programs_of, with_weights
 from enjoyln_cli.plan.plan import Plan, Setting
 from enjoyln_cli.quantisers import onnxruntime_quantiser
@@ -45,6 +45,8 @@ class OnnxForms:
     traced_sample: Batch
     """The same, as a whole call is traced."""
     event: Event
+    shifts: Mapping[str, int] = field(default_factory=dict)
+    """Norms whose input is multiplied by ``2^-k`` (see ``onnx_program.scale_norms``)."""
     cross_cache: bool = True
     """See ``programs_of``."""
     is_one_call: bool = field(default=False, init=False)
@@ -63,15 +65,17 @@ class OnnxForms:
             return with_weights(self.traced[structure], model)
         apply_experts(model, "batched_mm")
         if self.is_one_call:
-            return _one_call(model, self.traced_sample)
+            return _one_call(model, self.traced_sample, self.shifts)
         try:
             _require_same_inputs(model, self.sample)
-            made = programs_of(model, torch.float32, cross_cache=self.cross_cache)
+            made = programs_of(
+                model, torch.float32, shifts=self.shifts, cross_cache=self.cross_cache
+            )
             _require_sizes(made, self.sample)
             if VISION in made.bare and not self.cross_cache:
                 raise UnsupportedModel("OpenVINO takes a model of pictures and text as a whole")
         except UnsupportedModel as error:
-            whole = _one_call(model, self.traced_sample)
+            whole = _one_call(model, self.traced_sample, self.shifts)
             self.is_one_call = True
             if model.can_generate():
                 self.event("warning", f"exported without a cache: {error}")
@@ -118,13 +122,14 @@ def _require_sizes(programs: Programs, sample: Batch) -> None:
             )
 
 
-def _one_call(model: Any, batch: Batch) -> Programs:
+def _one_call(model: Any, batch: Batch, shifts: Mapping[str, int]) -> Programs:
     """One program of a whole call with the inputs of ``batch``."""
     from transformers.exporters import OnnxConfig, OnnxExporter
 
     leave_out_cache(model)
     config = OnnxConfig(dynamic=True)
     program = exporting.exported(OnnxExporter(), model, batch, config).program
+    scale_norms([program.graph], shifts)
     fold_transposed_weights(program)
     return Programs({MODEL: program}, {})
 

@@ -69,6 +69,7 @@ def recipe_of(
         "fused": _section((*plan.fused, *plan.unfused), "norm"),
         "widened": _section(plan.widened, "second"),
         "rotation_groups": _section(plan.rotated, "name"),
+        "scaled": _section(plan.scaled, "name"),
         "untied": _section(plan.untied, "parameter"),
     }
     layers = layers_of(name for lines in sections.values() for name in lines)

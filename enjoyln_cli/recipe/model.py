@@ -72,6 +72,8 @@ class Recipe:
     widened: Section = field(default_factory=dict)
     """By the second weight of the MLP."""
     rotation_groups: Section = field(default_factory=dict)
+    scaled: Section = field(default_factory=dict)
+    """By the first parameter of the stream."""
     untied: Section = field(default_factory=dict)
     settings: PlainValues = field(default_factory=dict)
     """New values of ``config.json`` entries, by name."""
@@ -95,6 +97,7 @@ class Recipe:
 
 SECTIONS = (
     "untied", "norms", "centred_weights", "subtractions", "fused", "widened", "rotation_groups",
+    "scaled",
 )  # fmt: skip
 """The fields with an edit for each name. Differences of the first cause others."""
 

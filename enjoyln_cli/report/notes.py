@@ -11,6 +11,7 @@ from enjoyln_cli.calls.call_text import summary
 from enjoyln_cli.plan.covered_calls import CallSignature
 from enjoyln_cli.plan.mean_units import Widening
 from enjoyln_cli.plan.plan import NOT_ASKED, NormFusion, Plan, RotationGroup, UnfusedNorm, Verdict
+from enjoyln_cli.recipe.stock_forms import stock_forms
 from enjoyln_cli.report.layer_names import compact
 from enjoyln_cli.report.model_report import ModelReport, counts_of
 from enjoyln_cli.text import counted, size
@@ -44,7 +45,7 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
     ``bytes_added`` is how many bytes a result has more than the original, if that is known.
     """
     plan, already = report.plan, sum(many for _, many in report.plan.other_norms)
-    if not plan.norms and not plan.rotation_groups:
+    if not plan.norms and not plan.rotation_groups and not plan.scaled:
         if already:
             return [f"{report.model}: {already} norms are RMSNorm already, no LayerNorm to convert"]
         return [f"{report.model}: no LayerNorm in this model"]
@@ -55,6 +56,10 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
         where = f"{'output' if op.place == 'output' else 'input'} of {op.module}"
         lines.append(f"  mean subtraction added at the {where}: {op.reason}")
     lines += _rotated_lines(plan)
+    lines += (
+        f"  hold the stream of {stream.name} at 2^-{stream.shift} of its scale, for float16"
+        for stream in plan.scaled
+    )
     lines += _widened_lines(plan.widened)
     lines += _fused_lines(plan)
     for table, norm in plan.baked.items():
@@ -77,6 +82,11 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
         lines.append(f"    {', '.join(compact(verdict.norm for verdict in kept))}")
         lines += _because(kept)
     lines += [f"  {suggestion(one)}" for one in report.suggestions]
+    lines += [
+        f"  fold --as {form.name} stores it as {form.target}, which computes RMSNorm itself"
+        for form in stock_forms().forms
+        if form.source == plan.model_class and not plan.rotated and plan.folded
+    ]
     lines += [_gain_line(gain, plan) for gain in report.gains]
     if plan.by_example:
         called = ", ".join(plan.by_example)
@@ -89,7 +99,7 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
         inputs = [name for name in plan.unproven if "." not in name]  # not the weights they need
         unproven = ", ".join(compact(inputs or plan.unproven))
         what = "not proven for" if only_rotated else "LayerNorm is used in"
-        if plan.folded and (plan.fused or plan.baked):
+        if plan.folded and (plan.fused or plan.baked or plan.scaled):
             what = "a folded model refuses"
         lines.append(f"  {what} calls with {unproven}")
     return lines if len(lines) > 1 else []
@@ -198,8 +208,18 @@ def _gain_line(gain: OutputGain, plan: Plan) -> str:
     return f"  if {changed} may change: {norms} RMSNorm (--outputs {outputs}{alone})"
 
 
+def verbs(plan: Plan) -> tuple[str, str]:
+    """What a fold or a rotation does with a model, and what it did."""
+    if plan.folded:
+        return "convert", "converted"
+    return ("rotate", "rotated") if plan.rotated else ("scale", "scaled")
+
+
 def counts(plan: Plan) -> str:
     """``25 of 25 LayerNorms, using 1 added mean subtraction; 49 tensors centred (...)``."""
+    if verbs(plan) == ("scale", "scaled"):
+        scaled = {tensor.tensor for stream in plan.scaled for tensor in stream.tensors}
+        return counted(len(scaled), "tensor")
     if plan.rotated and not plan.folded:
         rotated = {edited.tensor for group in plan.rotated for edited in group.tensors}
         fused = counted(len(plan.fused), "norm")

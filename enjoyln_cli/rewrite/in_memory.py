@@ -16,10 +16,11 @@ from enjoyln_cli.checkpoint.config import set_entry
 from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.edits.finite import require_finite
 from enjoyln_cli.edits.needed_tensors import fitting_edits
-from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.models.extents import identity_of
 from enjoyln_cli.models.load import values_of
 from enjoyln_cli.models.offload import LoadTensor, WeightsOnDemand, reader_of
+from enjoyln_cli.plan.edited_tensors import ScaledEps
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.edit_pieces import apply_in_pieces
 from enjoyln_cli.rewrite.editable import require_editable
@@ -50,6 +51,11 @@ def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = F
             model.get_submodule(group.online_rotation)
     if not allow_nonfinite:
         _require_finite(model, plan, edits_by_name, reader)
+    eps = {
+        norm: eps_attribute(model.get_submodule(norm.norm), norm)
+        for stream in plan.scaled
+        for norm in stream.norms
+    }
     _untie(model, plan, reader)
     for setting in plan.settings:
         set_entry(getattr(model, "config", None), setting.name, setting.value)
@@ -80,9 +86,11 @@ def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = F
     for group in plan.rotated:
         if group.online_rotation:
             insert_rotation(model.get_submodule(group.online_rotation), group.rotation(plan.seed))
+    for norm, attribute in eps.items():
+        setattr(model.get_submodule(norm.norm), attribute, norm.value)
     for mlp in plan.widened:
         for part in mlp.parts:
-            _update_size(model, part.parameter, mlp.size, mlp.to)
+            update_size(model, part.parameter, mlp.size, mlp.to)
 
 
 def _require_finite(
@@ -119,12 +127,27 @@ def require_fit(model: nn.Module, plan: Plan) -> Mapping[str, Edit]:
         ) from None
 
 
+def eps_attribute(module: nn.Module, norm: ScaledEps) -> str:
+    """The name of the attribute of a norm's ``module`` that holds its eps.
+
+    Raises ``UnsupportedModel`` unless there is exactly one.
+    """
+    held = vars(module).items()
+    names = [name for name, value in held if type(value) is float and value == norm.eps]
+    if len(names) != 1:
+        raise UnsupportedModel(
+            f"{norm.norm} has no attribute of its own for its eps of {norm.eps:g}, so its input "
+            "cannot be held at another scale"
+        )
+    return names[0]
+
+
 def _lazily_edited(source: LoadTensor, edit: Edit) -> LoadTensor:
     """A reader of an offloaded weight that applies the loaded ``edit`` after reading."""
     return lambda: edit.apply(source().double())
 
 
-def _update_size(model: nn.Module, parameter: str, size: int, to: int) -> None:
+def update_size(model: nn.Module, parameter: str, size: int, to: int) -> None:
     """Set the size attributes of a layer whose parameter has grown."""
     owner: Any = model.get_submodule(parameter.rpartition(".")[0])
     if isinstance(owner, nn.Linear):

@@ -19,7 +19,7 @@ from enjoyln_cli.plan.plan import Plan
 def check_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
     """The edits of ``plan``, by the names of the written tensors.
 
-    Raises ``NothingToFold`` if the plan converts no norm and rotates nothing, ``UnsupportedModel``
+    Raises ``NothingToFold`` if the plan changes no weights, ``UnsupportedModel``
     if it adds a product, and ``BadCheckpoint`` if a tensor of the plan is not stored or has another
     shape.
     """
@@ -29,7 +29,7 @@ def check_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
                 f"the input of {group.online_rotation} needs an online rotation, and a checkpoint "
                 "has no place for it; leave out Options.online_rotations"
             )
-    if not plan.folded and not plan.rotated:
+    if not plan.changes_weights:
         raise NothingToFold(why_nothing_changes(plan, checkpoint.source.model))
     try:
         return fitting_edits(plan, {name: t.shape for name, t in checkpoint.tensors.items()})

@@ -171,7 +171,7 @@ def install_plan(model: nn.Module, plan: Plan) -> None:
         plan.subtractions,
         plan.entry_inputs,
         plan.unproven,
-        bool(plan.fused or plan.baked),
+        bool(plan.fused or plan.baked or plan.scaled),
         plan.covered,
     )
 

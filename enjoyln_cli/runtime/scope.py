@@ -99,8 +99,9 @@ class InputRules:
         if unproven and self.fused:
             raise UnprovenCall(
                 f"{name}: not proven for calls with {', '.join(unproven)}; LayerNorm cannot be "
-                "used instead, since norm weights or biases were fused into other layers; leave "
-                "that input out, or fold without --merge and --untie"
+                "used instead, since norm weights or biases were fused into other layers, or "
+                "streams were scaled; leave that input out, or fold without --merge, --untie and "
+                "--fp16-safe"
             )
         if unproven:
             thread.running.proven = None

@@ -87,7 +87,7 @@ _LAYERS = {
 }  # fmt: skip
 """Their arguments are an input, a weight and a bias."""
 _SUMS_OF_PRODUCTS = {aten.addmm, aten.baddbmm, aten.addbmm}
-_NORMS: Mapping[Any, tuple[int, int | None, int, float | None]] = {
+NORMS: Mapping[Any, tuple[int, int | None, int, float | None]] = {
     aten.layer_norm: (2, 3, 4, 1e-5), aten.group_norm: (2, 3, 4, 1e-5),
     aten.rms_norm: (2, None, 3, None),
 }  # fmt: skip
@@ -134,7 +134,7 @@ def degrees(node: Node) -> Degrees | None:
         return Degrees(factors=((node.args[0], ONE),))
     if op is aten.scaled_dot_product_attention:
         return Degrees(factors=((node.args[2], ONE),))
-    if op in _NORMS:
+    if op in NORMS:
         return _norm(node)
     if op in _FILLS:
         filled = argument(node, 3 if op is aten.pad else 2, "value", 0)
@@ -146,8 +146,8 @@ def degrees(node: Node) -> Degrees | None:
 
 def eps_of(node: Node) -> float | None:
     """The number that a norm op, or a sum with a number, adds to a mean of squares."""
-    if packet(node) in _NORMS:
-        *_, at, default = _NORMS[packet(node)]
+    if packet(node) in NORMS:
+        *_, at, default = NORMS[packet(node)]
         eps = argument(node, at, "eps", default)
     else:
         eps = next((x for x in node.args[:2] if _is_real(x)), None)
@@ -155,7 +155,7 @@ def eps_of(node: Node) -> float | None:
 
 
 def _norm(node: Node) -> Degrees:
-    at, bias_at, *_ = _NORMS[packet(node)]
+    at, bias_at, *_ = NORMS[packet(node)]
     weight = argument(node, at, "weight")
     bias = None if bias_at is None else argument(node, bias_at, "bias")
     factors = ((weight, ONE),) if isinstance(weight, Node) else ()

@@ -34,12 +34,15 @@ class NormRange:
     """The largest sum of the squares of a row."""
     total: float = 0.0
     """The largest absolute value of the sum of a row."""
+    variance: float = math.inf
+    """The smallest variance of a row."""
 
     def include(self, x: torch.Tensor) -> None:
         """Take account of an input of shape ``(..., features)``."""
         x = x.detach().double()
         self.squares = max(self.squares, float(x.square().sum(-1).max()))
         self.total = max(self.total, float(x.sum(-1).abs().max()))
+        self.variance = min(self.variance, float(x.var(-1, unbiased=False).min()))
 
     @property
     def overflows(self) -> bool:
@@ -57,8 +60,7 @@ class NormRange:
 def norm_ranges(model: Any, norms: Iterable[str], batches: Iterable[Batch]) -> dict[str, NormRange]:
     """What each of the ``norms``, given by their paths, meets while ``model`` runs ``batches``.
 
-    An encoder with its decoder generates ``TOKENS`` tokens for each row. A norm that no batch
-    reaches is left out.
+    A norm that no batch reaches is left out.
     """
     found: dict[str, NormRange] = {}
 
@@ -73,14 +75,15 @@ def norm_ranges(model: Any, norms: Iterable[str], batches: Iterable[Batch]) -> d
     try:
         with torch.no_grad(), silent():
             for batch in batches:
-                _run(model, batch)
+                run_batch(model, batch)
     finally:
         for handle in handles:
             handle.remove()
     return found
 
 
-def _run(model: Any, batch: Batch) -> None:
+def run_batch(model: Any, batch: Batch) -> None:
+    """Run the model; an encoder with its decoder generates ``TOKENS`` tokens for each row."""
     if model.config.is_encoder_decoder and model.can_generate():
         model.generate(**batch, max_new_tokens=TOKENS, do_sample=False, num_beams=1)
     else:

@@ -3,7 +3,8 @@
 Decides which settings may differ:
 
 * the model's origin (``ORIGIN``) and the ``enjoyln`` entry;
-* settings that a fold changes: the sizes of widened MLPs, the flags of untied weights;
+* settings that a fold changes: the sizes of widened MLPs, the flags of untied weights, the eps of
+  norms whose input is held at another scale;
 * the dtype, if the weights are stored in it;
 * the class names, if the plan is proven for these classes.
 
@@ -43,10 +44,9 @@ def differing_settings(
     ``original`` and ``folded`` are the parsed files. ``dtype`` is the name of the dtype in which
     the result is stored.
     """
-    allowed = {
-        setting.name: setting.value
-        for setting in (*size_settings(plan.widened), *filter(_unties, plan.settings))
-    }
+    before = _read(config_class, original)
+    settings = (s for s in plan.settings if _unties(s) or _scales_eps(s, before, plan))
+    allowed = {one.name: one.value for one in (*size_settings(plan.widened), *settings)}
     expected = _read(config_class, with_entries(original, allowed))
     wrong = []
     for keys, want, got in differences(expected, _read(config_class, folded)):
@@ -60,6 +60,15 @@ def differing_settings(
 
 def _unties(setting: Setting) -> bool:
     return setting.name.rpartition(".")[2] == FLAG and setting.value is False
+
+
+def _scales_eps(setting: Setting, before: Mapping[str, Any], plan: Plan) -> bool:
+    """Whether it is the eps of norms whose input the plan holds at another scale."""
+    value: Any = before
+    for key in setting.name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    norms = (norm for stream in plan.scaled for norm in stream.norms)
+    return any((norm.eps, norm.value) == (value, setting.value) for norm in norms)
 
 
 def _read(config_class: Any, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,8 @@ def test_options_are_shown_once_and_in_groups() -> None:
     shown = enjoyln("fold", "-h").output
     own = {getattr(p, "group", "") for p in main.commands["fold"].params}
     groups = [group for group in GROUPS if group in own]
-    assert "Your data" not in groups and len(groups) == 5
+    assert len(groups) == 6
+    assert "\nYour data:\n" in shown and "\nYour data:\n" not in enjoyln("push", "-h").output
     places = [shown.index(f"\n{name}:\n") for name in (*groups, "Examples")]
     assert places == sorted(places)
     assert places[0] < shown.index("--out") < places[1] < shown.index("--outputs") < places[2]

@@ -10,7 +10,14 @@ from edit_cases import IN, NEW, OUT, ROWS, tensors
 
 from enjoyln_cli.edits.baked_rows import BakingStep, EncodeRows, FillLevel, NormRows
 from enjoyln_cli.edits.edit import Edit
-from enjoyln_cli.edits.linear_steps import AddProduct, CentreAxis, LayerScale, RotateAxis, Scale
+from enjoyln_cli.edits.linear_steps import (
+    AddProduct,
+    CentreAxis,
+    LayerScale,
+    RotateAxis,
+    Scale,
+    TimesPower,
+)
 from enjoyln_cli.edits.new_values import Append, Fill
 from enjoyln_cli.edits.step import Step
 from enjoyln_cli.plan.axis import Axis
@@ -36,6 +43,8 @@ EXAMPLES: list[tuple[str, Step]] = [
     ("e", Append(1, NEW)),
     ("w", Append(1, NEW)),
     ("v", Fill(0.5)),
+    ("w", TimesPower(-3)),
+    ("v", TimesPower(2, 1.0)),
 ]
 NAMES = [f"{type(step).__name__} {number}" for number, (_, step) in enumerate(EXAMPLES)]
 each = pytest.mark.parametrize(("name", "step"), EXAMPLES, ids=NAMES)
@@ -49,7 +58,7 @@ def kinds(base: type[Step] = Step) -> Iterator[type[Step]]:
 
 def test_every_kind_has_an_example() -> None:
     assert {*kinds()} - {BakingStep} == {type(step) for _, step in EXAMPLES}
-    assert len({kind.order for kind in kinds() if hasattr(kind, "order")}) == 9
+    assert len({kind.order for kind in kinds() if hasattr(kind, "order")}) == 10
 
 
 def of(name: str, step: Step) -> tuple[torch.Tensor, Edit]:

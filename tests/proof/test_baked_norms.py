@@ -125,7 +125,7 @@ def test_the_stream_of_bloom_rotates(bloom: Any) -> None:
 
 def test_embeddings_from_elsewhere_are_refused(bloom: Any) -> None:
     folded = converted(bloom, plan_of(FOLDED))
-    with pytest.raises(UnprovenCall, match="inputs_embeds.*without --merge and --untie"):
+    with pytest.raises(UnprovenCall, match="inputs_embeds.*without --merge, --untie and"):
         folded(inputs_embeds=bloom.get_input_embeddings()(PADDED["input_ids"]))
 
 

@@ -16,6 +16,7 @@ import onnxruntime
 import pytest
 import torch
 from commands import GPT2, enjoyln, good, refused
+from large_features import with_large_features
 from live_models import CHECKPOINTS, ROOT, shaken
 from rounding import relative
 from safetensors.torch import load_file, save_file
@@ -300,6 +301,7 @@ def a_result(measured: Differences) -> Quantised:
         generated=None,
         kept=(),
         finer=(),
+        scaled_norms=(),
         seconds=1.0,
     )
 
@@ -372,3 +374,26 @@ def test_a_vision_language_model_is_quantised_with_pictures(tmp_path: Path) -> N
     assert "the inputs that it was measured on" in good(
         "verify", out, "--text", text, "--image", images
     )
+
+
+@pytest.mark.slow
+def test_norms_that_overflow_read_a_smaller_scale(tmp_path: Path) -> None:
+    model, tokens = with_large_features("PhiForCausalLM", tmp_path / "model"), tmp_path / "tokens"
+    tokens.write_text("".join(f"[3, 5, {at}, 11, 13, 2]\n" for at in range(4, 12)))
+    options = ("--tokens", tokens, "--inputs", 4, "--rotations", 0, "--max-error", 10)
+    programs = {}
+    for name, more in (("plain", ()), ("safe", ("--fp16-safe",))):
+        good("quantize", model, "-o", tmp_path / name, *options, *more)
+        record = json.loads((tmp_path / name / PRECISIONS_FILE).read_text())["w8a8"]
+        assert len(record["scaled_norms"]) == (3 if more else 0)
+        programs[name] = onnx.load(tmp_path / name / "onnx" / "model_quantized.onnx").graph.node
+    eps = {
+        name: sorted(a.f for node in nodes for a in node.attribute if a.name == "epsilon")
+        for name, nodes in programs.items()
+    }
+    assert [large / small for large, small in zip(eps["plain"], eps["safe"], strict=True)] == [
+        pytest.approx(64, rel=1e-5)
+    ] * 3
+    said = refused("quantize", model, "-o", tmp_path / "x", *options, "--fp16-safe", "--format",
+                   "torchao", "--scheme", "w8a8")  # fmt: skip
+    assert "--fp16-safe works for onnx, not for torchao" in said

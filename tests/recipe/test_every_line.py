@@ -15,6 +15,9 @@ from enjoyln_cli.plan.edited_tensors import (
     GrownParameter,
     NamedParameter,
     RotatedTensor,
+    ScaledEps,
+    ScaledTensor,
+    StreamScale,
 )
 from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.plan.mean_units import Widening
@@ -164,6 +167,14 @@ def plan() -> Plan:
         ),
         rotation_groups=(stream,),
         seed=3,
+        scaled=(
+            StreamScale(
+                "embed.tokens.weight",
+                2,
+                (ScaledTensor("embed.tokens.weight", power=-2),),
+                (ScaledEps("final", 1e-5, -4),),
+            ),
+        ),
         untied=(
             UntiedParameter("head.weight", source="embed.tokens.weight", shape=(99, 32)),
             UntiedParameter(
@@ -214,6 +225,8 @@ def test_the_recipe_says_the_whole_plan() -> None:
          "h.{i}.attn.out.weight: the recipe has .*g.{i}.gamma'}, the proof .*'h.{i}.gamma'}"),
         ("bias: {dim: 0, scale: 'h.{i}.gamma'}", "bias: {dim: 0}",
          "h.{i}.attn.out.bias: the recipe has {dim: 0}, the proof {dim: 0, scale: 'h.{i}.gamma'}"),
+        ("shift: 2", "shift: 3",
+         "scaled: embed.tokens.weight: the recipe has {shift: 3}, the proof {shift: 2}"),
         (", fixes_ones: true", "",
          "rotation_groups: embed.tokens.weight: .* the proof .*fixes_ones: true"),
         ("outputs: [logits]", "outputs: [mems]",

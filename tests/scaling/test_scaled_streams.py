@@ -15,7 +15,7 @@ from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.comparison.batches import complete_batch, unpadded_batch
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan.fold_options import Options
-from enjoyln_cli.scaling.live_scaling import scale_stream
+from enjoyln_cli.scaling.float16 import scale_streams
 from enjoyln_cli.scaling.scaled_streams import ScaledStream, scaled_streams
 
 SIZES = {"hidden_size": 34 * 4, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -63,8 +63,7 @@ def test_a_scaled_stream_computes_the_same(name: str) -> None:
     before = outputs(model)
     streams = [stream for stream in streams_of(model) if stream.is_scaled]
     assert max(len(stream.norms) for stream in streams) >= 5
-    for stream in streams:
-        scale_stream(model, stream, 3)
+    scale_streams(model, dict.fromkeys(streams, 3))
     # Gemma computes 1 + weight in float32
     within = 1e-5 if any(stream.shifted for stream in streams) else 0.0
     torch.testing.assert_close(outputs(model), before, rtol=within, atol=within)
@@ -76,7 +75,7 @@ def test_an_eps_without_an_attribute_is_refused() -> None:
     model = T.OlmoForCausalLM(T.OlmoConfig(architectures=["OlmoForCausalLM"], **settings))
     stream = streams_of(model)[0]
     with pytest.raises(UnsupportedModel, match="no attribute of its own for its eps of 1e-05"):
-        scale_stream(model, stream, 3)
+        scale_streams(model, {stream: 3})
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
@@ -88,7 +87,7 @@ def test_eps_has_to_follow(name: str) -> None:
     before = outputs(model)
     stream = next(stream for stream in streams_of(model) if stream.is_scaled)
     norm, (_, eps) = next(iter(stream.norms.items()))
-    scale_stream(model, stream, 3)
+    scale_streams(model, {stream: 3})
     assert torch.equal(outputs(model), before)
     module = model.get_submodule(norm)
     (attribute,) = (n for n, v in vars(module).items() if v == eps / 64)
@@ -209,7 +208,7 @@ def test_a_linear_reader_takes_the_inverse(kind: type[Block], power: int) -> Non
     assert stream.obstacle is None
     assert stream.parameters["inp.bias"] == Fraction(-1)
     assert stream.parameters["other.weight"] == Fraction(power)
-    scale_stream(model, stream, 5)
+    scale_streams(model, {stream: 5})
     assert torch.equal(model(x), before)
 
 
@@ -240,5 +239,5 @@ def test_a_weight_that_would_be_rounded_is_refused() -> None:
         model.inp.weight.fill_(169 * 2.0**-24)  # an odd number of float16's smallest steps
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(UnsupportedModel, match=r"inp\.weight would be rounded at 0\.125"):
-        scale_stream(model, stream_of(Block().double().eval()), 3)
+        scale_streams(model, {stream_of(Block().double().eval()): 3})
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -1,0 +1,215 @@
+"""Where a model overflows in float16 on the user's data, and which of it another scale mends.
+
+The model runs in float32 on a CPU, op by op, before and after its streams are scaled. A number
+counts that float16 does not hold: of a norm a square or a sum, of the tanh form of GELU a cube,
+which engines compute that take them apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from enjoyln_cli.comparison.batches import Batch, complete_batch
+from enjoyln_cli.comparison.data_files import UserData
+from enjoyln_cli.comparison.run import OutputsOfRuns, run
+from enjoyln_cli.comparison.user_data import batches_of
+from enjoyln_cli.graph.nodes import aten
+from enjoyln_cli.models.load import silent
+from enjoyln_cli.rewrite.opened_model import OpenedModel
+from enjoyln_cli.scaling.float16 import WINDOWS, analysis_for, edits_for, scale_streams
+from enjoyln_cli.scaling.float16_engine import MASKED, engine_in_float16, scale_inputs
+from enjoyln_cli.scaling.ranges import FLOAT16_MAX, run_batch
+from enjoyln_cli.text import counted, number
+
+OverflowKind = Literal["norm", "stream", "product", "activation"]
+_PRODUCTS = {
+    aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.convolution, aten.mul,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+}  # fmt: skip
+_MOVES = {
+    aten.add, aten.sub, aten.cat, aten.view, aten.expand, aten.permute, aten.transpose, aten.t,
+    aten.slice, aten.select, aten.clone, aten._to_copy, aten.embedding, aten.unsqueeze, aten.split,
+    aten._unsafe_view, aten.native_dropout, aten.detach, aten.alias, aten.unbind, aten.squeeze,
+}  # fmt: skip
+"""Ops that add or move values: a number too large in their result is one of a stream."""
+
+_EMPTY = {aten.empty_like, aten.new_empty}
+"""Their results have no values yet."""
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """Numbers of one module that float16 does not hold."""
+
+    kind: OverflowKind
+    """A norm's squares or sums, a residual stream (or another sum), a product, or what else is
+    computed from one number at a time."""
+    module: str
+    largest: float
+    """The largest absolute value."""
+    after: float
+    """The largest with the scales of ``--fp16-safe``."""
+
+    @property
+    def is_mended(self) -> bool:
+        return self.after <= FLOAT16_MAX
+
+
+@dataclass(frozen=True)
+class OverflowReport:
+    """Where a model overflows in float16."""
+
+    model_class: str
+    inputs: int
+    overflows: tuple[Overflow, ...]
+    """Empty if all of float16's range is enough."""
+    cosine: float
+    """Between the outputs in float32 and in an engine in float16 that takes norms apart: of the
+    worst output; 0 if it has a NaN."""
+    cosine_after: float
+    """The same with the scales of ``--fp16-safe``."""
+
+    @property
+    def lines(self) -> list[str]:
+        """What the table means, in sentences."""
+        ran, left = counted(self.inputs, "input"), [o for o in self.overflows if not o.is_mended]
+        if not self.overflows:
+            return [f"nothing overflows in float16 on {ran}"]
+        kinds = Counter(found.kind for found in self.overflows)
+        many = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        said = [f"overflows in float16 on {ran}: {many}"]
+        said.append(
+            f"cosine of the outputs in float16, norms taken apart: {number(self.cosine)}; with "
+            f"--fp16-safe {number(self.cosine_after)}"
+        )
+        if any(found.is_mended for found in self.overflows):
+            said.append(
+                "--fp16-safe of export and quantize mends it, and of fold where the weights can"
+            )
+        if any(found.kind == "activation" for found in left):
+            said.append("no scale of a stream mends an activation: keep it in float32")
+        if any(found.kind in ("product", "stream") for found in left):
+            said.append("what stays too large has to be computed in float32 or bfloat16")
+        return said
+
+
+def overflows_of(opened: OpenedModel, data: UserData) -> OverflowReport:
+    """Run ``opened``, a model with its class, on ``data``, as it is and with scaled streams.
+
+    Raises as ``analyze_config`` does, and as ``batches_of`` for data that the model cannot take.
+    """
+    model = opened.load(torch.float32)
+    if hasattr(model, "set_attn_implementation"):
+        model.set_attn_implementation("eager")  # which shows the scores
+    edits = edits_for(opened, model, data, analysis_for(opened, model))
+    batches = batches_of(model, data, opened.source.path, torch.float32, WINDOWS).batches
+    whole = [complete_batch(model, batch, torch.float32) for batch in batches]
+    exact = run(model, whole)
+    before, cosine = _largest(model, batches, edits.ranges), _cosine(model, whole, exact)
+    scale_streams(model, edits.streams)
+    scale_inputs(model, edits.norms)
+    after, cosine_after = _largest(model, batches, edits.ranges), _cosine(model, whole, exact)
+    shifts = {norm: k for stream, k in edits.streams.items() for norm in stream.norms}
+    shifts |= edits.norms
+    norms = [
+        Overflow("norm", norm, size, size * scale)
+        for norm, found in edits.ranges.items()
+        for size, scale in [_of_norm(found.squares, found.total, shifts.get(norm, 0))]
+        if found.overflows
+    ]
+    others = [
+        Overflow(kind, module, size, after.get((kind, module), 0.0))
+        for (kind, module), size in before.items()
+        if size > FLOAT16_MAX
+    ]
+    inputs = sum(len(next(iter(batch.values()))) for batch in batches)
+    places = (*norms, *others)
+    return OverflowReport(type(model).__name__, inputs, places, cosine, cosine_after)
+
+
+def _cosine(model: nn.Module, batches: Sequence[Batch], exact: OutputsOfRuns) -> float:
+    """The smallest cosine between an exact output and that of the engine; 0 for a NaN."""
+    with engine_in_float16(model):
+        rounded = run(model, batches)
+    pairs = [
+        (other[name].double().flatten(), one[name].double().flatten())
+        for one, other in zip(exact, rounded, strict=True)
+        for name in one
+    ]
+    cosines = (float(torch.cosine_similarity(x, y, dim=0)) for x, y in pairs)
+    return min(value if isfinite(value) else 0.0 for value in cosines)
+
+
+def _of_norm(squares: float, total: float, shift: int) -> tuple[float, float]:
+    """The larger number of both, and what a scale of ``2^-shift`` multiplies it by."""
+    return (squares, 4.0**-shift) if squares >= total else (total, 2.0**-shift)
+
+
+def _largest(
+    model: nn.Module, batches: Iterable[Batch], norms: Mapping[str, Any]
+) -> dict[tuple[OverflowKind, str], float]:
+    """The largest absolute value of each kind in each module but the ``norms``."""
+    with _entered(model) as path, torch.no_grad(), silent(), _Largest(path, norms) as found:
+        for batch in batches:
+            run_batch(model, batch)
+    return found.largest
+
+
+@contextmanager
+def _entered(model: nn.Module) -> Iterator[list[str]]:
+    """The paths of the modules that run at the moment, the innermost last."""
+    path, handles = [""], []
+    for name, module in model.named_modules():
+
+        def enter(*_: Any, name: str = name) -> None:
+            path.append(name)
+
+        def leave(*_: Any) -> None:
+            path.pop()
+
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield path
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the largest result of every op."""
+
+    def __init__(self, path: list[str], norms: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.path, self.norms = path, norms
+        self.largest: dict[tuple[OverflowKind, str], float] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        module, op = self.path[-1], func.overloadpacket
+        reads = any(isinstance(x, torch.Tensor) for x in args) or op is aten.cat
+        if reads and module not in self.norms and op not in _EMPTY:
+            is_tanh = op is aten.gelu and (kwargs or {}).get("approximate") == "tanh"
+            self.note(_kind(op), module, args[0].double() ** 3 if is_tanh else result)
+        return result
+
+    def note(self, kind: OverflowKind, module: str, x: Any) -> None:
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel() and not x.is_meta:
+            sizes = x.abs()
+            largest = float(torch.where(sizes < MASKED, sizes, 0.0).max())
+            self.largest[kind, module] = max(self.largest.get((kind, module), 0.0), largest)
+
+
+def _kind(op: Any) -> OverflowKind:
+    if op in _PRODUCTS:
+        return "product"
+    return "stream" if op in _MOVES else "activation"
