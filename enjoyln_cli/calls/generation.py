@@ -1,4 +1,4 @@
-"""Record how ``generate`` calls a language model with custom code.
+"""How ``generate`` calls a language model, recorded, and logits processors that take less time.
 
 Which arguments reach ``forward`` depends on ``generate`` and on the model's own
 ``prepare_inputs_for_generation``. So ``generate`` runs once without weights, and its calls of
@@ -41,6 +41,33 @@ def generated_positions(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.
     others = {name: value for name, value in batch.items() if name != "input_ids"}
     found = model._prepare_position_ids_for_generation(batch["input_ids"], others)
     return found[1:] if found.ndim > 2 else found.expand(len(batch["input_ids"]), -1)
+
+
+def suppressed_by_index(processors: Any) -> Any:
+    """The same logits processors; to suppress tokens, they do not search the vocabulary.
+
+    transformers looks for each of its tokens in the whole vocabulary in each step: a quarter of the
+    time of Whisper tiny in 8 bits.
+    """
+    from transformers.generation import logits_process
+
+    def suppress(processor: Any, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, processor.suppress_tokens.long(), -torch.inf)
+
+    def suppress_at_begin(processor: Any, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[-1] != processor.begin_index:
+            return scores
+        return scores.index_fill(1, processor.begin_suppress_tokens.long(), -torch.inf)
+
+    calls = {
+        logits_process.SuppressTokensLogitsProcessor: suppress,
+        logits_process.SuppressTokensAtBeginLogitsProcessor: suppress_at_begin,
+    }
+    for processor in processors:
+        kind = type(processor)
+        if kind in calls:
+            processor.__class__ = type(kind.__name__, (kind,), {"__call__": calls[kind]})
+    return processors
 
 
 def generated_calls(model: Any) -> Iterator[Call]:

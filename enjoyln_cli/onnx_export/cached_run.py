@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
 from enjoyln_cli.onnx_export.cached_calls import (
     ENCODED,
     ENCODED_MASK,
@@ -38,6 +40,27 @@ STEPS = (2, 1, 1, 1, 1, 1, 1)
 """The last tokens of a whole row are read in steps of so many tokens, after all others at once."""
 ENCODED_OUTPUT = f"encoder_{STATES}"
 """The name of the encoder's output in the outputs of transformers."""
+
+
+def suffix_of(folder: Path, precision: str | None) -> str:
+    """What the names of program files end with, before ``.onnx``.
+
+    Without a ``precision``, the ending of the only files there.
+
+    Raises ``ModelNotFound`` and ``UnsupportedModel`` as ``load_onnx`` does.
+    """
+    files = sorted((folder / "onnx").glob("*.onnx"))
+    named = (re.fullmatch(rf"({MODEL}|{MERGED})(_(.+))?", file.stem) for file in files)
+    found = {one[3] or "fp32": one[2] or "" for one in named if one}
+    if not found:
+        raise ModelNotFound(f"{folder / 'onnx'} has no program of a model")
+    known = ", ".join(found)
+    if precision is None and len(found) > 1:
+        raise UnsupportedModel(f"{folder} has several precisions: pass one of {known}")
+    wanted = known if precision is None else precision or "fp32"
+    if wanted not in found:
+        raise ModelNotFound(f"{folder} has no precision {precision}, only {known}")
+    return found[wanted]
 
 
 def load_programs(

@@ -8,19 +8,17 @@ The cache that ``generate`` hands around holds what the programs return.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
-from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from enjoyln_cli.calls.generation import generated_positions
+from enjoyln_cli.calls.generation import generated_positions, suppressed_by_index
 from enjoyln_cli.checkpoint.config import load_config
 from enjoyln_cli.checkpoint.source import Source
-from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
+from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import classes_for
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export.cached_calls import (
@@ -36,14 +34,15 @@ from enjoyln_cli.onnx_export.cached_calls import (
 )
 from enjoyln_cli.onnx_export.cached_run import (
     embedded,
+    have_cache,
     is_cached,
     load_programs,
     picture_features,
+    suffix_of,
 )
 from enjoyln_cli.onnx_export.call import DECODER, IDS, MASK
 from enjoyln_cli.onnx_export.cross_cache import PRESENT
 from enjoyln_cli.onnx_export.image_parts import EMBED, EMBEDS, PIXELS
-from enjoyln_cli.onnx_export.programs import FOLDER
 from enjoyln_cli.onnx_export.runtimes import LoadedProgram
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument
 
@@ -61,9 +60,8 @@ def load_onnx(
 
     It is used like the original: called, in ``pipeline``, and with ``generate`` if it generates.
     ``precision`` is what the names of its files in ``folder/onnx`` end with (``quantized``, ``q4``,
-    ``fp16``, and nothing for float32), by default the ending of the only files there. 0 leaves the
-    number of ``threads`` to onnxruntime. ``trust_remote_code`` runs the code that comes with
-    ``folder``.
+    ``fp16``, and nothing for float32), by default the ending of the only files there. With 0
+    ``threads``, onnxruntime chooses. ``trust_remote_code`` runs the code that ``folder`` has.
 
     Raises ``ModelNotFound`` if there are no such files, and ``UnsupportedModel`` if there are
     several and ``precision`` is not given, or if the model needs code that is not trusted.
@@ -71,7 +69,7 @@ def load_onnx(
     import transformers
 
     folder = Path(folder)
-    suffix = _suffix(folder, precision)
+    suffix = suffix_of(folder, precision)
     programs = load_programs(folder, suffix, threads=threads)
     config = load_config(Source(str(folder), folder, None), trust_remote_code)
     kind: Any = classes_for(config)[0]
@@ -82,8 +80,7 @@ def load_onnx(
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     dtype = torch.float16 if suffix == "_fp16" else torch.float32
-    has_cache = any(is_cached(name) for one in programs.values() for name in one.inputs)
-    model.__class__ = _class_of_programs(kind, dtype, has_cache)
+    model.__class__ = _class_of_programs(kind, dtype, have_cache(programs))
     cache = cache_argument(kind.forward) or CACHE
     _run_in(model, functools.partial(_forward, model, programs, cache))
     if ENCODER in programs:
@@ -92,21 +89,6 @@ def load_onnx(
     if EMBED in programs:
         _run_in(model.base_model, functools.partial(_features, programs), "get_image_features")
     return model
-
-
-def _suffix(folder: Path, precision: str | None) -> str:
-    """What the names of the program files end with, before ``.onnx``."""
-    files = sorted((folder / FOLDER).glob("*.onnx"))
-    named = (re.fullmatch(rf"({MODEL}|{MERGED})(_(.+))?", file.stem) for file in files)
-    found = {one[3] or "fp32": one[2] or "" for one in named if one}
-    known = ", ".join(found)
-    if not found:
-        raise ModelNotFound(f"{folder / FOLDER} has no program of a model")
-    if precision is None and len(found) > 1:
-        raise UnsupportedModel(f"{folder} has several precisions: pass one of {known}")
-    if precision is not None and (precision or "fp32") not in found:
-        raise ModelNotFound(f"{folder} has no precision {precision}, only {known}")
-    return found[(precision or "fp32") if precision is not None else known]
 
 
 def _class_of_programs(kind: Any, dtype: torch.dtype, has_cache: bool) -> Any:
@@ -127,56 +109,16 @@ def _class_of_programs(kind: Any, dtype: torch.dtype, has_cache: bool) -> Any:
     if not has_cache and hasattr(kind, "generate"):
         changes["generate"] = refuse
     elif hasattr(kind, "_get_logits_processor"):
-        changes["_get_logits_processor"] = lambda self, *args, **inputs: _by_index(
+        changes["_get_logits_processor"] = lambda self, *args, **inputs: suppressed_by_index(
             kind._get_logits_processor(self, *args, **inputs)
         )
     return type(kind.__name__, (kind,), changes)
-
-
-def _by_index(processors: Any) -> Any:
-    """The same logits processors; to suppress tokens, they do not search the vocabulary.
-
-    transformers looks for each of its tokens in the whole vocabulary in each step: a quarter of the
-    time of Whisper tiny in 8 bits.
-    """
-    from transformers.generation import logits_process
-
-    def suppress(processor: Any, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.index_fill(1, processor.suppress_tokens.long(), -torch.inf)
-
-    def suppress_at_begin(processor: Any, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if ids.shape[-1] != processor.begin_index:
-            return scores
-        return scores.index_fill(1, processor.begin_suppress_tokens.long(), -torch.inf)
-
-    calls = {
-        logits_process.SuppressTokensLogitsProcessor: suppress,
-        logits_process.SuppressTokensAtBeginLogitsProcessor: suppress_at_begin,
-    }
-    for processor in processors:
-        kind = type(processor)
-        if kind in calls:
-            processor.__class__ = type(kind.__name__, (kind,), {"__call__": calls[kind]})
-    return processors
 
 
 def _run_in(module: nn.Module, run: Any, method: str = "forward") -> None:
     """Let ``module`` compute by ``run``, which transformers takes for its own ``method``."""
     functools.update_wrapper(run, getattr(type(module), method))
     setattr(module, method, run)
-
-
-def _output(values: Mapping[str, Any]) -> Any:
-    """The values as an output of transformers, with names and an order."""
-    return _output_class(tuple(values))(**values)
-
-
-@functools.cache
-def _output_class(names: tuple[str, ...]) -> Any:
-    from transformers.utils import ModelOutput
-
-    fields = [(name, Any, field(default=None)) for name in names]
-    return make_dataclass("ProgramOutput", fields, bases=(ModelOutput,))
 
 
 def _encode(program: LoadedProgram, main: str, *args: Any, **inputs: Any) -> Any:
@@ -199,14 +141,13 @@ def _features(programs: LoadedPrograms, *args: Any, **inputs: Any) -> Any:
 
 def _forward(model: Any, programs: LoadedPrograms, name: str, *args: Any, **inputs: Any) -> Any:
     """What the model returns for one call of ``forward``; its cache is the argument ``name``."""
+    from transformers.utils import ModelOutput
+
     given = {**dict(zip((model.main_input_name,), args, strict=False)), **inputs}
-    if MODEL in programs and not any(map(is_cached, programs[MODEL].inputs)):
-        program = programs[MODEL]
-        return _output(program(_ready(program, given)))
-    decoder, feed, encoded = programs.get(MERGED), given, None
-    if decoder is None:
-        decoder = programs[MODEL]
-    elif EMBED in programs:
+    decoder, feed, encoded = programs.get(MERGED) or programs[MODEL], given, None
+    if not any(map(is_cached, decoder.inputs)):
+        return ModelOutput(decoder(_ready(decoder, given)))
+    if EMBED in programs:
         feed = {name: given.get(name) for name in (EMBEDS, MASK, POSITIONS)}
         if feed[EMBEDS] is None:
             encoded = (given.get("mm_encoder_outputs") or {}).get("image")
@@ -215,7 +156,7 @@ def _forward(model: Any, programs: LoadedPrograms, name: str, *args: Any, **inpu
                 features = picture_features(programs, given)
             feed[EMBEDS], encoded = embedded(programs, given[IDS], features), None
             feed[POSITIONS] = _positions(model, decoder, given)
-    else:
+    elif ENCODER in programs:
         encoded = given.get("encoder_outputs")
         if encoded is None:
             read = {name: given[name] for name in programs[ENCODER].inputs if name in given}
@@ -232,7 +173,7 @@ def _forward(model: Any, programs: LoadedPrograms, name: str, *args: Any, **inpu
     values = {LOGITS: logits, name: cache}
     if encoded is not None:
         values["encoder_last_hidden_state"] = encoded[0]
-    return _output(values)
+    return ModelOutput(values)
 
 
 def _positions(model: Any, decoder: LoadedProgram, given: Mapping[str, Any]) -> Any:

@@ -157,7 +157,7 @@ def quantize(
             event("stage", f"exporting {name}")
             work.trace(float_model, choosing.examples, event, shifts)
         prompts = None
-        if form == ONNX and work.has_cache:
+        if form == ONNX and float_model.can_generate():
             prompts = continued(float_model, [example.batch for example in held_out.examples])
         del float_model
         forms = candidates(plan, seeds, settings.rounds_untied_heads(form))
@@ -310,7 +310,8 @@ def store(
         model = load_onnx(
             staged, result.suffix[1:], threads=result.threads, trust_remote_code=trusted
         )
-        result = replace(result, generated=agreement(model, prompts))
+        if model.has_cache:
+            result = replace(result, generated=agreement(model, prompts))
     entry = {name: value for name, value in result.to_json().items() if name != "out"}
     error, limit = number(result.held_out.error), f"{result.max_error:g}"
     summary = f"error {error} of the outputs on {counted(result.inputs, 'input')} (limit {limit})"

@@ -16,7 +16,7 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.simulated_rounding import linear_layers, path_of_head
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.events import Event
-from enjoyln_cli.onnx_export.cached_run import is_cached, load_programs, whole_rows
+from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.programs import save
 from enjoyln_cli.onnx_export.runtimes import LoadedProgram
 from enjoyln_cli.quantisation.candidates import ORIGINAL, RotatedForm
@@ -87,16 +87,6 @@ class Workshop:
         cross_cache = self.form == ONNX
         self.forms = OnnxForms(sample, traced, event, shifts or {}, cross_cache=cross_cache)
         self.forms.programs(model, None)
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether its ONNX programs generate with a cache."""
-        return any(
-            is_cached(value.name)
-            for programs in (self.forms.traced.values() if self.forms else ())
-            for program in programs.bare.values()
-            for value in program.graph.inputs
-        )
 
     def write(
         self,
