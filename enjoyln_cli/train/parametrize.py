@@ -74,8 +74,8 @@ def reparametrize(
     ``fold_in_memory`` do; nothing is changed then.
     """
     if plan is None:
-        _require_unconverted(model)
-        args, kwargs = _as_call(example)
+        require_unconverted(model)
+        args, kwargs = as_call(example)
         plan = analyze_training(model, args, kwargs, example_calls).plan
     _require_usable(model, plan)
     edits = _by_tensor(model, plan)
@@ -150,7 +150,7 @@ def _other_rate(model: nn.Module, plan: Plan, prefix: str = "") -> str:
     return ""
 
 
-def _as_call(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+def as_call(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Positional arguments and keywords of an example."""
     if example is None:
         return (), {}
@@ -159,7 +159,8 @@ def _as_call(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
 
 
-def _require_unconverted(model: nn.Module) -> None:
+def require_unconverted(model: nn.Module) -> None:
+    """Raise ``UnsupportedModel`` for a model that computes RMSNorm already."""
     if call_guards(model):
         raise UnsupportedModel(
             f"{type(model).__name__} computes RMSNorm already; pass the plan that it was converted "

@@ -25,7 +25,7 @@ from enjoyln_cli.calls.calls import Call, ExampleCalls
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.garbage import no_collections
 from enjoyln_cli.models.norm_modules import runs_torchs_layer_norm
-from enjoyln_cli.plan.fold_options import CENTRING_ONLY
+from enjoyln_cli.plan.fold_options import CENTRING_ONLY, Options
 from enjoyln_cli.trace.capture import Recorder
 from enjoyln_cli.trace.failure_reasons import foreign_code
 from enjoyln_cli.trace.traced_calls import ModelTraces, trace_calls
@@ -37,6 +37,7 @@ def analyze_training(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     example_calls: ExampleCalls = (),
+    options: Options = CENTRING_ONLY,
 ) -> Analysis:
     """The plan for a live module that holds in training mode and in eval mode.
 
@@ -54,7 +55,7 @@ def analyze_training(
                 f"{type(model).__name__}: in training mode, its code branches on values or on "
                 "random numbers (as LayerDrop does), so no plan is proven; set its rate to 0"
             )
-        analysis = analyze_family(family_in_memory(model, traced, training=True), CENTRING_ONLY)
+        analysis = analyze_family(family_in_memory(model, traced, training=True), options)
     rates = tuple((name, value) for name, _, _, value in dropout_rates(model))
     analysis = replace(analysis, plan=replace(analysis.plan, dropout_rates=rates))
     for verdict in analysis.plan.folded:
