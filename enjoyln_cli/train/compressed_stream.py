@@ -39,7 +39,7 @@ from enjoyln_cli.train.parametrize import as_call, require_unconverted
 from enjoyln_cli.train.training_plan import analyze_training
 
 Coordinates = Literal["orthonormal", "last"]
-Gain = Callable[[], Tensor | None]
+WeightOfNorm = Callable[[], Tensor | None]
 
 
 class CRMSNorm(nn.Module):
@@ -68,7 +68,7 @@ class CRMSNorm(nn.Module):
 class Compress(nn.Module):
     """Along ``dim``, ``d`` features become ``d - 1``: a matrix, after the weight of a norm."""
 
-    def __init__(self, dim: int, matrix: Tensor, gain: Gain | None = None) -> None:
+    def __init__(self, dim: int, matrix: Tensor, gain: WeightOfNorm | None = None) -> None:
         super().__init__()
         self.dim, self.matrix, self.gain = dim, matrix, gain
 
