@@ -61,11 +61,6 @@ class Countdown:
         """Seconds for the remaining steps, if each takes as long as the average step before."""
         return self._clock.spent / self.done * (self.steps - self.done)
 
-    @property
-    def in_words(self) -> str:
-        """`` (about 45 s left)``; empty before the first step is done."""
-        return f" (about {duration(self.left)} left)" if self.done else ""
-
     def count(self) -> None:
         """Note that a step is done."""
         self.done += 1

@@ -20,6 +20,9 @@ from enjoyln_cli.calls.input_sets import accepted_by
 from enjoyln_cli.calls.input_spec import InputSpec
 from enjoyln_cli.plan.cache_argument import NAMES
 
+SEVERAL = 3
+"""New tokens of a call that goes on with a cache."""
+
 
 def further_calls(model: Any, main: Call) -> Iterator[Call]:
     """Calls to trace in addition to ``main``; a model may reject some."""
@@ -35,8 +38,28 @@ def further_calls(model: Any, main: Call) -> Iterator[Call]:
         if keeps_cache(model):
             flags = {"use_cache": False}
             yield Call(f"{beside}, use_cache=False", (((), inputs),), flags, required=False)
+    if keeps_cache(model) and {"input_ids", "attention_mask"} <= masked.keys():
+        yield from _with_cache(model, masked["input_ids"])
     for inputs in (masked, bare) if len(bare) < len(masked) else (masked,):
         yield from _one_more(model, inputs, {*masked, *NAMES})
+
+
+def _with_cache(model: Any, ids: torch.Tensor) -> Iterator[Call]:
+    """Calls that fill a cache, or go on with it, with a mask: so programs are exported.
+
+    In ``main``, both steps have a mask. A proof for all sizes then needs conditions on the sizes of
+    the first mask, which the second step does not have. Here at most one step has a mask.
+    """
+    rows, seen = ids.shape[:2]
+    for tokens, past in ((seen, 0), (1, seen), (SEVERAL, seen)):
+        places = torch.arange(past, past + tokens).expand(rows, tokens).contiguous()
+        last = {"input_ids": ids[:, :tokens], "attention_mask": ids.new_ones(rows, past + tokens)}
+        for inputs in (last, {**last, "position_ids": places}):
+            if inputs.keys() <= accepted_by(model):
+                first = [((), {"input_ids": ids})] * bool(past)
+                label = f"{', '.join(inputs)}, {tokens} tokens after {past}"
+                steps = (*first, ((), inputs))
+                yield Call(label, steps, {"use_cache": True}, required=False)
 
 
 def _one_more(model: Any, inputs: dict[str, Any], known: set[str]) -> Iterator[Call]:

@@ -121,15 +121,22 @@ def _has_position_table(model: Any, limit: int) -> bool:
     )
 
 
-def unpadded_batch(model: nn.Module, rows: int, tokens: int, dtype: torch.dtype) -> Batch:
-    """One seeded batch of ``rows`` rows with ``tokens`` tokens each, without padding and mask.
+def unpadded_batches(
+    model: nn.Module, sizes: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> list[Batch]:
+    """A seeded batch for each pair of ``sizes``: so many rows with so many tokens, no padding.
 
-    Inputs other than text have the size that the config gives. Raises as ``seeded_batches`` does.
+    There is no mask. Inputs other than text have the size that the config gives. Raises as
+    ``seeded_batches`` does.
     """
-    bare, generator = without_weights(model), torch.Generator().manual_seed(0)
-    _, chosen = _accepted_form(model, bare, rows)
-    inputs = next(islice(input_sets(bare, rows, tokens), chosen, None))
-    return {name: _drawn(spec, generator, dtype) for name, spec in inputs.items()}
+    bare = without_weights(model)
+    _, chosen = _accepted_form(model, bare, sizes[0][0])
+    batches = []
+    for rows, tokens in sizes:
+        generator = torch.Generator().manual_seed(0)
+        inputs = next(islice(input_sets(bare, rows, tokens), chosen, None))
+        batches.append({name: _drawn(spec, generator, dtype) for name, spec in inputs.items()})
+    return batches
 
 
 def _accepted_form(model: Any, bare: nn.Module, rows: int) -> tuple[int, int]:

@@ -64,18 +64,23 @@ def suffix_of(folder: Path, precision: str | None) -> str:
 
 
 def load_programs(
-    folder: Path, suffix: str = "", runtime: str = "onnxruntime", threads: int = 0
+    folder: Path,
+    suffix: str = "",
+    runtime: str = "onnxruntime",
+    threads: int = 0,
+    spin: bool = False,
 ) -> dict[str, LoadedProgram]:
     """The programs in a directory that ``programs.save`` has written, loaded in a runtime.
 
-    0 leaves the number of ``threads`` to the runtime.
+    0 leaves the number of ``threads`` to the runtime. ``spin`` makes onnxruntime as fast as it is
+    by default (see ``runtimes.session_options``).
     """
     files = {
         name: folder / "onnx" / f"{name}{suffix}.onnx"
         for name in (MODEL, ENCODER, MERGED, VISION, EMBED)
     }
     load = RUNTIMES[runtime]
-    return {name: load(file, threads) for name, file in files.items() if file.exists()}
+    return {name: load(file, threads, spin) for name, file in files.items() if file.exists()}
 
 
 def is_cached(name: str) -> bool:

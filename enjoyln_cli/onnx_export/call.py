@@ -24,7 +24,7 @@ from enjoyln_cli.comparison.batches import (
     Batch,
     complete_batch,
     positions,
-    unpadded_batch,
+    unpadded_batches,
 )
 from enjoyln_cli.comparison.run import choose_outputs, tensors
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
@@ -86,11 +86,9 @@ def call_to_export(model: Any, outputs: Sequence[str], dtype: torch.dtype) -> Ex
     """
     tokens = min(OTHER_TOKENS, positions(model.config.get_text_config()))
     few = max(1, min(TOKENS, tokens - 1))
-    batch = batch_of(model, ROWS, few, dtype)
-    other = {
-        BATCH: batch_of(model, OTHER_ROWS, few, dtype),
-        LENGTH: batch_of(model, ROWS, tokens, dtype),
-    }
+    sizes = ((ROWS, few), (OTHER_ROWS, few), (ROWS, tokens))
+    batch, of_other_rows, of_other_length = batches_of(model, sizes, dtype)
+    other = {BATCH: of_other_rows, LENGTH: of_other_length}
     axes = {
         name: {
             at: f"{DECODER}{axis}" if axis == LENGTH and name.startswith(DECODER) else axis
@@ -112,17 +110,21 @@ def call_to_export(model: Any, outputs: Sequence[str], dtype: torch.dtype) -> Ex
     return ExportedCall(batch, tuple(choose_outputs([found], outputs)[0]), axes)
 
 
-def batch_of(model: Any, rows: int, tokens: int, dtype: torch.dtype) -> Batch:
+def batches_of(model: Any, sizes: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[Batch]:
     """Inputs without padding, in the order of ``forward``; floating inputs in ``dtype``.
 
-    A decoder gets shorter inputs than its encoder.
+    Each pair of ``sizes`` is a number of rows and of tokens. A decoder gets shorter inputs than its
+    encoder.
     """
-    found = complete_batch(model, unpadded_batch(model, rows, tokens, dtype), dtype)
-    for name, value in found.items():
-        if name.startswith(DECODER) and value.shape[1:2] == (tokens,):
-            found[name] = value[:, : max(1, tokens - SHORTER)]
-    order = [name for name in inspect.signature(model.forward).parameters if name in found]
-    return {name: found[name] for name in (*order, *(name for name in found if name not in order))}
+    batches = []
+    for (_, tokens), batch in zip(sizes, unpadded_batches(model, sizes, dtype), strict=True):
+        found = complete_batch(model, batch, dtype)
+        for name, value in found.items():
+            if name.startswith(DECODER) and value.shape[1:2] == (tokens,):
+                found[name] = value[:, : max(1, tokens - SHORTER)]
+        order = [name for name in inspect.signature(model.forward).parameters if name in found]
+        batches.append({name: found[name] for name in dict.fromkeys((*order, *found))})
+    return batches
 
 
 def without_cache(model: Any) -> dict[str, Any]:
@@ -156,11 +158,11 @@ def batches_of_other_sizes(model: Any, call: ExportedCall, dtype: torch.dtype) -
     """
     named = {axis for axes in call.axes.values() for axis in axes.values()}
     if not any(axis.endswith(LENGTH) for axis in named):
-        yield batch_of(model, 1, TOKENS, dtype)
+        yield from batches_of(model, ((1, TOKENS),), dtype)
         return
     longest = min(LONGEST_ROW, positions(model.config.get_text_config()))
     sizes = ((1, 1), (1, longest), (5, min(13, longest)))
-    found = [batch_of(model, rows, tokens, dtype) for rows, tokens in sizes]
+    found = batches_of(model, sizes, dtype)
     yield from found
     if MASK in found[-1]:
         mask = found[-1][MASK].clone()

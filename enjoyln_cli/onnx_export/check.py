@@ -55,7 +55,7 @@ from enjoyln_cli.onnx_export.call import (
     ROWS,
     SHORTER,
     ExportedCall,
-    batch_of,
+    batches_of,
     batches_of_other_sizes,
 )
 from enjoyln_cli.onnx_export.runtimes import RunProgram
@@ -297,7 +297,7 @@ def batches_to_generate(
     padding = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
     pairs = seeded_batches(model, ROWS_AT_ONCE, seed, dtype, ROWS)
     batches = []
-    for batch in (*pairs, batch_of(model, 1, longest, dtype)):
+    for batch in (*pairs, *batches_of(model, ((1, longest),), dtype)):
         batch = _padded_on_the_left(batch)
         if prefix:  # a length of its own, and no padding: some decoders count positions by it
             ids = batch[f"{DECODER}{IDS}"][:, :-SHORTER]

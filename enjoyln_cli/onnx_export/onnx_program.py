@@ -26,6 +26,7 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export.call import ProgramCall
 from enjoyln_cli.onnx_export.cross_cache import keep_cross_cache
 from enjoyln_cli.onnx_export.exporting import exporting
+from enjoyln_cli.onnx_export.torch_graph import captured
 from enjoyln_cli.runtime.call_guards import call_guards
 
 OPSET = 23
@@ -51,8 +52,7 @@ def traced_program(call: ProgramCall, opset: int, parameters: Container[str]) ->
     kind = type(call.module.model).__name__
     with exporting(call.module.model, "torch.onnx"):
         program: Any = torch.onnx.export(
-            call.module,
-            tuple(call.batch.values()),
+            captured(call.module, tuple(call.batch.values()), dims),
             input_names=list(call.batch),
             output_names=list(call.outputs),
             dynamic_shapes=(dims,),

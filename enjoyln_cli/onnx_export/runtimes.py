@@ -47,8 +47,11 @@ class LoadedProgram:
         return torch.zeros(rows, *sizes, dtype=DTYPES[dtype])
 
 
-def session_options(threads: int = 0) -> Any:
+def session_options(threads: int = 0, spin: bool = False) -> Any:
     """The options of a session that logs nothing; 0 leaves the threads to onnxruntime.
+
+    By default, its threads keep all cores busy while they wait for work. It then computes a little
+    faster, and whatever else runs meanwhile takes longer. With ``spin`` they do so here.
 
     By default, onnxruntime computes a product with dequantised weights as with inputs of 8 bits,
     also if the file rounds the inputs to 16 bits. Here it computes what the file says.
@@ -58,16 +61,17 @@ def session_options(threads: int = 0) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spin)))
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     return options
 
 
-def in_onnxruntime(file: Path, threads: int = 0) -> LoadedProgram:
+def in_onnxruntime(file: Path, threads: int = 0, spin: bool = False) -> LoadedProgram:
     """The file as a program that onnxruntime computes."""
     import onnxruntime
 
-    providers = ["CPUExecutionProvider"]
-    session = onnxruntime.InferenceSession(file, session_options(threads), providers=providers)
+    options, providers = session_options(threads, spin), ["CPUExecutionProvider"]
+    session = onnxruntime.InferenceSession(file, options, providers=providers)
     inputs = {
         one.name: (tuple(size if isinstance(size, int) else 0 for size in one.shape), one.type)
         for one in session.get_inputs()
@@ -81,8 +85,11 @@ def in_onnxruntime(file: Path, threads: int = 0) -> LoadedProgram:
     return LoadedProgram(run, inputs, session.get_modelmeta().custom_metadata_map)
 
 
-def in_openvino(program: Any, threads: int = 0) -> LoadedProgram:
-    """A file, or an ``openvino.Model``, as OpenVINO computes it: in float32 or its own dtype."""
+def in_openvino(program: Any, threads: int = 0, spin: bool = False) -> LoadedProgram:
+    """A file, or an ``openvino.Model``, as OpenVINO computes it: in float32 or its own dtype.
+
+    ``spin`` is for onnxruntime alone.
+    """
     import openvino
 
     # by default, some CPUs compute in bfloat16, and keep a cache in 8 bits
@@ -116,7 +123,7 @@ def in_openvino(program: Any, threads: int = 0) -> LoadedProgram:
     return LoadedProgram(run, inputs, metadata, request.reset_state if BEAMS in inputs else None)
 
 
-RUNTIMES: dict[str, Callable[[Path, int], LoadedProgram]] = {
+RUNTIMES: dict[str, Callable[[Path, int, bool], LoadedProgram]] = {
     "onnxruntime": in_onnxruntime,
     "openvino": in_openvino,
 }

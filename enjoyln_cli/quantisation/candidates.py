@@ -22,7 +22,7 @@ from enjoyln_cli.quantisation.layer_bits import FinerLayer, in_words
 from enjoyln_cli.quantisers.schemes import RoundingMethod
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 
-ORIGINAL = "original"
+ORIGINAL, ROTATED, GPTQ = "original", "rotated", "gptq"
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,13 @@ class RotatedForm:
     def title(self) -> str:
         """The name, with the number of finer layers: ``original, 2 layers in float``."""
         return f"{self.name}, {in_words(self.finer)}" if self.finer else self.name
+
+    @property
+    def kind(self) -> str:
+        """``ORIGINAL``, ``ROTATED`` or ``GPTQ``: forms of a kind take about as long."""
+        if self.rounding != "nearest":
+            return GPTQ
+        return ROTATED if self.is_rotated else ORIGINAL
 
     @property
     def is_rotated(self) -> bool:

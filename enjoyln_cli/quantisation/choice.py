@@ -5,19 +5,27 @@ All is decided on the calibration data, with each candidate as it is written and
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from enjoyln_cli.clock import Countdown, Progress
+from enjoyln_cli.clock import Clock, Progress, duration
 from enjoyln_cli.events import Event
-from enjoyln_cli.quantisation.candidates import RotatedForm, rounded_by_error
+from enjoyln_cli.quantisation.candidates import GPTQ, ORIGINAL, RotatedForm, rounded_by_error
 from enjoyln_cli.quantisation.layer_bits import FinerLayer, fewest, finer_layers
 from enjoyln_cli.quantisation.measure import ExactOutputs, clearly_cheaper, differences
 from enjoyln_cli.quantisation.quantised import Compared
 from enjoyln_cli.quantisation.workshop import FLOAT, Workshop
 from enjoyln_cli.quantisers.schemes import FORMATS
+
+HELD_OUT, TIMING = 1, 4
+"""How many times as long as running one candidate on the calibration data it takes to run it on the
+held-out data, and to time it beside float32."""
+SHORTEST_LEFT = 3.0
+"""Fewer seconds are not told: in whole seconds, they are not told exactly."""
 
 
 @dataclass
@@ -26,7 +34,6 @@ class Comparison:
 
     work: Workshop
     exact: ExactOutputs
-    countdown: Countdown
     event: Event
     on_progress: Progress
     max_size: int | None
@@ -36,19 +43,45 @@ class Comparison:
     """What was compared, by the titles of candidates."""
     steps: list[FinerLayer] = field(default_factory=list, init=False)
     """To more bits for all layers, once that is needed."""
+    taken: dict[str, float] = field(default_factory=dict, init=False)
+    """The seconds of the latest candidate of each kind (see ``RotatedForm.kind``)."""
+    running: float = field(default=0.0, init=False)
+    """The seconds of them that it took to run the latest one."""
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(time.monotonic, math.inf, self.on_progress)
 
     def measured(self, form: RotatedForm) -> Compared:
         """A candidate, written and compared with the original in float32."""
         if form.title not in self.found:
-            self.event("stage", f"quantising: {form.title}{self.countdown.in_words}")
+            left = 0.0 if form.finer else self.left or 0.0
+            words = f" (about {duration(left)} left)" if left >= SHORTEST_LEFT else ""
+            self.event("stage", f"quantising: {form.title}{words}")
+            begin = self.clock.spent
             weights = self.work.write(form, self.exact.examples, self.on_progress)
+            written = self.clock.spent
             apart = differences(self.work.load(form.title), self.exact)
+            end = self.clock.spent
+            self.taken[form.kind], self.running = end - begin, end - written
             size_of_form = self.work.size(form.title)
             self.found[form.title] = Compared(form.title, apart, size_of_form, weights)
             if form.finer:  # most are a step of the search only
                 self.work.remove(form.title)
-            self.countdown.count()
+            self.clock.tell(self.left)
         return self.found[form.title]
+
+    @property
+    def left(self) -> float | None:
+        """About how many seconds it takes until the result is measured.
+
+        ``None`` before a candidate is compared, or one of those that GPTQ rounds, if there are any.
+        """
+        if not self.taken or (self.work.scheme.weight_bits == 4 and GPTQ not in self.taken):
+            return None
+        waiting = [form.kind for form in self.forms if form.title not in self.found]
+        last = 2 * HELD_OUT + (TIMING if FORMATS[self.work.form].is_timed else 0)
+        each = [self.taken.get(kind, self.taken[ORIGINAL]) for kind in waiting]
+        return sum(each) + last * self.running
 
     def best_of(self, forms: Sequence[RotatedForm]) -> RotatedForm:
         """The candidate of ``forms`` to write; the first is the original."""

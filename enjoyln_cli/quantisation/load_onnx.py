@@ -70,7 +70,7 @@ def load_onnx(
 
     folder = Path(folder)
     suffix = suffix_of(folder, precision)
-    programs = load_programs(folder, suffix, threads=threads)
+    programs = load_programs(folder, suffix, threads=threads, spin=True)
     config = load_config(Source(str(folder), folder, None), trust_remote_code)
     kind: Any = classes_for(config)[0]
     with torch.device("meta"), silent():

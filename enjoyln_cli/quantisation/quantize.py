@@ -24,7 +24,7 @@ from enjoyln_cli.checkpoint.file_roles import CONFIG
 from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions
 from enjoyln_cli.checkpoint.reader import other_files
 from enjoyln_cli.checkpoint.result_files import require_float
-from enjoyln_cli.clock import Countdown, Progress, no_progress
+from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.comparison.data_files import UserData, require_data
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
@@ -161,8 +161,7 @@ def quantize(
             prompts = continued(float_model, [example.batch for example in held_out.examples])
         del float_model
         forms = candidates(plan, seeds, settings.rounds_untied_heads(form))
-        countdown = Countdown(len(forms) + 2, on_progress)
-        comparison = Comparison(work, choosing, countdown, event, on_progress, max_size, forms)
+        comparison = Comparison(work, choosing, event, on_progress, max_size, forms)
         limit = settings.max_error if max_error is None else max_error
         chosen = comparison.choose()
         if max_size is not None and max_error is None:

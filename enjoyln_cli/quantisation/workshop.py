@@ -169,7 +169,8 @@ class Workshop:
         if FORMATS[self.form].is_checkpoint:
             return speeds({name: partial(self.load(name), example.batch) for name in names})
         programs = {
-            name: programs_in(self.place(name), self.form, self.suffix(name)) for name in names
+            name: programs_in(self.place(name), self.form, self.suffix(name), spin=True)
+            for name in names
         }
         return speeds_of_programs(programs, example.batch)
 
@@ -189,12 +190,17 @@ def load_result(folder: Path, form: str, model_class: Any, suffix: str) -> Compu
         raise BadCheckpoint(f"{folder} cannot be loaded: {first_line(error)}") from error
 
 
-def programs_in(folder: Path, form: str, suffix: str) -> dict[str, LoadedProgram]:
-    """The programs of a result, loaded with the threads of torch."""
+def programs_in(
+    folder: Path, form: str, suffix: str, spin: bool = False
+) -> dict[str, LoadedProgram]:
+    """The programs of a result, loaded with the threads of torch.
+
+    ``spin`` makes onnxruntime as fast as it is by default (see ``runtimes.session_options``).
+    """
     threads = torch.get_num_threads()
     if form == OPENVINO:
         return openvino_programs.load_programs(folder, threads)
-    return load_programs(folder, suffix, threads=threads)
+    return load_programs(folder, suffix, threads=threads, spin=spin)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ read. Only the model that was analysed is changed; any other is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from enjoyln_cli.plan.edited_tensors import ScaledEps
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.edit_pieces import apply_in_pieces
 from enjoyln_cli.rewrite.editable import require_editable
+from enjoyln_cli.rewrite.in_threads import in_threads
 from enjoyln_cli.rewrite.inserted_rotation import insert_rotation
 
 
@@ -70,6 +72,7 @@ def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = F
 
     with torch.no_grad():
         edits = {key: edit.loaded(read) for key, edit in edits.items()}
+        in_place: list[Callable[[], None]] = []
         for key, edit in edits.items():
             tensor = tensors[names[key][0]]
             if reader and tensor.is_meta:
@@ -78,11 +81,16 @@ def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = F
                 tensor.data = tensor.new_empty(edit.shape(tuple(tensor.shape)))
                 continue
             if tensor.ndim and edit.append is None:
-                apply_in_pieces(tensor, edit, tensor, allow_nonfinite=True)
+                values = tensor.detach()  # a thread of its own does not know of ``no_grad``
+                in_place.append(
+                    partial(apply_in_pieces, values, edit, values, allow_nonfinite=True)
+                )
                 continue
             grown = edit.apply(tensor.double()).to(tensor.dtype)
             for name in names[key]:
                 tensors[name].data = grown
+        for _ in in_threads(in_place, torch.get_num_threads()):
+            pass
     for group in plan.rotated:
         if group.online_rotation:
             insert_rotation(model.get_submodule(group.online_rotation), group.rotation(plan.seed))

@@ -10,11 +10,9 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -24,6 +22,7 @@ from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.edits.finite import unusable_input
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.models.memory import give_back
+from enjoyln_cli.rewrite.in_threads import in_threads
 from enjoyln_cli.rewrite.journal import Journal, note, resume_shards
 from enjoyln_cli.rewrite.shard_layout import Shard, index, layout
 from enjoyln_cli.rewrite.tensor_parts import (
@@ -34,7 +33,6 @@ from enjoyln_cli.rewrite.tensor_parts import (
 )
 from enjoyln_cli.text import size
 
-T = TypeVar("T")
 THREADS = 2
 """Threads for each job: while one waits for the disk, the other computes."""
 
@@ -128,7 +126,7 @@ def _write_tensors(
 
         for name in targets.keys() - left.keys():
             complete(name)
-        for name, nbytes in _in_threads([partial(_write, *pair) for pair in parts], threads):
+        for name, nbytes in in_threads([partial(_write, *pair) for pair in parts], threads):
             left[name] -= 1
             if left[name] == 0:
                 complete(name)
@@ -173,19 +171,6 @@ def total_progress(
         listener(done, total)
 
     return add
-
-
-def _in_threads(calls: Sequence[Callable[[], T]], threads: int) -> Iterator[T]:
-    """Make all calls in ``threads`` threads. Yields the results in the order of the calls.
-
-    An error in a call, or where the results are used, ends all: no further call begins.
-    """
-    before = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(threads, "", torch.set_num_threads, (1,)) as pool:
-            yield from pool.map(lambda call: call(), calls)
-    finally:
-        torch.set_num_threads(before)
 
 
 def _check_space(shards: Sequence[Shard], into: Path) -> None:

@@ -6,22 +6,29 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from math import inf, isfinite, nan
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from live_models import CHECKPOINTS
 from transformers import AutoModelForCausalLM
 
+from enjoyln_cli.clock import no_progress
 from enjoyln_cli.comparison.output_meaning import Kind, Meaning
 from enjoyln_cli.comparison.text_scores import perplexity, with_predicted_tokens
 from enjoyln_cli.errors import VerificationFailed
+from enjoyln_cli.events import default_listener
 from enjoyln_cli.quantisation.candidates import (
+    GPTQ,
+    ORIGINAL,
+    ROTATED,
     RotatedForm,
     candidates,
     rotation_plan,
     rounded_by_error,
 )
-from enjoyln_cli.quantisation.choice import best
+from enjoyln_cli.quantisation.choice import Comparison, best
 from enjoyln_cli.quantisation.examples import Example
 from enjoyln_cli.quantisation.measure import (
     Differences,
@@ -31,7 +38,8 @@ from enjoyln_cli.quantisation.measure import (
 )
 from enjoyln_cli.quantisation.quantised import Compared
 from enjoyln_cli.quantisation.quantize import require_gain
-from enjoyln_cli.quantisation.workshop import Measured
+from enjoyln_cli.quantisation.workshop import Measured, Workshop
+from enjoyln_cli.quantisers.schemes import ONNX, SCHEMES
 from enjoyln_cli.quantisers.speed import Speed
 from enjoyln_cli.rewrite.opened_model import open_model
 
@@ -95,6 +103,27 @@ def test_the_cheapest_of_several_better_candidates_is_chosen() -> None:
 
 def test_any_candidate_is_better_than_a_nonfinite_original() -> None:
     assert chosen_of(compared("original", nan, 0.1, 0.1), compared("other", 2.0, 2, 2)) == "other"
+
+
+@pytest.mark.parametrize(("scheme", "at_first"), [("w8a8", 3.0 + 2.0 + 6 * 0.5), ("w4a16", None)])
+def test_what_is_left_counts_all_that_follows(
+    scheme: str, at_first: float | None, tmp_path: Path
+) -> None:
+    original = RotatedForm(ORIGINAL, None)
+    forms = [original, RotatedForm("values only", None), *rounded_by_error(original)[:1]]
+    work: Any = Workshop(tmp_path, ONNX, SCHEMES[scheme], {}, None)  # type: ignore[arg-type]
+    exact = ExactOutputs({}, [], [])
+    comparison = Comparison(work, exact, default_listener, no_progress, None, forms)
+    assert comparison.left is None
+    comparison.found = {ORIGINAL: compared(ORIGINAL, *PLAIN)}
+    comparison.taken, comparison.running = {ORIGINAL: 2.0, ROTATED: 9.0}, 0.5
+    if scheme == "w8a8":
+        comparison.taken[GPTQ] = 3.0
+    assert comparison.left == at_first
+    comparison.taken[GPTQ] = 30.0
+    assert comparison.left == 2.0 + 30.0 + 6 * 0.5  # both halves, and timing
+    comparison.found |= {form.title: compared(form.title, *PLAIN) for form in forms}
+    assert comparison.left == 6 * 0.5
 
 
 def test_models_without_logits_are_compared_by_their_error() -> None:

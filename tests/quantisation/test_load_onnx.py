@@ -24,7 +24,9 @@ from transformers import (
 )
 
 import enjoyln_cli
+from enjoyln_cli.conversion.fold import fold
 from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
+from enjoyln_cli.onnx_export.export import export
 from enjoyln_cli.onnx_export.programs import programs_of, save
 from enjoyln_cli.quantisers.integer_products import round_weights
 
@@ -150,10 +152,14 @@ class OwnModel(GPT2LMHeadModel):
 """
 
 
+@pytest.mark.slow
 def test_code_that_comes_with_a_result_has_to_be_trusted(tmp_path: Path) -> None:
-    folder = custom_checkpoint(tmp_path / "own", OWN, fill=lambda model: shaken(model.float()))
-    original = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-    save(programs_of(original, torch.float32), folder)
+    source = custom_checkpoint(tmp_path / "own", OWN, fill=lambda model: shaken(model.float()))
+    original = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True).eval()
+    assert fold(source, tmp_path / "folded", trust_remote_code=True, verify=False).plan.folded
+    folder = tmp_path / "onnx"
+    written = export(tmp_path / "folded", folder, trust_remote_code=True)
+    assert sum(program.norms for program in written.programs.values()) == 3
     with pytest.raises(UnsupportedModel, match="review it, then pass --trust-remote-code"):
         enjoyln_cli.load_onnx(folder)
     loaded = enjoyln_cli.load_onnx(folder, trust_remote_code=True)

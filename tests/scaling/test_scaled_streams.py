@@ -12,7 +12,7 @@ from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_calls, analyze_config
 from enjoyln_cli.calls.calls import Call
-from enjoyln_cli.comparison.batches import complete_batch, unpadded_batch
+from enjoyln_cli.comparison.batches import complete_batch, unpadded_batches
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.scaling.float16 import scale_streams
@@ -51,7 +51,7 @@ def streams_of(model: Any) -> list[ScaledStream]:
 
 def outputs(model: Any) -> torch.Tensor:
     torch.manual_seed(1)
-    batch = unpadded_batch(model, 2, 7, torch.float64)
+    (batch,) = unpadded_batches(model, ((2, 7),), torch.float64)
     with torch.no_grad():
         found: torch.Tensor = model(**complete_batch(model, batch, torch.float64))[0]
     return found

@@ -1,0 +1,73 @@
+"""A captured graph is translated as it is, or traced again if it has to be; both compute right."""
+
+from __future__ import annotations
+
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from enjoyln_cli.onnx_export.torch_graph import captured
+
+
+class ByPosition(nn.Module):
+    """Takes its inputs as one tuple, as the modules do that are exported."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner(*inputs)  # type: ignore[no-any-return]
+
+
+class Casts(nn.Module):
+    """Casts, conjunctions and detached values, in operators that ``torch.onnx`` does not know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = (x.to(torch.float64) > 0) & (x.long() < 2) | (x == 0)
+        fixed = torch.tensor([1.5]).detach_()
+        return (x.detach().to("cpu") * fixed).to(x) + chosen.to(x.dtype)
+
+
+class Writes(nn.Module):
+    """Writes in place, into a value that others read."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        first = y[:, 0]
+        y[:, 1:].add_(1)
+        first.mul_(3)
+        return y + first[:, None]
+
+
+class Branches(nn.Module):
+    """Has a part of its graph in a module of its own, because of the gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            y = x.exp()
+        return x.addcmul(y, x, value=0.5)
+
+
+@pytest.mark.parametrize(
+    ("module", "is_translated"), [(Casts(), True), (Writes(), False), (Branches(), False)]
+)
+def test_the_program_computes_what_the_module_does(module: nn.Module, is_translated: bool) -> None:
+    x = torch.randn(3, 5)
+    with torch.no_grad():
+        program = captured(ByPosition(module), (x,), ({0: "rows"},))
+        assert (program.run_decompositions({}) is program) == is_translated
+        written = torch.onnx.export(
+            program,
+            input_names=["x"],
+            output_names=["y"],
+            dynamic_shapes=(({0: "rows"},),),
+            verbose=False,
+        )
+    assert written is not None
+    session = onnxruntime.InferenceSession(written.model_proto.SerializeToString())
+    for rows in (1, 3, 7):
+        x = torch.randn(rows, 5).round(decimals=1)
+        (found,) = session.run(None, {"x": x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), module(x))
