@@ -25,7 +25,10 @@ ASKED = {
     "quantize": ([GPT2, "-o", "new", *TEXT], ["quantisation.quantize:quantize"]),
     "verify": (["result"], ["verification.verify:check_result"]),
     "export": (["result", "-o", "new"], ["onnx_export.export:export"]),
-    "push": (["result", "me/model", "--yes", "-q"], ["publish.push:prepare", "publish.push:send"]),
+    "push": (
+        ["result", "me/model", "--yes", "-q"],
+        ["publish.push:prepare", "cli.console:upload_line", "publish.push:send"],
+    ),
 }
 """For each command, arguments and the functions of the library that it calls."""
 SHOWN = {"quiet", "as_json", "help"}
