@@ -110,9 +110,9 @@ class Flow:
     def _pull(self, node: Node, axis: Axis) -> Pull:
         if node in self.products:
             return ((self.products[node], axis),)
-        found = origin(node, axis)
-        refused = isinstance(found, Opaque) and node in self.refused
-        return Opaque(self.refused[node]) if refused else found
+        if node in self.refused:
+            return Opaque(self.refused[node])
+        return origin(node, axis)
 
     def observer(self, value: Value) -> Observer | None:
         """An op that would notice a shift of the value along its axis; ``None`` if none would.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from fold_cases import written
 from live_models import moved
+from torch import nn
 from transformers import CONFIG_MAPPING, Dinov2Model
 
 from enjoyln_cli import analyze, fold, verify
@@ -57,3 +59,33 @@ def test_a_model_with_layer_scale_folds_whole(tmp_path: Path) -> None:
 def test_the_proof_says_what_is_fused() -> None:
     found = str(analyze(CONFIG_MAPPING["dinov2"](**SMALL)).why("encoder.layer.0.norm2"))
     assert "centred in the weights after encoder.layer.0.layer_scale1.lambda1 is fused" in found
+
+
+class Scaled(nn.Module):
+    """Two layers whose outputs are scaled and normalised."""
+
+    def __init__(self, shared: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scale, self.norm = nn.Parameter(torch.rand(6) + 0.5), nn.LayerNorm(6)
+        self.shared = shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.first(x) * self.scale)
+        if self.shared == "layers":
+            return y + self.second(x) * self.scale
+        return y + self.scale if self.shared == "elsewhere" else y
+
+
+@pytest.mark.parametrize(
+    ("shared", "why"),
+    [
+        ("", None),
+        ("layers", "a scale of the features is applied to the outputs of several layers"),
+        ("elsewhere", "a scale of the features, and it or a weight that it scales is also used"),
+    ],
+)
+def test_a_scale_with_other_readers_is_named(shared: str, why: str | None) -> None:
+    found = analyze(Scaled(shared), example_calls=[((torch.randn(2, 6),), {})])
+    assert len(found.plan.folded) == (why is None)
+    assert why is None or why in str(found.why("norm"))

@@ -24,9 +24,7 @@ from transformers import (
 )
 
 import enjoyln_cli
-from enjoyln_cli.conversion.fold import fold
 from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
-from enjoyln_cli.onnx_export.export import export
 from enjoyln_cli.onnx_export.programs import programs_of, save
 from enjoyln_cli.quantisers.integer_products import round_weights
 
@@ -156,9 +154,11 @@ class OwnModel(GPT2LMHeadModel):
 def test_code_that_comes_with_a_result_has_to_be_trusted(tmp_path: Path) -> None:
     source = custom_checkpoint(tmp_path / "own", OWN, fill=lambda model: shaken(model.float()))
     original = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True).eval()
-    assert fold(source, tmp_path / "folded", trust_remote_code=True, verify=False).plan.folded
+    assert enjoyln_cli.fold(
+        source, tmp_path / "folded", trust_remote_code=True, verify=False
+    ).plan.folded
     folder = tmp_path / "onnx"
-    written = export(tmp_path / "folded", folder, trust_remote_code=True)
+    written = enjoyln_cli.export(tmp_path / "folded", folder, trust_remote_code=True)
     assert sum(program.norms for program in written.programs.values()) == 3
     with pytest.raises(UnsupportedModel, match="review it, then pass --trust-remote-code"):
         enjoyln_cli.load_onnx(folder)
