@@ -34,7 +34,7 @@ from enjoyln_cli.cli.options import (
     options_of,
     quiet_option,
 )
-from enjoyln_cli.comparison.data_files import DataFiles
+from enjoyln_cli.comparison.data_files import DataFiles, require_halves
 from enjoyln_cli.publish.precisions import can_add, needs_data, records
 from enjoyln_cli.quantisers.schemes import (
     FORMATS,
@@ -84,6 +84,8 @@ def verify(
     if not is_quantised:
         require_folded(out)
     own = read_data(data)
+    if is_quantised and needs_data(out):
+        require_halves(own)
     with watch_job(quiet or as_json, f"verifying {with_origin(out)}") as watch:
         look_up(out, replace(opening, revision=None), config.require_folded)
         if options.against is None and not is_quantised:
@@ -212,6 +214,7 @@ def quantize(
     require_scheme(scheme, form)
     require_target(target, scheme, form)
     own = read_data(data)
+    require_halves(own)
     with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:
         look_up(model, opening, config.require_unquantised)
         from enjoyln_cli.cli.console import say, write_json, write_quantised

@@ -17,8 +17,11 @@ from pathlib import Path
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan.option_field import data_option, measuring_option
+from enjoyln_cli.text import counted
 
 SAMPLES_FILE = "--samples with a file"
+FEWEST = 4
+"""Fewest inputs in each half, where one half chooses and the other measures."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,22 @@ def require_data(data: UserData) -> None:
     """Raise ``UnsupportedModel`` if there is none."""
     if not data.is_given:
         raise UnsupportedModel("no data: pass one of --text, --image, --audio, --tokens")
+
+
+def require_halves(data: UserData) -> None:
+    """Raise ``UnsupportedModel`` if there are no data, or too few files for two halves."""
+    require_data(data)
+    files = len(data.images or data.audio)
+    if 0 < files < 2 * FEWEST:
+        raise too_little(counted(files, "input"))
+
+
+def too_little(what: str) -> UnsupportedModel:
+    """The refusal of too few inputs for two halves; ``what`` says how many there are."""
+    return UnsupportedModel(
+        f"too little data: {what}, but {2 * FEWEST} are needed: one half to choose by, the other "
+        "to measure on"
+    )
 
 
 def files_of(folder: Path, what: str) -> tuple[Path, ...]:

@@ -20,7 +20,7 @@ from enjoyln_cli.calls.processed_inputs import image_token
 from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison import user_data
 from enjoyln_cli.comparison.batches import Batch, positions
-from enjoyln_cli.comparison.data_files import UserData
+from enjoyln_cli.comparison.data_files import FEWEST, UserData, too_little
 from enjoyln_cli.comparison.run import inputs_for, run
 from enjoyln_cli.comparison.text_scores import head_kind, with_predicted_tokens
 from enjoyln_cli.comparison.user_data import OwnInputs
@@ -30,8 +30,6 @@ from enjoyln_cli.fs.digests import digest_of_bytes
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.text import counted
 
-FEWEST = 4
-"""Fewest inputs in each half."""
 MOST_GENERATED = 48
 """Most tokens that the original generates for its decoder."""
 TRACED_TOKENS = 12
@@ -79,10 +77,7 @@ def split(
         windows = f" (windows of up to {longest} tokens)" if data.text else ""
         repeated = len(rows) - len(examples)
         again = f", of which {repeated} repeat another" if repeated else ""
-        raise UnsupportedModel(
-            f"too little data: {counted(len(rows), 'input')}{windows}{again}, but {2 * FEWEST} are "
-            "needed: one half to choose by, the other to measure on"
-        )
+        raise too_little(f"{counted(len(rows), 'input')}{windows}{again}")
     countdown, rows = Countdown(len(examples), on_progress), []
     for example in examples:
         row = _as_tokenized(model, example.batch, own.tokenizer)

@@ -25,7 +25,7 @@ from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions
 from enjoyln_cli.checkpoint.reader import other_files
 from enjoyln_cli.checkpoint.result_files import require_float
 from enjoyln_cli.clock import Progress, no_progress
-from enjoyln_cli.comparison.data_files import UserData, require_data
+from enjoyln_cli.comparison.data_files import UserData, require_halves
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, staged_output
@@ -117,7 +117,7 @@ def quantize(
     appears only if everything has succeeded.
     """
     begin, event = time.perf_counter(), on_event or default_listener
-    require_data(data)
+    require_halves(data)
     require_target(target, scheme, form)
     settings = for_target(require_scheme(scheme, form), target, sums_saturate())
     if fp16_safe and form != ONNX:

@@ -27,7 +27,7 @@ from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.comparison.batches import Batch, seeded_batches
-from enjoyln_cli.comparison.data_files import UserData, require_data
+from enjoyln_cli.comparison.data_files import FEWEST, UserData, require_halves
 from enjoyln_cli.comparison.embedding import embedder
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
@@ -35,7 +35,7 @@ from enjoyln_cli.onnx_export.call import MASK
 from enjoyln_cli.onnx_export.export import SUFFIXES
 from enjoyln_cli.onnx_export.requirements import require_packages
 from enjoyln_cli.publish.precisions import needs_data, records
-from enjoyln_cli.quantisation.examples import FEWEST, Example, split
+from enjoyln_cli.quantisation.examples import Example, split
 from enjoyln_cli.quantisation.load_onnx import load_onnx
 from enjoyln_cli.quantisation.measure import (
     Compute,
@@ -139,7 +139,7 @@ def verify_quantised(
     ``ModelNotFound`` and ``UnsupportedModel`` as ``quantize`` does.
     """
     if needs_data(out):
-        require_data(data)
+        require_halves(data)
     result = Source(str(out), out, None)
     files = written_files(result, options.accept)
     check = ResultCheck(False, f"not verified: {files.failure}")

@@ -126,10 +126,16 @@ WRONG = [
 QUANTIZE, ROTATE = ["quantize", GPT2, "-o", "new"], ["rotate", GPT2, "-o", "new"]
 VERIFY = ["verify", "folded"]
 SPACE = "full/notes.txt"
+DOT = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a4944415478"
+    "9c636000000002000148afa4710000000049454e44ae426082"
+)
+"""A picture of one pixel."""
 WRONG_DATA = [
     ([*QUANTIZE, "--audio", "full"], "error: full/notes.txt cannot be read: "),
     ([*QUANTIZE, "--image", "full"], "error: full/notes.txt cannot be read: it is no image"),
     ([*QUANTIZE, "--image", SPACE], "error: full/notes.txt cannot be read: it is no image"),
+    ([*QUANTIZE, "--image", "dot.png"], "error: too little data: 1 input, but 8 are needed"),
     ([*QUANTIZE, "--tokens", "folded/config.json"], "error: folded/config.json, line 1: not a"),
     ([*QUANTIZE, "--tokens", SPACE], "error: full/notes.txt contains no token ids"),
     ([*QUANTIZE, "--text", SPACE], "error: full/notes.txt contains no text"),
@@ -174,6 +180,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "folded/config.json": '{"enjoyln": {}}',
         "full/notes.txt": " ",
         "latin": "\xe9",
+        "dot.png": DOT.decode("latin-1"),
         "adapter/adapter_config.json": "{}",
         "gptq/config.json": '{"quantization_config": {"quant_method": "gptq"}}',
         "listed/config.json": "[]",
