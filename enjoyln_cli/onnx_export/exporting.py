@@ -34,15 +34,18 @@ def quiet() -> Iterator[None]:
 def exporting(model: Any, exporter: str, advice: str = "") -> Iterator[None]:
     """Let an ``exporter`` run on ``model`` inside the block, and print nothing.
 
-    torch prints the whole graph that it has so far if it cannot export a model. Any exception of
-    the exporter or of the model's code becomes ``UnsupportedModel``, with ``advice`` behind it.
+    torch prints the whole graph that it has so far if it cannot export a model. Its cache of fake
+    tensors, which costs more than it saves if sizes are symbols, is off. Any exception of the
+    exporter or of the model's code becomes ``UnsupportedModel``, with ``advice`` behind it.
     """
+    from torch._dynamo import config as uncached
+
     kind = type(model).__name__
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), quiet(), uncached.patch(fake_tensor_cache_enabled=False):
             yield
     except (torch.OutOfMemoryError, MemoryError):
         raise

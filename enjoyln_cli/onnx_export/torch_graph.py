@@ -28,13 +28,9 @@ def captured(
     Raises what ``torch.export`` and the code of the module raise.
     """
     import torch.fx.experimental._config as sizes
-    from torch._dynamo import config as fake_tensors
 
     dynamic = tuple(dict.fromkeys(each, Dim.DYNAMIC) for each in axes)
-    with (
-        sizes.patch(backed_size_oblivious=True),  # as torch.onnx: an axis of size 1 stays dynamic
-        fake_tensors.patch(fake_tensor_cache_enabled=False),  # slower for sizes that are symbols
-    ):
+    with sizes.patch(backed_size_oblivious=True):  # as torch.onnx does: it keeps axes of size 1
         program = torch.export.export(module, tuple(inputs), dynamic_shapes=(dynamic,))
     _rename(program.graph)
     decompose: Any = program.run_decompositions
@@ -54,8 +50,9 @@ def _rename(graph: torch.fx.Graph) -> None:
         value = node.args[0] if node.target in (*SAME_VALUE, *CASTS) else None
         if not isinstance(value, torch.fx.Node):
             continue
-        dtype = node.meta["val"].dtype
-        if value.meta["val"].dtype == dtype:
+        dtype, may_copy = node.meta["val"].dtype, True in (*node.args, *node.kwargs.values())
+        is_returned = any(user.op == "output" for user in node.users)  # then its name is kept
+        if value.meta["val"].dtype == dtype and not (may_copy or is_returned):
             node.replace_all_uses_with(value)
             graph.erase_node(node)
         else:

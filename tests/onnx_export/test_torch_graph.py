@@ -34,11 +34,18 @@ class Writes(nn.Module):
     """Writes in place, into a value that others read."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x * 2
+        y = x.to(x.dtype, copy=True)
         first = y[:, 0]
         y[:, 1:].add_(1)
         first.mul_(3)
-        return y + first[:, None]
+        return y + first[:, None] + x.detach()
+
+
+class Returns(nn.Module):
+    """Returns what is renamed or left out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).to(torch.float32).detach()
 
 
 class Branches(nn.Module):
@@ -51,7 +58,8 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("module", "is_translated"), [(Casts(), True), (Writes(), False), (Branches(), False)]
+    ("module", "is_translated"),
+    [(Casts(), True), (Returns(), True), (Writes(), False), (Branches(), False)],
 )
 def test_the_program_computes_what_the_module_does(module: nn.Module, is_translated: bool) -> None:
     x = torch.randn(3, 5)
