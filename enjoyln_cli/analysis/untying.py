@@ -127,11 +127,18 @@ def _flags_on(config: Any) -> list[str]:
 def _names(candidate: Candidate, model: Any) -> dict[str, str]:
     """Map each parameter that the untied ``model`` holds to a stored parameter that it was tied to.
 
-    Raises ``UnsupportedModel`` if the stored parameter has another layout.
+    Raises ``UnsupportedModel`` if the stored parameter has another layout, or if the untied model
+    lacks a parameter: somebody has parametrised the tied one.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names: dict[str, str] = {}
     for together in _shared(candidate.model):
+        for name in together:
+            if name not in parameters:
+                raise UnsupportedModel(
+                    f"{name} is a parameter that {candidate.name} does not have as its config "
+                    "describes it, so what is tied to it cannot get a copy; fold it without --untie"
+                )
         stored = next((name for name in together if name in candidate.stored), None)
         if stored is None and any(name in candidate.converted for name in together):
             raise UnsupportedModel(

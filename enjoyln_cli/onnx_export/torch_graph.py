@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental import _config as symbolic
 
 aten = torch.ops.aten
 SAME_VALUE = (aten.detach_.default, aten.detach.default, aten.alias.default)
@@ -27,10 +28,9 @@ def captured(
 
     Raises what ``torch.export`` and the code of the module raise.
     """
-    import torch.fx.experimental._config as sizes
-
     dynamic = tuple(dict.fromkeys(each, Dim.DYNAMIC) for each in axes)
-    with sizes.patch(backed_size_oblivious=True):  # as torch.onnx does: it keeps axes of size 1
+    # as torch.onnx does, so that an axis of size 1 stays dynamic
+    with symbolic.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         program = torch.export.export(module, tuple(inputs), dynamic_shapes=(dynamic,))
     _rename(program.graph)
     decompose: Any = program.run_decompositions

@@ -109,6 +109,14 @@ def test_rotate_edits_shared_memory_once(name: str, share: Callable[[Any], None]
     assert far(outputs(model, name), expected) < 1e-6  # Llama's norm computes in float32
 
 
+def test_a_tied_head_that_was_parametrised_is_left_alone() -> None:
+    model = model_of("gpt2")
+    nn.utils.parametrizations.weight_norm(model.get_output_embeddings())
+    expected = outputs(model, "gpt2")
+    assert {group.kind for group in rotate(model).rotated} == {"values"}
+    assert far(outputs(model, "gpt2"), expected) < 1e-6
+
+
 @pytest.mark.one_case
 @pytest.mark.parametrize(
     "share", [transposed_layers, head_some_rows_further, layer_that_is_an_attribute]
