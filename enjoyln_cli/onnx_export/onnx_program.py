@@ -25,8 +25,7 @@ from torch import nn
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export.call import ProgramCall
 from enjoyln_cli.onnx_export.cross_cache import keep_cross_cache
-from enjoyln_cli.onnx_export.exporting import exporting
-from enjoyln_cli.onnx_export.torch_graph import captured
+from enjoyln_cli.onnx_export.exporting import captured, exporting
 from enjoyln_cli.runtime.call_guards import call_guards
 
 OPSET = 23

@@ -8,14 +8,17 @@ cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
+from typing import TypeVar
 
 import torch
 
 from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.edits.linear_steps import to_float64
 
+T = TypeVar("T")
 PIECE = 1 << 16
 """About how many elements ``apply_in_pieces`` converts at once; they stay in a core's cache."""
 SINGLE_PASS = 1 << 19
@@ -114,3 +117,17 @@ def _apply_pass(x: torch.Tensor, edit: Edit, out: torch.Tensor, allow_nonfinite:
 def _is_finite(edit: Edit, x: torch.Tensor) -> bool:
     """Whether the elements of ``x`` that the edit computes are finite."""
     return all(bool(y.isfinite().all()) for step in edit.steps for y in step.computed(x))
+
+
+def in_threads(calls: Sequence[Callable[[], T]], threads: int) -> Iterator[T]:
+    """Make all calls in ``threads`` threads. Yields the results in the order of the calls.
+
+    Each call computes with one thread of torch: the pieces of an edit are too small for several,
+    which would mostly wait for each other. An error in a call, or where the results are used, ends all: no further call begins.
+    """
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, "", torch.set_num_threads, (1,)) as pool:
+            yield from pool.map(lambda call: call(), calls)
+    finally:
+        torch.set_num_threads(before)

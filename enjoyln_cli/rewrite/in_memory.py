@@ -23,9 +23,8 @@ from enjoyln_cli.models.load import values_of
 from enjoyln_cli.models.offload import LoadTensor, WeightsOnDemand, reader_of
 from enjoyln_cli.plan.edited_tensors import ScaledEps
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.rewrite.edit_pieces import apply_in_pieces
+from enjoyln_cli.rewrite.edit_pieces import apply_in_pieces, in_threads
 from enjoyln_cli.rewrite.editable import require_editable
-from enjoyln_cli.rewrite.in_threads import in_threads
 from enjoyln_cli.rewrite.inserted_rotation import insert_rotation
 
 

@@ -22,7 +22,7 @@ from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.edits.finite import unusable_input
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.models.memory import give_back
-from enjoyln_cli.rewrite.in_threads import in_threads
+from enjoyln_cli.rewrite.edit_pieces import in_threads
 from enjoyln_cli.rewrite.journal import Journal, note, resume_shards
 from enjoyln_cli.rewrite.shard_layout import Shard, index, layout
 from enjoyln_cli.rewrite.tensor_parts import (

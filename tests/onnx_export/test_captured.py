@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from enjoyln_cli.onnx_export.torch_graph import captured
+from enjoyln_cli.onnx_export.exporting import captured
 
 
 class ByPosition(nn.Module):
