@@ -12,16 +12,17 @@ import logging
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.export import Dim, ExportedProgram
-from torch.fx.experimental import _config as symbolic
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.text import first_line
 from enjoyln_cli.trace.failure_reasons import say_why_not_exported
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 aten = torch.ops.aten
 SAME_VALUE = (aten.detach_.default, aten.detach.default, aten.alias.default)
@@ -96,6 +97,9 @@ def captured(
 
     Raises what ``torch.export`` and the code of the module raise.
     """
+    from torch.export import Dim
+    from torch.fx.experimental import _config as symbolic
+
     dynamic = tuple(dict.fromkeys(each, Dim.DYNAMIC) for each in axes)
     # as torch.onnx does, so that an axis of size 1 stays dynamic
     with symbolic.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]

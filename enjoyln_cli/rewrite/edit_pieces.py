@@ -123,7 +123,8 @@ def in_threads(calls: Sequence[Callable[[], T]], threads: int) -> Iterator[T]:
     """Make all calls in ``threads`` threads. Yields the results in the order of the calls.
 
     Each call computes with one thread of torch: the pieces of an edit are too small for several,
-    which would mostly wait for each other. An error in a call, or where the results are used, ends all: no further call begins.
+    which would mostly wait for each other. An error in a call, or where the results are used, ends
+    all: no further call begins.
     """
     before = torch.get_num_threads()
     try:
