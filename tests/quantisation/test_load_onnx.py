@@ -159,7 +159,7 @@ def test_code_that_comes_with_a_result_has_to_be_trusted(tmp_path: Path) -> None
     ).plan.folded
     folder = tmp_path / "onnx"
     written = enjoyln_cli.export(tmp_path / "folded", folder, trust_remote_code=True)
-    assert sum(program.norms for program in written.programs.values()) == 3
+    assert written.programs["model"].nodes["RMSNormalization"] == 3
     with pytest.raises(UnsupportedModel, match="review it, then pass --trust-remote-code"):
         enjoyln_cli.load_onnx(folder)
     loaded = enjoyln_cli.load_onnx(folder, trust_remote_code=True)
