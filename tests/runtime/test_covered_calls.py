@@ -634,7 +634,8 @@ def test_a_config_that_says_something_else_is_refused(own_result: Path) -> None:
         covered = {"signatures": [{**signature, "conditions": [condition]}]}
         broken = {**entry, "plan": {**entry["plan"], "covered": covered}}
         broken["proof"] = proof_of(broken)
-        with pytest.raises(BadCheckpoint, match=rf"malformed: plan.covered.signatures\[0\].*: {wrong}"):
+        where = r"malformed: plan.covered.signatures\[0\]"
+        with pytest.raises(BadCheckpoint, match=f"{where}.*: {wrong}"):
             read_marker({"enjoyln": broken})
 
 
