@@ -20,7 +20,7 @@ from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.checkpoint.reader import other_files
 from enjoyln_cli.checkpoint.result_files import CARD_FILE
 from enjoyln_cli.checkpoint.source import Source
-from enjoyln_cli.comparison.batches import unpadded_batch
+from enjoyln_cli.comparison.batches import unpadded_batches
 from enjoyln_cli.comparison.metrics import distances_of, largest, pool_distances, ratios, relative
 from enjoyln_cli.comparison.metrics import worst as worst_of
 from enjoyln_cli.comparison.run import OutputsOfRuns, run
@@ -188,7 +188,7 @@ def _compared(
     """The error in float64, the ratio of rounding errors, and why the result fails, if it does."""
     opened, target = job.opened.as_class(job.plan.model_class), class_named(form.target)
     original = opened.load(torch.float64)
-    batches = [unpadded_batch(original, rows, tokens, torch.float64) for rows, tokens in SIZES]
+    batches = unpadded_batches(original, SIZES, torch.float64)
     exact = run(original, batches)
     del original
 

@@ -27,7 +27,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from enjoyln_cli.calls.calls import ExampleCalls
-from enjoyln_cli.comparison.batches import unpadded_batch
+from enjoyln_cli.comparison.batches import unpadded_batches
 from enjoyln_cli.errors import NothingToFold, UnsupportedModel
 from enjoyln_cli.plan.axis import scale_along
 from enjoyln_cli.plan.fold_options import Options
@@ -222,7 +222,7 @@ def _require_readers(
 def _outputs(model: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """What ``model`` returns for a call, by default for a small seeded batch, in eval mode."""
     if not args and not kwargs:
-        kwargs = unpadded_batch(model, 2, 5, next(model.parameters()).dtype)
+        (kwargs,) = unpadded_batches(model, ((2, 5),), next(model.parameters()).dtype)
     mode = model.training
     try:
         with torch.no_grad():
