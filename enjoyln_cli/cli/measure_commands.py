@@ -26,10 +26,7 @@ from enjoyln_cli.cli.early_checks import (
 from enjoyln_cli.cli.group import complain
 from enjoyln_cli.cli.options import (
     FOLDER,
-    Names,
-    Parsed,
     json_option,
-    names_in,
     option,
     options_of,
     quiet_option,
@@ -37,14 +34,11 @@ from enjoyln_cli.cli.options import (
 from enjoyln_cli.comparison.data_files import DataFiles, require_halves
 from enjoyln_cli.publish.precisions import can_add, needs_data, records
 from enjoyln_cli.quantisers.schemes import (
-    FORMATS,
     ONNX,
-    SCHEMES,
-    TARGETS,
+    QuantizeOptions,
     require_scheme,
     require_target,
 )
-from enjoyln_cli.text import bytes_in
 from enjoyln_cli.verification.verify_options import VerifyOptions
 
 USED_FOR_QUANTISED = {
@@ -115,85 +109,19 @@ def verify(
 @help.command()
 @click.argument("model", shell_complete=help.folders)
 @option("-o", "--out", type=FOLDER, required=True, help="New directory, or ONNX files to add to.")
-@option(
-    "--scheme",
-    type=click.Choice(list(SCHEMES)),
-    default="w8a8",
-    show_default=True,
-    help="Bits of weights and of the inputs of linear layers.",
-)
-@option(
-    "--format",
-    "form",
-    type=click.Choice(list(FORMATS)),
-    default="onnx",
-    show_default=True,
-    help="What the result is stored as.",
-)
-@option(
-    "--for",
-    "target",
-    type=click.Choice(list(TARGETS)),
-    help="What runs an ONNX file (default: a processor like this one).",
-)
+@options_of(QuantizeOptions, "options")
 @options_of(DataFiles, "data", without=("samples",))
-@option(
-    "--inputs",
-    type=click.IntRange(min=4),
-    metavar="N",
-    group="Measuring",
-    default=16,
-    show_default=True,
-    help="Use at most N inputs to choose by, and N others to measure on.",
-)
-@option(
-    "--rotations",
-    type=click.IntRange(min=0),
-    metavar="N",
-    group="Measuring",
-    default=3,
-    show_default=True,
-    help="Number of rotations to try.",
-)
-@option(
-    "--keep",
-    type=Parsed(names_in),
-    default=(),
-    metavar="NAMES",
-    help="Layers to leave in floating point (in ONNX in 8 bits if weights have 4), such as *.fc2.",
-)
-@option(
-    "--max-error",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="R",
-    group="Measuring",
-    help="The largest relative error of the outputs (default: that of the scheme).",
-)
-@option(
-    "--max-size",
-    type=Parsed(bytes_in),
-    metavar="S",
-    group="Measuring",
-    help="The largest size of the result, such as 40MB.",
-)
-@option("--fp16-safe", is_flag=True, help="Scale what norms read, for engines in float16.")
-@option("--force", is_flag=True, help="Replace OUT if it exists.")
 @quiet_option
 @json_option
 @options_of(OpenOptions, "opening")
 def quantize(
     model: str,
     out: Path,
-    scheme: str,
-    form: str,
-    target: str | None,
+    options: QuantizeOptions,
     data: DataFiles,
-    rotations: int,
-    keep: Names,
     quiet: bool,
     as_json: bool,
     opening: OpenOptions,
-    **options: Any,
 ) -> None:
     """Quantise MODEL, rotated if that is better on your data, and measure the result.
 
@@ -205,14 +133,15 @@ def quantize(
     from enjoyln_cli.cli.progress import watch_job
 
     require_one_source(data, is_needed=True)
-    if whole := next((pattern for pattern in keep if set(pattern) == {"*"}), None):
+    if whole := next((pattern for pattern in options.keep if set(pattern) == {"*"}), None):
         raise click.UsageError(f"--keep {whole!r} leaves no layer to quantise; name some layers.")
     require_float(model)
     require_model(model, config.require_unquantised)
-    force = options["force"] or (form == ONNX and can_add(out, options["force"]))
-    require_new_folder(out, model, force=force)
-    require_scheme(scheme, form)
-    require_target(target, scheme, form)
+    form = options.format
+    adds = form == ONNX and can_add(out, options.force)
+    require_new_folder(out, model, force=options.force or adds)
+    require_scheme(options.scheme, form)
+    require_target(options.target, options.scheme, form)
     own = read_data(data)
     require_halves(own)
     with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:
@@ -221,20 +150,8 @@ def quantize(
         from enjoyln_cli.publish.quantised_card import last_of_several, loader
         from enjoyln_cli.quantisation.quantize import quantize as run  # takes seconds
 
-        result = run(
-            model,
-            out,
-            own,
-            scheme=scheme,
-            form=form,
-            target=target,
-            seeds=range(rotations),
-            keep=keep,
-            opening=opening,
-            on_event=watch.event,
-            on_progress=watch.seconds,
-            **options,
-        )
+        listeners: dict[str, Any] = {"on_event": watch.event, "on_progress": watch.seconds}
+        result = run(model, out, own, **vars(options), **vars(opening), **listeners)
     if as_json:
         write_json(result.to_json())
     elif not quiet:

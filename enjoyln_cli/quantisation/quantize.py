@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from enjoyln_cli.checkpoint.file_roles import CONFIG
-from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions
+from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.checkpoint.reader import other_files
 from enjoyln_cli.checkpoint.result_files import require_float
 from enjoyln_cli.clock import Progress, no_progress
@@ -30,6 +30,7 @@ from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, staged_output
 from enjoyln_cli.garbage import collections_of_new_objects
+from enjoyln_cli.plan.option_field import keywords_of
 from enjoyln_cli.proof.layer_norms import layer_norms, rms_norms
 from enjoyln_cli.publish.precisions import (
     MadeFrom,
@@ -58,6 +59,7 @@ from enjoyln_cli.quantisers.schemes import (
     FORMATS,
     ONNX,
     OPENVINO,
+    QuantizeOptions,
     for_target,
     require_scheme,
     require_target,
@@ -68,46 +70,26 @@ from enjoyln_cli.scaling.ranges import norm_ranges
 from enjoyln_cli.text import counted, number, size
 from enjoyln_cli.verification.generated_tokens import Prompts, agreement, continued
 
-INPUTS_IN_A_HALF = 16
 
-
+@keywords_of(options=QuantizeOptions, opening=OpenOptions)
 @collections_of_new_objects()  # it frees models, and need not pass over all of torch
 def quantize(
     model: str | Path,
     out: str | Path,
     data: UserData,
     *,
-    scheme: str = "w8a8",
-    form: str = "onnx",
-    target: str | None = None,
-    seeds: Sequence[int] = (0, 1, 2),
-    keep: Sequence[str] = (),
-    max_error: float | None = None,
-    max_size: int | None = None,
-    inputs: int = INPUTS_IN_A_HALF,
-    fp16_safe: bool = False,
-    force: bool = False,
-    opening: OpenOptions = OPENED_PLAINLY,
+    options: QuantizeOptions,
+    opening: OpenOptions,
     on_event: Event | None = None,
     on_progress: Progress = no_progress,
 ) -> Quantised:
     """Quantise ``model`` (a Hub id or a directory) into the new directory ``out``.
 
-    * ``data``: at least eight inputs. The original, the model with rotated values, and rotations
-      with these ``seeds`` are compared on the calibration data; the result is measured on the
-      held-out data.
-    * ``form`` and ``scheme`` are names of ``schemes.FORMATS`` and ``schemes.SCHEMES``.
-    * ``target``: a name of ``schemes.TARGETS``, which runs an ONNX file; by default a processor
-      like yours.
-    * ``keep``: paths of layers, or patterns, to leave in floating point (in ONNX in 8 bits if
-      weights have 4).
-    * ``max_error``: the largest relative error of the outputs; by default the scheme's. If
-      the scheme costs more, the layers that need it get 8 bits or stay in floating point.
-    * ``max_size``: the largest number of bytes of the program and its weights. Without
-      ``max_error``, layers get more bits as long as they fit.
-    * ``inputs``: use at most this many inputs in each half.
-    * ``fp16_safe``: norms whose squares or sums overflow in float16 on the first half read their
-      input at a smaller scale, in an ONNX file.
+    ``data`` are at least eight inputs. The original, the model with rotated values, and rotations
+    are compared on the calibration data; the result is measured on the held-out data. If the scheme
+    costs more than ``max_error``, the layers that need it get 8 bits or stay in floating point.
+    Without ``max_error``, layers get more bits as long as they fit into ``max_size`` bytes.
+    ``keep`` are paths of layers, or patterns.
 
     ``on_event`` receives stages and warnings, and ``on_progress``, after each input and each
     candidate, the seconds that this stage has taken so far and should take in all.
@@ -117,16 +99,17 @@ def quantize(
     appears only if everything has succeeded.
     """
     begin, event = time.perf_counter(), on_event or default_listener
+    scheme, form = options.scheme, options.format
     require_halves(data)
-    require_target(target, scheme, form)
-    settings = for_target(require_scheme(scheme, form), target, sums_saturate())
-    if fp16_safe and form != ONNX:
+    require_target(options.target, scheme, form)
+    settings = for_target(require_scheme(scheme, form), options.target, sums_saturate())
+    if options.fp16_safe and form != ONNX:
         raise UnsupportedModel(f"--fp16-safe works for {ONNX}, not for {form}")
     require_float(str(model))
     opened = open_model(str(model), opening, unfolded=True)
     source = opened.source
-    adds = form == ONNX and can_add(Path(out), force)
-    replaces = force or adds
+    adds = form == ONNX and can_add(Path(out), options.force)
+    replaces = options.force or adds
     check_place(Path(out), source=source.root, force=replaces)
     event("stage", f"finding which features of {opened.config.model_type} can be rotated")
     online_rotations = form == ONNX and settings.is_static
@@ -142,16 +125,16 @@ def quantize(
         staged_output(Path(out), source=source.root, force=replaces) as staged,
         TemporaryDirectory(dir=staged.parent) as scratch,
     ):
-        bits = dict.fromkeys(keep, settings.bits_to_keep(form))
+        bits = dict.fromkeys(options.keep, settings.bits_to_keep(form))
         work = Workshop(Path(scratch), form, settings, bits, original)
         event("stage", "running the original on the data")
         float_model = original.load(torch.float32)
-        require_layers(float_model, keep)
+        require_layers(float_model, options.keep)
         used = plan.outputs if plan else ()
         choosing, held_out = exact_halves(
-            float_model, opened, data, inputs, used, work.folder, event, on_progress
+            float_model, opened, data, options.inputs, used, work.folder, event, on_progress
         )
-        shifts = _shifts(float_model, choosing.examples, event) if fp16_safe else {}
+        shifts = _shifts(float_model, choosing.examples, event) if options.fp16_safe else {}
         if not FORMATS[form].is_checkpoint:
             require_every_input(float_model, source.path, choosing.examples[0])
             event("stage", f"exporting {name}")
@@ -160,11 +143,12 @@ def quantize(
         if form == ONNX and float_model.can_generate():
             prompts = continued(float_model, [example.batch for example in held_out.examples])
         del float_model
-        forms = candidates(plan, seeds, settings.rounds_untied_heads(form))
+        forms = candidates(plan, range(options.rotations), settings.rounds_untied_heads(form))
+        max_size = options.max_size
         comparison = Comparison(work, choosing, event, on_progress, max_size, forms)
-        limit = settings.max_error if max_error is None else max_error
+        limit = settings.max_error if options.max_error is None else options.max_error
         chosen = comparison.choose()
-        if max_size is not None and max_error is None:
+        if max_size is not None and options.max_error is None:
             chosen = comparison.filled(chosen, max_size)
         chosen, measured = within_limits(comparison, chosen, held_out, scheme, limit, max_size)
         written, float_size = comparison.measured(chosen).size, work.size(FLOAT)
@@ -177,14 +161,14 @@ def quantize(
             outputs=held_out.names,
             format=form,
             scheme=scheme,
-            target=target,
+            target=options.target,
             suffix=settings.suffix if form == ONNX else "",
             chosen=chosen.title,
             candidates=tuple(comparison.found.values()),
             held_out=measured.chosen,
             plain=measured.plain,
             inputs=len(held_out.examples),
-            most_inputs=inputs,
+            most_inputs=options.inputs,
             chosen_by=tuple(example.digest for example in choosing.examples),
             measured_on=tuple(example.digest for example in held_out.examples),
             perplexity=perplexity_in(held_out),
@@ -196,7 +180,7 @@ def quantize(
             max_error=limit,
             max_size=max_size,
             generated=None,
-            kept=tuple(keep),
+            kept=options.keep,
             finer=chosen.finer,
             scaled_norms=tuple(shifts),
             seconds=time.perf_counter() - begin,

@@ -1,4 +1,4 @@
-"""The formats and schemes of ``enjoyln quantize``, and how much error each may cost.
+"""The options, formats and schemes of ``enjoyln quantize``, and how much error each may cost.
 
 Imports nothing slow, so that a command can refuse wrong names at once.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Annotated, Literal
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export.requirements import require_packages, require_transformers
+from enjoyln_cli.plan.option_field import ABOVE_ZERO, InRange, measuring_option, option
+from enjoyln_cli.text import bytes_in
 
 FLOAT_BITS = 32
 """Bits of layers that are not rounded, whatever dtype they are stored in."""
@@ -149,6 +151,51 @@ TARGETS: Mapping[str, Target] = {
     "qnn": Target(saturates=False, is_npu=True),
 }
 """The processors and engines that results can be made for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeOptions:
+    """What a model is quantised to, and how a candidate is chosen."""
+
+    scheme: str = option(
+        "w8a8",
+        "Bits of weights and of the inputs of linear layers.",
+        choices=tuple(SCHEMES),
+        shows_default=True,
+    )
+    format: str = option(
+        ONNX, "What the result is stored as.", choices=tuple(FORMATS), shows_default=True
+    )
+    target: str | None = option(
+        None,
+        "What runs an ONNX file (default: a processor like this one).",
+        flags=("--for",),
+        choices=tuple(TARGETS),
+    )
+    inputs: Annotated[int, InRange(4)] = measuring_option(
+        16,
+        "Use at most N inputs to choose by, and N others to measure on.",
+        metavar="N",
+        shows_default=True,
+    )
+    rotations: Annotated[int, InRange(0)] = measuring_option(
+        3, "Number of rotations to try.", metavar="N", shows_default=True
+    )
+    keep: tuple[str, ...] = option(
+        (),
+        "Layers to leave in floating point (in ONNX in 8 bits if weights have 4), such as *.fc2.",
+        metavar="NAMES",
+    )
+    max_error: Annotated[float, ABOVE_ZERO] | None = measuring_option(
+        None,
+        "The largest relative error of the outputs (default: that of the scheme).",
+        metavar="R",
+    )
+    max_size: int | None = measuring_option(
+        None, "The largest size of the result, such as 40MB.", metavar="S", parse=bytes_in
+    )
+    fp16_safe: bool = option(False, "Scale what norms read, for engines in float16.")
+    force: bool = option(False, "Replace OUT if it exists.")
 
 
 def require_target(target: str | None, scheme: str, form: str) -> None:
