@@ -21,9 +21,9 @@ from enjoyln_cli.quantisation.quantised import Compared
 from enjoyln_cli.quantisation.workshop import FLOAT, Workshop
 from enjoyln_cli.quantisers.schemes import FORMATS
 
-HELD_OUT, TIMING = 1, 4
-"""How many times as long as running one candidate on the calibration data it takes to run it on the
-held-out data, and to time it beside float32."""
+HELD_OUT, TIMING = 3, 28
+"""How many times as long as running one candidate on the calibration data it takes to measure it on
+the held-out data, and as running it on one input, to time it beside float32."""
 SHORTEST_LEFT = 3.0
 """Fewer seconds are not told: in whole seconds, they are not told exactly."""
 
@@ -44,7 +44,7 @@ class Comparison:
     steps: list[FinerLayer] = field(default_factory=list, init=False)
     """To more bits for all layers, once that is needed."""
     taken: dict[str, float] = field(default_factory=dict, init=False)
-    """The seconds of the latest candidate of each kind (see ``RotatedForm.kind``)."""
+    """The most seconds of a candidate of each kind (see ``RotatedForm.kind``)."""
     running: float = field(default=0.0, init=False)
     """The seconds of them that it took to run the latest one."""
 
@@ -62,7 +62,8 @@ class Comparison:
             written = self.clock.spent
             apart = differences(self.work.load(form.title), self.exact)
             end = self.clock.spent
-            self.taken[form.kind], self.running = end - begin, end - written
+            self.taken[form.kind] = max(end - begin, self.taken.get(form.kind, 0.0))
+            self.running = end - written
             size_of_form = self.work.size(form.title)
             self.found[form.title] = Compared(form.title, apart, size_of_form, weights)
             if form.finer:  # most are a step of the search only
@@ -79,7 +80,8 @@ class Comparison:
         if not self.taken or (self.work.scheme.weight_bits == 4 and GPTQ not in self.taken):
             return None
         waiting = [form.kind for form in self.forms if form.title not in self.found]
-        last = 2 * HELD_OUT + (TIMING if FORMATS[self.work.form].is_timed else 0)
+        timing = TIMING if FORMATS[self.work.form].is_timed else 0
+        last = HELD_OUT + timing / max(1, len(self.exact.examples))
         each = [self.taken.get(kind, self.taken[ORIGINAL]) for kind in waiting]
         return sum(each) + last * self.running
 

@@ -66,7 +66,8 @@ def speeds_of_programs(
     prompt = {**batch, f"{prefix}{IDS}": ids[:, :half]}
     if not prefix:
         prompt.pop(MASK, None)
-    first = _milliseconds({n: partial(greedy, p, prompt, 1) for n, p in programs.items()})
+    firsts = {name: partial(greedy, p, prompt, 1) for name, p in programs.items()}
+    first = _milliseconds(firsts, GENERATIONS, warm_up=1)
     generations = {name: partial(greedy, p, prompt, tokens) for name, p in programs.items()}
     whole = _milliseconds(generations, GENERATIONS, warm_up=0)
     what, more = f"generating {counted(tokens, 'token')}", tokens - 1
