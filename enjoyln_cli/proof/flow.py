@@ -325,7 +325,7 @@ def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
         return node.args[0] is operand and over_last and is_whole(axis, shape)
     if op is aten.group_norm and len(shape) == 2:  # with more, it also normalises over positions
         groups = int(node.args[1])  # type: ignore[arg-type]
-        return node.args[0] is operand and axis == Axis(1, 0, groups, shape[1] // groups, 1)
+        return axis == Axis(1, 0, groups, shape[1] // groups, 1)
     if op in _SOFTMAX:
         same = argument(node, 1, "dim") % len(shape) == axis.dim
         return same and is_whole(axis, shape)
@@ -336,7 +336,7 @@ def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
     if op is aten.mean:
         return all(centred_operand(user) == (operand, axis) for user in node.users)
     if op is aten.sub:
-        return node.args[0] is operand and centred_operand(node) == (operand, axis)
+        return centred_operand(node) == (operand, axis)
     return takes_other_elements(node, operand, axis)
 
 

@@ -135,13 +135,13 @@ def quantize(
             float_model, opened, data, options.inputs, used, work.folder, event, on_progress
         )
         shifts = _shifts(float_model, choosing.examples, event) if options.fp16_safe else {}
+        prompts = None
+        if form == ONNX and float_model.can_generate():
+            prompts = continued(float_model, [example.batch for example in held_out.examples])
         if not FORMATS[form].is_checkpoint:
             require_every_input(float_model, source.path, choosing.examples[0])
             event("stage", f"exporting {name}")
             work.trace(float_model, choosing.examples, event, shifts)
-        prompts = None
-        if form == ONNX and float_model.can_generate():
-            prompts = continued(float_model, [example.batch for example in held_out.examples])
         del float_model
         forms = candidates(plan, range(options.rotations), settings.rounds_untied_heads(form))
         max_size = options.max_size
