@@ -25,7 +25,7 @@ import torch
 import transformers
 
 import enjoyln_cli
-from enjoyln_cli.comparison.batches import Batch, unpadded_batch
+from enjoyln_cli.comparison.batches import Batch, unpadded_batches
 from enjoyln_cli.comparison.timing import time_rounds
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.version import versions
@@ -148,7 +148,7 @@ def batches(
     """A name, rows, tokens (``None`` for images) and inputs, for each pair that differs by them."""
     found: dict[str, tuple[str, int, int | None, Batch]] = {}
     for rows, tokens in pairs:
-        batch = unpadded_batch(model, rows, tokens, model.dtype)
+        (batch,) = unpadded_batches(model, ((rows, tokens),), model.dtype)
         reads_text = "input_ids" in batch
         case = f"{rows} x {tokens} tokens" if reads_text else f"{rows} images"
         found.setdefault(case, (case, rows, tokens if reads_text else None, batch))

@@ -124,7 +124,7 @@ def class_in(
 def _filling(name: str, shape: Sequence[int]) -> torch.Tensor:
     """Random values for a weight, which depend only on its ``name``."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    values = 0.02 * torch.randn(tuple(shape), generator=generator)
+    values = 0.02 * torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
     return values.to(torch.bfloat16).to(torch.float16)
 
 

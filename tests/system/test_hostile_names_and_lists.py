@@ -42,8 +42,8 @@ def test_a_path_with_a_nul_character_in_python(use: Callable[[], Any]) -> None:
 REPEATED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "norms": lambda plan: plan.update(norms=plan["norms"] * MANY),
     "centred_weights": lambda plan: plan.update(centred_weights=plan["centred_weights"] * MANY),
-    "forms": lambda plan: plan.update(
-        covered={"forms": [{"owner": "Net", "arguments": [["x", {"value": 1}]]}] * MANY}
+    "signatures": lambda plan: plan.update(
+        covered={"signatures": [{"owner": "Net", "arguments": [["x", {"value": 1}]]}] * MANY}
     ),
 }
 

@@ -156,7 +156,7 @@ def test_a_short_check_compares_every_stored_tensor(outs: dict[str, Path], tmp_p
     name = "transformer.h.2.mlp.c_proj.bias"
     wrong = changed(outs["gpt2"], tmp_path / "wrong", lambda t: t[name].mul_(1.001))
     found = verify(wrong, write=False, seconds=SOON)
-    assert not found.passed and f"{name}: not what the plan" in found.summary
+    assert not found.passed and f"{name}: not the original's tensor" in found.summary
 
 
 # Too few inputs.
