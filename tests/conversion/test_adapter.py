@@ -209,7 +209,7 @@ def test_adapters_that_do_not_fit_are_refused(folders: dict[str, Path], tmp_path
         with pytest.raises(error, match=text):
             edit_like(folder, folders["folded"], tmp_path / "new")
 
-    refused(folders["gpt2 adapter"], BadCheckpoint, "transformer.h.0.*PhiForCausalLM has none")
+    refused(folders["gpt2 adapter"], BadCheckpoint, "transformer.h.0.*PhiForCausalLM lacks it")
     folder = tmp_path / "adapter"
     shutil.copytree(folders["phi adapter"], folder)
     tensors = load_file(folder / "adapter_model.safetensors")

@@ -390,7 +390,6 @@ def test_token_ids_of_the_user_are_what_the_result_is_checked_on(tmp_path: Path)
         good("rotate", CHECKPOINTS / "gpt2", "-o", tmp_path / "out", "--tokens", ids, "--json")
     )
     assert found["verification"]["passed"] and found["verification"]["own_rows"] == 5
-    line = refused(
-        "rotate", CHECKPOINTS / "gpt2", "-o", tmp_path / "no", "--tokens", ids, "--text", ids
-    )
+    both = ("--tokens", ids, "--text", ids)
+    line = refused("rotate", CHECKPOINTS / "gpt2", "-o", tmp_path / "no", *both, status=2)
     assert "--text and --tokens cannot be combined" in line

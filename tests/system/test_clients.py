@@ -261,7 +261,7 @@ def test_models_of_one_call(kind: str, precision: str, client: Client, tmp_path:
     with torch.no_grad():
         expected = model(**inputs)[request["output"]]
     error = torch.linalg.norm(found - expected) / torch.linalg.norm(expected)
-    assert float(error) < {"fp32": 1e-5, "q8": 0.02}[precision]
+    assert float(error) < {"fp32": 1e-5, "q8": 0.1}[precision]
 
 
 @every_precision
@@ -318,7 +318,10 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("reader", ["SentenceTransformer", "fastembed"])
 def test_sentence_encoders(reader: str, readers_in_python: Client, encoder: Path) -> None:
-    """sentence-transformers computes the dense layer as well."""
+    """sentence-transformers computes the dense layer as well.
+
+    It pads the texts to one batch, whose inputs share the scales by which 8 bits round them.
+    """
     original = encoder.parent / "model"
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "bert")
     texts = ["You may copy and distribute", "the program", "a much longer warranty"]
