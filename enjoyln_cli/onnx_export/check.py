@@ -181,7 +181,7 @@ def _padding(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def check_in(
     runtime: str,
     programs: RunProgram,
-    original: Callable[[], RunProgram],
+    original: Callable[[], RunProgram] | None,
     reference: Reference,
     dtype: torch.dtype,
     max_ratio: float,
@@ -189,8 +189,9 @@ def check_in(
     """Compare what ``programs`` compute in ``runtime`` with the exact outputs.
 
     If it is further from them than torch's rounding allows, the program itself may round more than
-    torch. Then ``original`` gives the original as programs, and their error is the measure. Raises
-    what the runtime raises if it cannot run a program.
+    torch. Then ``original`` gives the original as programs, and their error is the measure; ``None``
+    if ``programs`` are the original itself. Raises what the runtime raises if it cannot run a
+    program.
     """
     inputs = reference.inputs
 
@@ -207,7 +208,7 @@ def check_in(
         generated=generated,
         same_tokens=same_tokens,
     )
-    if not checked.failure:
+    if not checked.failure or original is None:
         return checked
     own = distances(computed(original()), reference.exact)
     if _judge(own, reference.own, dtype, PROGRAM_RATIO).failure:

@@ -314,13 +314,16 @@ def _run_checks(
         def in_runtime(runtime: str, written: Path) -> RunProgram:
             return whole_rows(load_programs(written, SUFFIXES[kind], runtime))
 
+        def of_original(runtime: str) -> RunProgram:
+            return in_runtime(runtime, original_folder())
+
         for runtime in installed():
             event("stage", f"verifying in {runtime}")
             try:
                 check = check_in(
                     runtime,
                     in_runtime(runtime, folder),
-                    lambda name=runtime: in_runtime(name, original_folder()),  # type: ignore
+                    None if made.plan is None else partial(of_original, runtime),
                     reference,
                     kind,
                     made.max_ratio,
