@@ -45,6 +45,11 @@ class Source:
         return f"{self.model}@{self.revision}" if self.revision else ""
 
     @property
+    def origin(self) -> str:
+        """The name by which a result names it: the Hub id, or the absolute path of the pipeline."""
+        return self.model if self.revision is not None else str(self.root.resolve())
+
+    @property
     def root(self) -> Path:
         """The directory of the whole pipeline; ``path`` if the model is not in a subfolder."""
         return self.path.parents[len(Path(self.folder).parts) - 1] if self.folder else self.path

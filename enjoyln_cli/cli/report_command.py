@@ -172,12 +172,11 @@ def _report_overflows(
         look_up(model, opening, require_convertible)
         from enjoyln_cli.cli.console import write_json, write_overflows
         from enjoyln_cli.plan.schema import to_json
-        from enjoyln_cli.quantisation.candidates import stored_class
         from enjoyln_cli.rewrite.opened_model import open_model
         from enjoyln_cli.scaling.overflows import overflows_of
 
         opened = open_model(model, opening, unfolded=True)
-        opened = opened.as_class(model_class or stored_class(opened))
+        opened = opened.as_class(model_class or opened.stored_class)
         found = overflows_of(opened, own)
     if as_json:
         write_json(to_json(found))

@@ -189,8 +189,8 @@ def check_in(
     """Compare what ``programs`` compute in ``runtime`` with the exact outputs.
 
     If it is further from them than torch's rounding allows, the program itself may round more than
-    torch. Then ``original`` gives the original as programs, and their error is the measure; ``None``
-    if ``programs`` are the original itself. Raises what the runtime raises if it cannot run a
+    torch. Then ``original`` gives the original as programs, and their error is the measure; it is
+    ``None`` if ``programs`` are the original. Raises what the runtime raises if it cannot run a
     program.
     """
     inputs = reference.inputs

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from enjoyln_cli.analysis.analyze import analyze_config
-from enjoyln_cli.analysis.stored_class import class_of as class_stored_in
 from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.events import Event
-from enjoyln_cli.models.classes import classes_for
 from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.plan.plan import Plan, RotationGroup
 from enjoyln_cli.quantisation.layer_bits import FinerLayer, in_words
@@ -117,8 +115,3 @@ def rotation_plan(opened: OpenedModel, event: Event, online_rotations: bool = Fa
             reason = reason or str(error)
     event("warning", f"only the original is quantised: nothing could be rotated: {reason}")
     return None
-
-
-def stored_class(opened: OpenedModel) -> str:
-    """The name of the class that a checkpoint belongs to, if its model cannot be analysed."""
-    return class_stored_in(classes_for(opened.config), opened.config, opened.checkpoint).name

@@ -44,7 +44,6 @@ from enjoyln_cli.quantisation.candidates import (
     RotatedForm,
     candidates,
     rotation_plan,
-    stored_class,
 )
 from enjoyln_cli.quantisation.choice import Comparison
 from enjoyln_cli.quantisation.examples import Example, require_every_input
@@ -114,11 +113,10 @@ def quantize(
     event("stage", f"finding which features of {opened.config.model_type} can be rotated")
     online_rotations = form == ONNX and settings.is_static
     plan = rotation_plan(opened, event, online_rotations)
-    name = plan.model_class if plan else stored_class(opened)
+    name = plan.model_class if plan else opened.stored_class
     original = opened.as_class(name)
-    origin = str(source.root.resolve()) if source.revision is None else source.model
     if adds:
-        made_from = MadeFrom(origin, source.revision, name)
+        made_from = MadeFrom(source.origin, source.revision, name)
         copies = {name: source.path / name for name in other_files(opened.checkpoint)}
         require_addition(Path(out), scheme, made_from, copies)
     with (
@@ -155,7 +153,7 @@ def quantize(
         require_gain(measured, written, float_size)
         result = Quantised(
             out=str(out),
-            source=origin,
+            source=source.origin,
             revision=source.revision,
             model_class=name,
             outputs=held_out.names,

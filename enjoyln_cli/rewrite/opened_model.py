@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from enjoyln_cli.analysis.stored_class import class_of
 from enjoyln_cli.checkpoint.config import load_config, require_unfolded
 from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.source import Source, open_source
+from enjoyln_cli.models.classes import classes_for
 from enjoyln_cli.models.load import class_in, load
 from enjoyln_cli.models.offload import Offload
 from enjoyln_cli.models.outputs import config_returning
@@ -41,6 +43,15 @@ class OpenedModel:
     def cls(self) -> Any:
         """The class ``model_class``, of the code that comes with the model or of transformers."""
         return class_in(self.source.path, self.model_class, self.config, self.trust_remote_code)
+
+    @property
+    def stored_class(self) -> str:
+        """The name of the class that the stored tensors belong to.
+
+        Raises ``BadCheckpoint`` if they fill no class.
+        """
+        listed = classes_for(self.config)
+        return class_of(listed, self.config, self.checkpoint).name
 
     def as_class(self, name: str) -> OpenedModel:
         """The same model, to be loaded as the class ``name``."""

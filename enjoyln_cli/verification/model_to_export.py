@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli.analysis.stored_class import class_of, require_weights
+from enjoyln_cli.analysis.stored_class import require_weights
 from enjoyln_cli.checkpoint.config import MARKER
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.models.classes import apply_experts, classes_for
+from enjoyln_cli.models.classes import apply_experts
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.opened_model import OpenedModel, open_model
 from enjoyln_cli.runtime.loading import saved_class_of
@@ -28,10 +28,10 @@ from enjoyln_cli.verification.verify_options import ExportOptions
 DTYPES = (torch.float32, torch.float16)
 """The dtypes that are exported."""
 PROGRAM_RATIO = 16.0
-"""A program's rounding error of an original may be this many times that of torch.
+"""How many times torch's rounding error of an original its error in a program may be.
 
-Functions such as tanh are less accurate in some programs. ALBERT's error is 3.5 times that of torch
-in both."""
+Functions such as tanh are less accurate in some programs. ALBERT's error is 3.5 times
+torch's in both."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,11 @@ def open_to_export(model: str, options: ExportOptions, opening: OpenOptions) -> 
     if MARKER not in opened.checkpoint.raw_config:
         if options.against is not None:
             raise UnsupportedModel(f"{model} was not converted: drop --against")
-        listed = classes_for(opened.config)
-        opened = opened.as_class(
-            options.model_class or class_of(listed, opened.config, opened.checkpoint).name
-        )
-        origin = str(source.root.resolve()) if source.revision is None else source.model
+        opened = opened.as_class(options.model_class or opened.stored_class)
         return ModelToExport(
             opened=opened,
             plan=None,
-            origin=origin,
+            origin=source.origin,
             revision=source.revision,
             stored=stored,
             dtype=kind,

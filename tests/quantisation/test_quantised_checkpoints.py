@@ -31,7 +31,7 @@ from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.plan.fold_options import Options
-from enjoyln_cli.quantisation.candidates import candidates, stored_class
+from enjoyln_cli.quantisation.candidates import candidates
 from enjoyln_cli.quantisation.workshop import load_result
 from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount, write
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, FORMATS, SCHEMES, require_scheme
@@ -121,7 +121,7 @@ def test_a_class_without_input_embeddings_is_refused_for_torchao(tmp_path: Path)
 
 
 def test_the_class_of_a_model_that_cannot_be_analysed() -> None:
-    assert stored_class(open_model(GPT2)) == "GPT2LMHeadModel"
+    assert open_model(GPT2).stored_class == "GPT2LMHeadModel"
 
 
 @pytest.mark.slow
