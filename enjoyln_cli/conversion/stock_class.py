@@ -2,8 +2,8 @@
 
 Every engine then takes its own path of RMSNorm. Which classes fit is data
 (``templates/stock_rms_norm.yaml``). The target gets the tensors of the folded model under their own
-names; a norm without weight gets ones. Any other tensor that one of both classes lacks is refused,
-and so is a config entry that the target might not follow. The result is compared with the original.
+names; a norm without weight gets ones. Refused is any other tensor that only one class has, and a
+config entry that the target might not follow. The result is compared with the original.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from enjoyln_cli.fs.staging import staged_output
 from enjoyln_cli.models.classes import class_named
 from enjoyln_cli.plan.fold_options import FoldOptions, WriteOptions
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.recipe.stock_forms import StockForm, form_for, stock_forms
+from enjoyln_cli.recipe.stock_forms import StockForm, form_for
 from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.rewrite.written_files import record_files
 from enjoyln_cli.text import counted, listed_briefly, number
@@ -76,11 +76,9 @@ def fold_as(
     ``VerificationFailed`` if the result computes another function. ``out`` is not written then.
     """
     start, event = time.perf_counter(), on_event or default_listener
-    known = {form.source: form for form in stock_forms().forms if form.name == name}
-    first = prepare(model, out, opening, folding, writing, scales=True, on_event=event)
-    form = form_for(first.plan.model_class, name)
-    options = replace(folding.options, **known[form.source].options)
-    job = first
+    job = prepare(model, out, opening, folding, writing, scales=True, on_event=event)
+    form = form_for(job.plan.model_class, name)
+    options = replace(folding.options, **form.options)
     if options != folding.options:
         folding = replace(folding, options=options)
         job = prepare(model, out, opening, folding, writing, on_event=event)
@@ -120,7 +118,7 @@ def fold_as(
 def target_config(form: StockForm, config: Any) -> Any:
     """The config of the target. Raises ``UnsupportedModel`` for an entry that it has no place for.
 
-    An entry with its default value is one that the class may not read.
+    An entry with its default value is passed over, since the class may not read it.
     """
     held = config.to_dict()
     for name, value in form.require.items():
@@ -141,7 +139,6 @@ def target_config(form: StockForm, config: Any) -> Any:
         )
     entries = {name: held[name] for name in form.same if name in held}
     entries |= {name: held[other] for name, other in form.copied.items()}
-    entries |= {name: held[a] // held[b] for name, (a, b) in form.ratio.items()}
     layers = int(held["num_hidden_layers"])
     entries |= {name: [value] * layers for name, value in form.per_layer.items()}
     made = class_named(form.target).config_class(**entries, **form.given)  # type: ignore[attr-defined]
@@ -152,8 +149,8 @@ def target_config(form: StockForm, config: Any) -> Any:
 def stock_model(form: StockForm, config: Any, folded: Any) -> Any:
     """The target with the tensors of the ``folded`` model, in the same dtype.
 
-    Raises ``UnsupportedModel`` if one of both has a tensor that the other lacks, unless it is a
-    bias of zeros, or one that the form fills with ones.
+    Raises ``UnsupportedModel`` if only one class has a tensor, unless it is a bias of zeros or a
+    weight that the form fills with ones.
     """
     cls: Any = class_named(form.target)
     made = cls(config).to(next(folded.parameters()).dtype).eval()

@@ -27,7 +27,6 @@ class StockForm:
     require: Mapping[str, Any] = field(default_factory=dict)
     same: tuple[str, ...]
     copied: Mapping[str, str] = field(default_factory=dict)
-    ratio: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)
     per_layer: Mapping[str, Any] = field(default_factory=dict)
     ones: tuple[str, ...] = ()
