@@ -38,7 +38,12 @@ from enjoyln_cli.quantisation.load_onnx import load_onnx
 from enjoyln_cli.quantisation.quantize import quantize
 from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, OPENVINO
 from enjoyln_cli.rewrite.opened_model import open_model
-from enjoyln_cli.scaling.float16 import analysis_for, edits_for, scale_streams
+from enjoyln_cli.scaling.float16 import (
+    analysis_for,
+    calibration_batches,
+    edits_for,
+    scale_streams,
+)
 from enjoyln_cli.scaling.float16_engine import engine_in_float16, scale_inputs
 
 MOST_TOKENS = 224
@@ -160,7 +165,8 @@ def words_in_float16(name: str, speech: Path) -> None:
     """Print the words that Whisper gets wrong in float16, as it is and as ``--fp16-safe``."""
     opened = open_model(name).as_class(WhisperForConditionalGeneration.__name__)
     model, data = whisper(name), read_user_data(audio=speech)
-    edits = edits_for(opened, model, data, analysis_for(opened, model))
+    batches = calibration_batches(opened, model, data)
+    edits = edits_for(model, batches, analysis_for(opened, model))
     print(f"overflowing: {', '.join(edits.overflowing)}\n")
     print("| in float16 | words wrong | in float32 |\n|---|---:|---:|")
     for what in ("as it is", "with --fp16-safe"):

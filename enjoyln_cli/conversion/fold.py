@@ -177,7 +177,7 @@ def with_safe_scales(
     Raises ``UnsupportedModel`` if its stock class cannot compute the same with them (see
     ``scaling.stored_scales``), and ``NothingToFold`` if nothing else changes and nothing overflows.
     """
-    from enjoyln_cli.scaling.float16 import edits_for
+    from enjoyln_cli.scaling.float16 import calibration_batches, edits_for
     from enjoyln_cli.scaling.stored_scales import with_stored_scales
 
     event = event or default_listener
@@ -188,7 +188,8 @@ def with_safe_scales(
     if not analysis.problem.flow.traces:  # there is no LayerNorm
         analyze = partial(analyze, options=Options(fold=False, rotate=True))
         analysis = analyze(opened.config)
-    edits = edits_for(opened, opened.load(torch.float32), data, analysis)
+    model = opened.load(torch.float32)
+    edits = edits_for(model, calibration_batches(opened, model, data), analysis)
     if edits.overflowing:
         plan = with_stored_scales(
             analysis, plan, opened.config, edits, analyze, writing.stored_dtype, event

@@ -53,7 +53,12 @@ from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.runtime.loading import optimize
 from enjoyln_cli.runtime.modules import Folded
-from enjoyln_cli.scaling.float16 import analysis_for, edits_for, scale_streams
+from enjoyln_cli.scaling.float16 import (
+    analysis_for,
+    calibration_batches,
+    edits_for,
+    scale_streams,
+)
 from enjoyln_cli.text import dtype_name, first_line
 from enjoyln_cli.verification.model_to_export import ModelToExport, open_to_export
 from enjoyln_cli.verification.verify_options import ExportOptions
@@ -159,8 +164,8 @@ def export(
         event("stage", "looking for norms that overflow in float16")
         require_data(fp16_data)
         wide = made.load(made.opened, torch.float32)
-        analysis = analysis_for(made.opened, wide)
-        edits = edits_for(made.opened, wide, fp16_data, analysis)
+        batches = calibration_batches(made.opened, wide, fp16_data)
+        edits = edits_for(wide, batches, analysis_for(made.opened, wide))
         scale_streams(live, edits.streams)
     if plan is not None and (opset is None or opset >= OPSET):
         optimize(live)

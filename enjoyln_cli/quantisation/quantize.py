@@ -65,7 +65,7 @@ from enjoyln_cli.quantisers.schemes import (
 )
 from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.rewrite.opened_model import open_model
-from enjoyln_cli.scaling.ranges import norm_ranges
+from enjoyln_cli.scaling.ranges import norm_ranges, shifts_of
 from enjoyln_cli.text import counted, number, size
 from enjoyln_cli.verification.generated_tokens import Prompts, agreement, continued
 
@@ -190,8 +190,7 @@ def _shifts(model: Any, examples: Sequence[Example], event: Event) -> dict[str, 
     """The power of two for each norm of a float32 ``model`` that overflows in float16."""
     event("stage", "looking for norms that overflow in float16")
     norms = {**layer_norms(model)[0], **rms_norms(model)}
-    met = norm_ranges(model, norms, [example.batch for example in examples])
-    return {norm: found.shift for norm, found in met.items() if found.overflows}
+    return shifts_of(norm_ranges(model, norms, [example.batch for example in examples]))
 
 
 def within_limits(

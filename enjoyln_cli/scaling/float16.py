@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from enjoyln_cli.analysis.analyze import Analysis, analyze_config
+from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.user_data import batches_of
 from enjoyln_cli.errors import UnsupportedModel
@@ -25,7 +26,7 @@ from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.rewrite.opened_model import OpenedModel
-from enjoyln_cli.scaling.ranges import NormRange, norm_ranges
+from enjoyln_cli.scaling.ranges import NormRange, norm_ranges, shifts_of
 from enjoyln_cli.scaling.scaled_streams import ScaledStream, calls_of_norms, scaled_streams
 
 WINDOWS = 16
@@ -62,20 +63,23 @@ def analysis_for(opened: OpenedModel, model: Any) -> Analysis:
     )
 
 
-def edits_for(opened: OpenedModel, model: Any, data: UserData, analysis: Analysis) -> Float16Edits:
-    """What to scale in ``model``, a float32 model of ``opened``, for the calibration ``data``.
+def calibration_batches(opened: OpenedModel, model: Any, data: UserData) -> list[Batch]:
+    """The calibration ``data`` as inputs of ``model``, a float32 model of ``opened``.
 
     Raises as ``batches_of`` does for data that the model cannot take.
     """
-    flow = analysis.problem.flow
-    batches = batches_of(model, data, opened.source.path, torch.float32, WINDOWS).batches
-    ranges = norm_ranges(model, calls_of_norms(flow), batches)
+    return batches_of(model, data, opened.source.path, torch.float32, WINDOWS).batches
+
+
+def edits_for(model: Any, batches: Sequence[Batch], analysis: Analysis) -> Float16Edits:
+    """What to scale in a float32 ``model`` for the calibration ``batches``."""
+    ranges = norm_ranges(model, calls_of_norms(analysis.problem.flow), batches)
     return float16_edits(scaled_streams(analysis.problem), ranges)
 
 
 def float16_edits(streams: list[ScaledStream], ranges: Mapping[str, NormRange]) -> Float16Edits:
     """What to scale for the ``ranges`` that norms met on calibration data."""
-    overflowing = {norm: found.shift for norm, found in ranges.items() if found.overflows}
+    overflowing = shifts_of(ranges)
     scaled = {}
     for stream in streams:
         shifts = [ranges[norm].shift for norm in stream.norms if norm in ranges]
@@ -89,7 +93,7 @@ def float16_edits(streams: list[ScaledStream], ranges: Mapping[str, NormRange]) 
 def planned_scale(
     stream: ScaledStream, shift: int, stored: TensorsOf, order: Sequence[str]
 ) -> StreamScale:
-    """How ``stream`` is held at ``2^-shift`` of its scale; ``order`` is that of all parameters.
+    """How ``stream`` is held at ``2^-shift`` of its scale; ``order`` has all parameters in order.
 
     Raises ``UnsupportedModel`` if a weight would be multiplied by no power of two.
     """

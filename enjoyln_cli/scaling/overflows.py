@@ -1,8 +1,8 @@
-"""Where a model overflows in float16 on the user's data, and which of it another scale mends.
+"""Where a model overflows in float16 on the user's data, and where another scale prevents it.
 
-The model runs in float32 on a CPU, op by op, before and after its streams are scaled. A number
-counts that float16 does not hold: of a norm a square or a sum, of the tanh form of GELU a cube,
-which engines compute that take them apart.
+The model runs in float32 on a CPU, op by op, before and after its streams are scaled. Numbers that
+float16 does not hold are noted, also the numbers that only an engine computes which takes ops
+apart: the squares and sums of a norm, and the cubes of GELU's tanh form.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from enjoyln_cli.comparison.batches import Batch, complete_batch
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.run import OutputsOfRuns, run
-from enjoyln_cli.comparison.user_data import batches_of
 from enjoyln_cli.graph.nodes import aten
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.rewrite.opened_model import OpenedModel
-from enjoyln_cli.scaling.float16 import WINDOWS, analysis_for, edits_for, scale_streams
+from enjoyln_cli.scaling.float16 import (
+    analysis_for,
+    calibration_batches,
+    edits_for,
+    scale_streams,
+)
 from enjoyln_cli.scaling.float16_engine import MASKED, engine_in_float16, scale_inputs
 from enjoyln_cli.scaling.ranges import FLOAT16_MAX, run_batch
 from enjoyln_cli.text import counted, number
@@ -40,7 +44,7 @@ _MOVES = {
     aten.slice, aten.select, aten.clone, aten._to_copy, aten.embedding, aten.unsqueeze, aten.split,
     aten._unsafe_view, aten.native_dropout, aten.detach, aten.alias, aten.unbind, aten.squeeze,
 }  # fmt: skip
-"""Ops that add or move values: a number too large in their result is one of a stream."""
+"""Ops that add or move values: a number too large in their result belongs to a stream."""
 
 _EMPTY = {aten.empty_like, aten.new_empty}
 """Their results have no values yet."""
@@ -105,13 +109,13 @@ class OverflowReport:
 def overflows_of(opened: OpenedModel, data: UserData) -> OverflowReport:
     """Run ``opened``, a model with its class, on ``data``, as it is and with scaled streams.
 
-    Raises as ``analyze_config`` does, and as ``batches_of`` for data that the model cannot take.
+    Raises as ``analyze_config`` and ``calibration_batches`` do.
     """
     model = opened.load(torch.float32)
     if hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation("eager")  # which shows the scores
-    edits = edits_for(opened, model, data, analysis_for(opened, model))
-    batches = batches_of(model, data, opened.source.path, torch.float32, WINDOWS).batches
+    batches = calibration_batches(opened, model, data)
+    edits = edits_for(model, batches, analysis_for(opened, model))
     whole = [complete_batch(model, batch, torch.float32) for batch in batches]
     exact = run(model, whole)
     before, cosine = _largest(model, batches, edits.ranges), _cosine(model, whole, exact)
@@ -137,7 +141,7 @@ def overflows_of(opened: OpenedModel, data: UserData) -> OverflowReport:
 
 
 def _cosine(model: nn.Module, batches: Sequence[Batch], exact: OutputsOfRuns) -> float:
-    """The smallest cosine between an exact output and that of the engine; 0 for a NaN."""
+    """The smallest cosine between an exact output and the engine's output; 0 for a NaN."""
     with engine_in_float16(model):
         rounded = run(model, batches)
     pairs = [

@@ -7,7 +7,7 @@ is above 65504: a single value of 256 is enough.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,6 +80,11 @@ def norm_ranges(model: Any, norms: Iterable[str], batches: Iterable[Batch]) -> d
         for handle in handles:
             handle.remove()
     return found
+
+
+def shifts_of(ranges: Mapping[str, NormRange]) -> dict[str, int]:
+    """The power of two for each norm that overflows."""
+    return {norm: found.shift for norm, found in ranges.items() if found.overflows}
 
 
 def run_batch(model: Any, batch: Batch) -> None:
