@@ -329,10 +329,8 @@ def _decoder_alone(model: Any, read: str, ids: InputSpec, rows: int) -> Iterator
 
 
 def _optional_text(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
-    accepted, ids = (
-        accepted_by(model),
-        example(model, InputSpec((rows, given["input_ids"].shape[1]), 2)),
-    )
+    accepted = accepted_by(model)
+    ids = example(model, InputSpec((rows, given["input_ids"].shape[1]), 2))
     optional = [name for name in ("token_type_ids", "position_ids") if name in accepted]
     inputs: dict[str, Any] = {**_step(model, given, 0)[1], **dict.fromkeys(optional, ids)}
     table = input_embeddings(model)

@@ -63,6 +63,11 @@ fp16_option = option(
 )
 USED_WITH_LIKE = {"like", "out", "force", "quiet", "token", "cache_dir"}
 """The options of ``fold`` and ``rotate`` that ``--like`` takes."""
+USED_WITH_AS = {
+    *("target", "model", "out", "force", "dtype", "quiet", "as_json"),
+    *("revision", "token", "cache_dir", "trust_remote_code"),
+}
+"""The options that ``fold --as`` takes, besides the options of the plan."""
 like_option = option(
     "--like",
     type=OLD_FOLDER,
@@ -93,8 +98,7 @@ def fold(folding: FoldOptions, options: Options, target: str | None, **others: A
     if target is None:
         _convert(folding=folding, **others)
     else:
-        used = {"target", "as_json", *USED_WITH_LIKE} - {"like"} | {*vars(folding), *vars(options)}
-        refuse_ignored(used | {"model", "dtype", "revision", "trust_remote_code"}, "with --as")
+        refuse_ignored({*USED_WITH_AS, *vars(folding), *vars(options)}, "with --as")
         _fold_as(target, folding=folding, **others)
 
 

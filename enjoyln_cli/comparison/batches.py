@@ -260,7 +260,7 @@ def complete_batch(model: Any, own: Batch, dtype: torch.dtype) -> Batch:
     tokens = own["input_ids"].shape[1] if "input_ids" in own else _length(model)
     bare, generator = without_weights(model), torch.Generator().manual_seed(0)
     found = list(input_sets(bare, rows, tokens))
-    if own.keys() - _TEXT:  # inputs that need nothing else comes first
+    if own.keys() - _TEXT:  # inputs that need nothing else come first
         found.sort(key=lambda inputs: bool(inputs.keys() - own.keys() - _TEXT))
     for inputs in found:
         fits = all(own[name].shape == spec.shape for name, spec in inputs.items() if name in own)

@@ -52,14 +52,14 @@ def exporting(model: Any, exporter: str, advice: str = "") -> Iterator[None]:
     tensors, which costs more than it saves if sizes are symbols, is off. Any exception of the
     exporter or of the model's code becomes ``UnsupportedModel``, with ``advice`` behind it.
     """
-    from torch._dynamo import config as uncached
+    from torch._dynamo import config as dynamo
 
     kind = type(model).__name__
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        with torch.no_grad(), quiet(), uncached.patch(fake_tensor_cache_enabled=False):
+        with torch.no_grad(), quiet(), dynamo.patch(fake_tensor_cache_enabled=False):
             yield
     except (torch.OutOfMemoryError, MemoryError):
         raise

@@ -112,13 +112,13 @@ class ScaledEps:
     norm: str
     """Path of the module."""
     eps: float
-    """As it was."""
+    """The norm's eps before."""
     power: Annotated[int, InRange(-2 * MOST_POWERS, 2 * MOST_POWERS)]
     """It is multiplied by ``2^power``, wherever that can be stored."""
 
     @property
     def value(self) -> float:
-        """What it becomes."""
+        """The norm's eps after."""
         return self.eps * 2.0**self.power
 
 
@@ -127,7 +127,7 @@ class StreamScale:
     """A residual stream that is held at ``2^-shift`` of its scale: ``scaling.scaled_streams``."""
 
     name: str
-    """The first parameter of it."""
+    """Its first parameter."""
     shift: Annotated[int, InRange(0, MOST_POWERS)]
     tensors: tuple[ScaledTensor, ...] = ()
     norms: tuple[ScaledEps, ...] = ()

@@ -70,7 +70,7 @@ def require_addition(
     if why := _why_not(out.expanduser(), precision, made_from, copies):
         raise OutputError(
             f"{precision} of {made_from} cannot be added to {out}: {why}; choose another "
-            "directory, or replace the whole of it with --force"
+            "directory, or replace the whole directory with --force"
         )
 
 

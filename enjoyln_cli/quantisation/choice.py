@@ -21,11 +21,12 @@ from enjoyln_cli.quantisation.quantised import Compared
 from enjoyln_cli.quantisation.workshop import FLOAT, Workshop
 from enjoyln_cli.quantisers.schemes import FORMATS
 
-HELD_OUT, TIMING = 3, 28
-"""How many times as long as running one candidate on the calibration data it takes to measure it on
-the held-out data, and as running it on one input, to time it beside float32."""
+HELD_OUT = 3
+"""Measuring the result on the held-out data takes so many runs on the calibration data."""
+TIMING = 28
+"""Timing the result beside float32 takes so many runs on one input."""
 SHORTEST_LEFT = 3.0
-"""Fewer seconds are not told: in whole seconds, they are not told exactly."""
+"""Fewer seconds are not printed, since whole seconds would be too coarse."""
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Comparison:
     taken: dict[str, float] = field(default_factory=dict, init=False)
     """The most seconds of a candidate of each kind (see ``RotatedForm.kind``)."""
     running: float = field(default=0.0, init=False)
-    """The seconds of them that it took to run the latest one."""
+    """The seconds that the latest candidate took to run on the calibration data."""
 
     def __post_init__(self) -> None:
         self.clock = Clock(time.monotonic, math.inf, self.on_progress)
@@ -75,7 +76,8 @@ class Comparison:
     def left(self) -> float | None:
         """About how many seconds it takes until the result is measured.
 
-        ``None`` before a candidate is compared, or one of those that GPTQ rounds, if there are any.
+        ``None`` before the first candidate is compared, and for weights of 4 bits before the first
+        candidate of GPTQ.
         """
         if not self.taken or (self.work.scheme.weight_bits == 4 and GPTQ not in self.taken):
             return None

@@ -70,7 +70,7 @@ class Quantised:
     threads: int
     max_error: float
     generated: Agreement | None
-    """Of the tokens that the result generates with those of the original; ``None`` if it cannot."""
+    """Of the result's generated tokens with the original's; ``None`` if it generates none."""
     kept: tuple[str, ...]
     """Patterns of the layers that the user wanted to keep more precise."""
     finer: tuple[FinerLayer, ...]

@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from enjoyln_cli.graph.nodes import aten
 
 MASKED = 1e30
-"""Numbers above it are those of attention masks, which are as large as a dtype allows."""
+"""Larger numbers belong to attention masks, which are as large as a dtype allows."""
 
 
 @contextmanager
 def engine_in_float16(model: nn.Module) -> Iterator[None]:
-    """Inside the block, ``model`` computes in float16, op by op; its weights are rounded, too."""
+    """Let ``model`` compute in float16 inside the block, op by op, with rounded weights."""
     stored = {name: value.data for name, value in model.named_parameters()}
     try:
         for parameter in model.parameters():
@@ -90,7 +90,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _half(x: Tensor) -> Tensor:
-    """The nearest numbers of float16, in float32; those of masks become its largest."""
+    """The nearest numbers of float16, in float32; numbers of masks become its largest number."""
     largest = torch.finfo(torch.float16).max
     x = torch.where(x.isfinite() & (x.abs() > MASKED), x.sign() * largest, x)
     return x.half().float()

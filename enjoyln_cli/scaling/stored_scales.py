@@ -156,7 +156,7 @@ def _all_eps(edits: Float16Edits) -> set[float]:
 
 
 def _together(edits: Float16Edits, fields: Mapping[str, frozenset[str]]) -> StoredScales:
-    """The streams to scale with those whose norms read the same entry, which get one shift."""
+    """The streams to scale. Streams whose norms read the same entry get the same shift."""
     stream_of = {norm: one for one in edits.found if one.is_scaled for norm in one.norms}
     usable = {name: norms for name, norms in fields.items() if norms <= stream_of.keys()}
     chosen = dict(edits.streams)

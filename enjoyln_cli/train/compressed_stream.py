@@ -10,7 +10,7 @@ A folded stream ``x`` has ``1'x = 0``, so ``x = U z`` for ``d - 1`` numbers ``z 
   ``|U z|^2 = |z|^2 + s^2`` (CRMSNorm: Pre-RMSNorm and Pre-CRMSNorm Transformers, Eq. 5).
 * ``orthonormal``: the columns of ``U`` are orthonormal, so ``|U z|^2 = |z|^2``: an RMSNorm.
 
-``D W`` and ``W diag(g) U`` are parametrisations, so the parameters are those of the LayerNorm
+``D W`` and ``W diag(g) U`` are parametrisations, so the parameters stay as in the LayerNorm
 model. They are trained as in it, step by step and under any optimizer (Enjoy-LN, Proposition 2).
 """
 
@@ -112,12 +112,12 @@ def compress(
 ) -> CompressedStreams:
     """Hold the residual streams of ``model`` as ``d - 1`` features, in place, also for training.
 
-    Parameters stay the same objects, and are those of the LayerNorm model. Their names change until
-    ``decompress`` undoes it. ``example`` and ``example_calls`` are those of ``reparametrize``;
+    Parameters stay the same objects, as in the LayerNorm model. Their names change until
+    ``decompress`` undoes it. ``example`` and ``example_calls`` are as for ``reparametrize``;
     ``inputs_embeds`` cannot be passed any more.
 
     Raises ``NothingToFold`` if there is no stream that LayerNorms read, and ``UnsupportedModel`` if
-    one of them cannot lose a feature; nothing is changed then.
+    a stream cannot lose a feature; nothing is changed then.
     """
     require_unconverted(model)
     args, kwargs = as_call(example)

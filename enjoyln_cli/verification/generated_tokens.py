@@ -1,4 +1,4 @@
-"""Tokens that a result generates with its cache, as users run it, beside those of the original.
+"""Tokens that a result generates with its cache, as users run it, beside the original's tokens.
 
 Both continue the same inputs greedily, by ``generate`` of transformers. After the first token that
 differs, the rest of a row has no meaning and counts as different.
@@ -33,7 +33,7 @@ TIE = 1e-4
 
 @dataclass(frozen=True)
 class Agreement:
-    """How many generated tokens are those of the original."""
+    """How many generated tokens equal the original's."""
 
     inputs: int
     tokens: int
@@ -46,7 +46,7 @@ class Agreement:
 
     @property
     def lost(self) -> float:
-        """The part of the tokens that are not those of the original."""
+        """The part of the tokens that differ from the original's."""
         return 1 - self.same / max(1, self.tokens)
 
     def passes(self, recorded: Mapping[str, Any] | None, times: float) -> bool:
@@ -125,7 +125,7 @@ def agreement(model: Any, prompts: Prompts, original: Any = None) -> Agreement:
 
 
 def _generated(model: Any, batch: Batch, most: int) -> torch.Tensor:
-    """Rows of tokens, which begin with those of the prompt, or with those of a decoder's start."""
+    """Rows of tokens, which begin with the prompt, or with the tokens that start a decoder."""
     from transformers import GenerationMixin
 
     given = {
@@ -140,7 +140,7 @@ def _generated(model: Any, batch: Batch, most: int) -> torch.Tensor:
 
 
 def _is_tie(original: Any, batch: Batch, known: torch.Tensor, tokens: list[int]) -> bool:
-    """Whether two ``tokens`` are equally probable after the ``known`` ones of one row."""
+    """Whether two ``tokens`` are equally probable after the ``known`` tokens of a row."""
     name = f"{DECODER}{IDS}" if original.config.is_encoder_decoder else IDS
     call = {n: v for n, v in batch.items() if n not in COUNTED} | {name: known[None]}
     if name == IDS and MASK in call:
