@@ -164,12 +164,13 @@ def _forward(model: Any, programs: LoadedPrograms, name: str, *args: Any, **inpu
         feed = {IDS: given[f"{DECODER}{IDS}"], ENCODED: encoded[0]}
         if given.get(MASK) is not None:
             feed[ENCODED_MASK] = given[MASK]
-    cache = given.get(name)
+    cache = given.get(name, given.get(CACHE))  # transformers takes the older name, too
     cache = _new_cache(encoded is not None) if cache is None else cache
     rows = len(feed[EMBEDS] if EMBED in programs else feed[IDS])
     found = decoder(_ready(decoder, {**feed, **_read(cache, decoder, rows)}))
     logits = found.pop(LOGITS)
-    _write(cache, found)
+    # a cross attention's keys and values are returned once, and are empty afterwards
+    _write(cache, {name: value for name, value in found.items() if value.numel()})
     values = {LOGITS: logits, name: cache}
     if encoded is not None:
         values["encoder_last_hidden_state"] = encoded[0]

@@ -22,6 +22,7 @@ from transformers import (
     WhisperForConditionalGeneration,
     pipeline,
 )
+from transformers.modeling_outputs import BaseModelOutput
 
 import enjoyln_cli
 from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
@@ -115,6 +116,14 @@ def test_an_encoder_with_its_decoder_generates(tmp_path: Path) -> None:
         exact = original(features, decoder_input_ids=ids).logits
     found = loaded(features, decoder_input_ids=ids).logits
     torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
+    encoded, cache, steps = loaded.get_encoder()(features), None, []
+    for column in ids.split(1, 1):
+        told = {"encoder_outputs": encoded, "past_key_values": cache}
+        step = loaded(decoder_input_ids=column, **told)
+        cache = step.past_key_values
+        steps.append(step.logits)
+        encoded = BaseModelOutput(0 * encoded[0])  # what the cache holds is not computed again
+    torch.testing.assert_close(torch.cat(steps, 1), exact, rtol=1e-3, atol=1e-3)
 
 
 def test_models_that_do_not_generate(tmp_path: Path) -> None:
