@@ -126,9 +126,8 @@ class Generation:
             told[EMBEDS] = known if known.shape[1] == size else self.embed({IDS: ids})[EMBEDS]
         found = self.decoder({**self.known, **told})
         logits = found.pop(LOGITS)
-        self.known |= {  # a cross attention's keys and values are returned once
-            name.replace(PRESENT, CACHE, 1): value for name, value in found.items() if value.numel()
-        }
+        held = computed_values(found).items()
+        self.known |= {name.replace(PRESENT, CACHE, 1): value for name, value in held}
         self.done += size
         return logits
 
@@ -142,6 +141,15 @@ class Generation:
             return self.positions[..., self.done : mask.shape[1]]
         following = self.positions.amax((0, 2)) + 1 - mask[:, :end].sum(1)
         return (counted + following[:, None]).expand(len(self.positions), -1, -1).contiguous()
+
+
+def computed_values(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The keys and values that a call of a decoder has computed.
+
+    A cross attention computes its keys and values in the first call, and returns empty tensors in
+    all later calls.
+    """
+    return {name: value for name, value in found.items() if value.numel()}
 
 
 def picture_features(

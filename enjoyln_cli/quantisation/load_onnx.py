@@ -33,6 +33,7 @@ from enjoyln_cli.onnx_export.cached_calls import (
     TYPES,
 )
 from enjoyln_cli.onnx_export.cached_run import (
+    computed_values,
     embedded,
     have_cache,
     is_cached,
@@ -164,13 +165,12 @@ def _forward(model: Any, programs: LoadedPrograms, name: str, *args: Any, **inpu
         feed = {IDS: given[f"{DECODER}{IDS}"], ENCODED: encoded[0]}
         if given.get(MASK) is not None:
             feed[ENCODED_MASK] = given[MASK]
-    cache = given.get(name, given.get(CACHE))  # transformers takes the older name, too
+    cache = given.get(name, given.get(CACHE))  # transformers takes its older name, too
     cache = _new_cache(encoded is not None) if cache is None else cache
     rows = len(feed[EMBEDS] if EMBED in programs else feed[IDS])
     found = decoder(_ready(decoder, {**feed, **_read(cache, decoder, rows)}))
     logits = found.pop(LOGITS)
-    # a cross attention's keys and values are returned once, and are empty afterwards
-    _write(cache, {name: value for name, value in found.items() if value.numel()})
+    _write(cache, computed_values(found))
     values = {LOGITS: logits, name: cache}
     if encoded is not None:
         values["encoder_last_hidden_state"] = encoded[0]

@@ -122,7 +122,7 @@ def test_an_encoder_with_its_decoder_generates(tmp_path: Path) -> None:
         step = loaded(decoder_input_ids=column, **told)
         cache = step.past_key_values
         steps.append(step.logits)
-        encoded = BaseModelOutput(0 * encoded[0])  # what the cache holds is not computed again
+        encoded = BaseModelOutput(0 * encoded[0])  # the cache holds the keys of the first call
     torch.testing.assert_close(torch.cat(steps, 1), exact, rtol=1e-3, atol=1e-3)
 
 
