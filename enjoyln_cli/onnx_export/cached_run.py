@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -196,29 +196,20 @@ def begin(programs: Mapping[str, LoadedProgram], batch: Batch) -> Generation:
     return Generation(decoder, known, encoded=encoded, **parts)
 
 
-def greedy(
-    programs: Mapping[str, LoadedProgram],
-    batch: Batch,
-    new: int,
-    ends: frozenset[int] = frozenset(),
-) -> torch.Tensor:
-    """The ``new`` most probable tokens after the tokens of each row, of shape ``(rows, new)``.
+def greedy(programs: Mapping[str, LoadedProgram], batch: Batch, new: int) -> Iterator[torch.Tensor]:
+    """The ``new`` most probable tokens after the tokens of each row, each of shape ``(rows, 1)``.
 
     ``batch`` has ``input_ids``, with a mask if they are padded, or ``decoder_input_ids`` and the
-    inputs of the encoder. Stops earlier where each row has one of the tokens ``ends``.
+    inputs of the encoder.
     """
     generation = begin(programs, batch)
     prefix = DECODER if ENCODER in programs else ""
     ids, mask = batch[f"{prefix}{IDS}"], batch.get(f"{prefix}{MASK}")
-    found: list[torch.Tensor] = []
-    ended = torch.zeros(len(ids), 1, dtype=torch.bool)
-    while len(found) < new and not bool(ended.all()):
+    for _ in range(new):
         ids = generation.logits(ids, mask)[:, -1:].argmax(-1)
-        found.append(ids)
-        ended |= torch.isin(ids, torch.tensor(sorted(ends), dtype=ids.dtype))
+        yield ids
         if mask is not None:
             mask = torch.cat([mask, torch.ones_like(ids)], 1)
-    return torch.cat(found, 1)
 
 
 def whole_rows(programs: Mapping[str, LoadedProgram]) -> RunProgram:

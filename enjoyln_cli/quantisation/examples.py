@@ -19,7 +19,7 @@ from enjoyln_cli.calls.input_sets import accepted_by
 from enjoyln_cli.calls.processed_inputs import image_token
 from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison import user_data
-from enjoyln_cli.comparison.batches import Batch, positions
+from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.data_files import FEWEST, UserData, too_little
 from enjoyln_cli.comparison.run import inputs_for, run
 from enjoyln_cli.comparison.text_scores import head_kind, with_predicted_tokens
@@ -27,11 +27,9 @@ from enjoyln_cli.comparison.user_data import OwnInputs
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.digests import digest_of_bytes
-from enjoyln_cli.models.load import silent
 from enjoyln_cli.text import counted
+from enjoyln_cli.verification.generated_tokens import decoded
 
-MOST_GENERATED = 48
-"""Most tokens that the original generates for its decoder."""
 TRACED_TOKENS = 12
 """Tokens in the call that is traced. A decoder gets fewer, so that their number is not taken for
 the encoder's."""
@@ -217,16 +215,4 @@ def _with_decoder_inputs(model: Any, row: Batch) -> Batch:
     """The row with what the model generates for it, if it has a decoder of its own."""
     if not model.config.is_encoder_decoder or not model.can_generate():
         return row
-    from transformers import GenerationMixin
-
-    with torch.no_grad(), silent():
-        ids = GenerationMixin.generate(
-            model,
-            **inputs_for(model, row),
-            do_sample=False,
-            num_beams=1,
-            max_new_tokens=min(
-                MOST_GENERATED, positions(model.config.get_text_config(decoder=True))
-            ),
-        )
-    return {**row, "decoder_input_ids": ids.cpu()}
+    return {**row, "decoder_input_ids": decoded(model, inputs_for(model, row))}

@@ -135,7 +135,8 @@ def quantize(
         shifts = _shifts(float_model, choosing.examples, event) if options.fp16_safe else {}
         prompts = None
         if form == ONNX and float_model.can_generate():
-            prompts = continued(float_model, [example.batch for example in held_out.examples])
+            rows = [example.batch for example in held_out.examples]
+            prompts = continued(float_model, rows, is_decoded=True)
         if not FORMATS[form].is_checkpoint:
             require_every_input(float_model, source.path, choosing.examples[0])
             event("stage", f"exporting {name}")

@@ -237,7 +237,8 @@ def _measured(
     if record.form == ONNX and original.can_generate():
         model = load_onnx(place, record.suffix[1:], trust_remote_code=trusted)
         if model.has_cache:
-            prompts = continued(original, [example.batch for example in examples])
+            rows = [example.batch for example in examples]
+            prompts = continued(original, rows, is_decoded=data.is_given)
             is_exact = record.suffix == SUFFIXES[torch.float32]
             generated = agreement(model, prompts, original if is_exact else None)
     times = SAME_INPUTS if is_same else OTHER_INPUTS

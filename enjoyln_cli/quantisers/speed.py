@@ -8,6 +8,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from torch.utils.benchmark import timer
+
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.timing import WARM_UP, time_rounds
 from enjoyln_cli.onnx_export.cached_run import greedy, have_cache
@@ -17,7 +19,7 @@ from enjoyln_cli.onnx_export.runtimes import LoadedProgram
 from enjoyln_cli.text import counted
 
 ROUNDS, GENERATIONS = 15, 3
-"""How often a call, and a whole generation, is timed."""
+"""Rounds in which a call, and a whole generation, is timed."""
 SECONDS = 10.0
 MOST_GENERATED = 32
 EQUAL = 1.05
@@ -66,10 +68,16 @@ def speeds_of_programs(
     prompt = {**batch, f"{prefix}{IDS}": ids[:, :half]}
     if not prefix:
         prompt.pop(MASK, None)
-    firsts = {name: partial(greedy, p, prompt, 1) for name, p in programs.items()}
-    first = _milliseconds(firsts, GENERATIONS, warm_up=1)
-    generations = {name: partial(greedy, p, prompt, tokens) for name, p in programs.items()}
-    whole = _milliseconds(generations, GENERATIONS, warm_up=0)
+    firsts: dict[str, list[float]] = {name: [] for name in programs}
+
+    def generate(name: str) -> None:
+        begin = timer()
+        for at, _ in enumerate(greedy(programs[name], prompt, tokens)):
+            if not at:
+                firsts[name].append(timer() - begin)
+
+    whole = _milliseconds({name: partial(generate, name) for name in programs}, GENERATIONS, 1)
+    first = {name: 1000 * median(seconds[1:]) for name, seconds in firsts.items()}
     what, more = f"generating {counted(tokens, 'token')}", tokens - 1
     return {
         name: Speed(whole[name], what, (whole[name] - first[name]) / more if more else None)

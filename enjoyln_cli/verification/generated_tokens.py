@@ -22,6 +22,8 @@ from enjoyln_cli.text import counted
 
 MOST_INPUTS, MOST_TOKENS = 20, 32
 """Inputs that are continued, and tokens that each gets."""
+MOST_DECODED = 48
+"""Most tokens behind an encoder."""
 IDS, MASK, DECODER = "input_ids", "attention_mask", "decoder_"
 COUNTED = {"position_ids", "token_type_ids"}
 """Inputs that ``generate`` makes by itself."""
@@ -75,11 +77,12 @@ class Prompts:
     """The rows of each batch, with the tokens that the original has generated."""
 
 
-def continued(model: Any, batches: Sequence[Batch]) -> Prompts:
+def continued(model: Any, batches: Sequence[Batch], is_decoded: bool = False) -> Prompts:
     """The inputs of ``batches`` with what ``model`` generates for them.
 
-    Each batch has one row. Behind an encoder, all tokens of the decoder are generated. Of a text
-    the second half is, and of a text with pictures what comes after it.
+    Each batch has one row. Behind an encoder, all tokens of the decoder are generated; if the batch
+    ``is_decoded``, it has them already (see ``decoded``). Of a text the second half is generated,
+    and of a text with pictures what comes after it.
     """
     room = positions(model.config.get_text_config(decoder=True))
     prompts, most = [], []
@@ -87,7 +90,7 @@ def continued(model: Any, batches: Sequence[Batch]) -> Prompts:
     for batch in batches[:MOST_INPUTS]:
         if model.config.is_encoder_decoder:
             prompts.append({n: v for n, v in batch.items() if not n.startswith(DECODER)})
-            most.append(min(MOST_TOKENS, room))
+            most.append(min(MOST_DECODED, room))
         elif batch.keys() <= TEXT:
             by_length[batch[IDS].shape[1]].append(batch[IDS])
         else:
@@ -98,8 +101,16 @@ def continued(model: Any, batches: Sequence[Batch]) -> Prompts:
         mask = {MASK: torch.ones_like(ids)} if MASK in accepted_by(model) else {}
         prompts.append({IDS: ids, **mask})
         most.append(max(1, min(MOST_TOKENS, length - ids.shape[1])))
+    if is_decoded and model.config.is_encoder_decoder:
+        return Prompts(prompts, most, [batch[f"{DECODER}{IDS}"] for batch in batches[:MOST_INPUTS]])
     wanted = [_generated(model, *each) for each in zip(prompts, most, strict=True)]
     return Prompts(prompts, most, wanted)
+
+
+def decoded(model: Any, batch: Batch) -> torch.Tensor:
+    """The tokens that the decoder of ``model`` generates for the inputs of its encoder."""
+    room = positions(model.config.get_text_config(decoder=True))
+    return _generated(model, batch, min(MOST_DECODED, room))
 
 
 def agreement(model: Any, prompts: Prompts, original: Any = None) -> Agreement:
