@@ -23,7 +23,7 @@ from enjoyln_cli.quantisers.schemes import FORMATS
 
 HELD_OUT = 3
 """Measuring the result on the held-out data takes so many runs on the calibration data."""
-TIMING = 28
+TIMING = 21
 """Timing the result beside float32 takes so many runs on one input."""
 SHORTEST_LEFT = 3.0
 """Fewer seconds are not printed, since whole seconds would be too coarse."""
