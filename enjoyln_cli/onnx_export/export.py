@@ -40,7 +40,7 @@ from enjoyln_cli.onnx_export.check import (
     reference_of,
 )
 from enjoyln_cli.onnx_export.onnx_program import OPSET, count_nodes
-from enjoyln_cli.onnx_export.programs import DATA, FOLDER, programs_of, save
+from enjoyln_cli.onnx_export.programs import programs_of, save
 from enjoyln_cli.onnx_export.requirements import require_export
 from enjoyln_cli.onnx_export.runtimes import RunProgram, installed
 from enjoyln_cli.plan import schema
@@ -245,10 +245,7 @@ def _record(result: Exported, made: ModelToExport, staged: Path) -> None:
 
 
 def _write_beside(opened: OpenedModel, model: Any, staged: Path) -> None:
-    """Write the config of ``model``, and copy the tokenizer and other files of its directory.
-
-    transformers.js reads in the config which programs have weights beside them.
-    """
+    """Write the config of ``model``, and copy the tokenizer and other files of its directory."""
     source, inner = opened.source, staged / opened.source.folder
     copied = [name for name in other_files(opened.checkpoint) if name not in REPORTS]
     copy_files(copied, source.path, inner)
@@ -256,8 +253,6 @@ def _write_beside(opened: OpenedModel, model: Any, staged: Path) -> None:
     copy_files(around, source.root, staged)
     config = {**opened.checkpoint.raw_config, "architectures": [type(model).__name__]}
     config.pop(MARKER, None)
-    if apart := {f"{file.stem}.onnx": 1 for file in sorted((inner / FOLDER).glob(f"*{DATA}"))}:
-        config["transformers.js_config"] = {"use_external_data_format": apart}
     (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if model.can_generate() and GENERATION_CONFIG not in copied:
         model.generation_config.save_pretrained(inner)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from enjoyln_cli.checkpoint.file_roles import is_housekeeping
+from enjoyln_cli.checkpoint.file_roles import CONFIG, is_housekeeping
 from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE, REPORTS, VERIFY_FILE
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.errors import OutputError
@@ -112,6 +112,21 @@ def record(
 
     ``verdict`` is empty for a precision that was not checked.
     """
+    _name_weights_beside(staged)
     text = json.dumps({**records(staged), precision: entry}, indent=2) + "\n"
     (staged / PRECISIONS_FILE).write_text(text, encoding="utf-8")
     record_files(Source(str(staged), staged, None), verdict)
+
+
+def _name_weights_beside(staged: Path) -> None:
+    """Name the programs that have weights beside them in the config, where transformers.js looks.
+
+    A file of weights in ``onnx`` is named as its program, with ``.onnx_data`` in place of
+    ``.onnx``.
+    """
+    for folder in {file.parent for file in staged.rglob("*.onnx_data")}:
+        place = folder.parent / CONFIG
+        config, name = read_object(place), "transformers.js_config"
+        apart = {f"{file.stem}.onnx": 1 for file in sorted(folder.glob("*.onnx_data"))}
+        config[name] = {**config.get(name, {}), "use_external_data_format": apart}
+        place.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

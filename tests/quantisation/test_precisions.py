@@ -123,6 +123,20 @@ def test_a_failed_addition_leaves_the_directory_as_it_was(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 
+def test_the_config_names_programs_with_weights_beside_them(tmp_path: Path) -> None:
+    (tmp_path / "0_Transformer" / "onnx").mkdir(parents=True)
+    config = tmp_path / "0_Transformer" / "config.json"
+    config.write_text('{"n_layer": 2}')
+    record(tmp_path, "w8a8", ENTRY, {})
+    assert json.loads(config.read_text()) == {"n_layer": 2}
+    for suffix in ("_quantized", "_q4"):
+        (config.parent / "onnx" / f"model{suffix}.onnx_data").write_bytes(b"weights")
+        record(tmp_path, "w8a8", ENTRY, {})
+    named = {"model_quantized.onnx": 1, "model_q4.onnx": 1}
+    beside = {"transformers.js_config": {"use_external_data_format": named}}
+    assert json.loads(config.read_text()) == {"n_layer": 2} | beside
+
+
 def test_the_tokens_that_may_be_lost() -> None:
     recorded = {"inputs": 20, "tokens": 100, "same": 90}
     assert Agreement(20, 100, 80).passes(recorded, 1.1)
