@@ -155,7 +155,7 @@ class Workshop:
                 groups = {path: max(model.get_parameter(f"{path}.weight").shape) for path in layers}
             symmetric = candidate.rounding == "gptq"
             self.rounded[candidate.name] = round_model(
-                model, groups, calibration, symmetric, on_progress
+                model, groups, calibration, symmetric, on_progress, self.folder
             )
         return self.rounded[candidate.name]
 

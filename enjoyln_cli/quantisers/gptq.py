@@ -11,7 +11,9 @@ Weights are scaled in groups of neighbouring columns. A group gets its scale whe
 is rounded, from the weights as they are then.
 
 The layers of one block of a model are rounded together, on what the blocks before it compute with
-their rounded weights. Memory is bounded by the matrices ``H`` of one block.
+their rounded weights. What blocks return is stored, so that each runs twice for each input: before
+its layers are rounded and afterwards. Memory is bounded by the matrices ``H`` of one block, beside
+what is stored and the result.
 """
 
 from __future__ import annotations
@@ -20,15 +22,19 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import input_dimension
+from enjoyln_cli.models.offload import on_disk
 
 BITS = 4
 DAMPING = 0.01
@@ -146,26 +152,33 @@ def round_model(
     batches: Sequence[Batch],
     symmetric: bool = False,
     on_progress: Progress = no_progress,
+    folder: Path | None = None,
 ) -> dict[str, RoundedWeight]:
     """Round the weights of linear layers of ``model``, in place.
 
     ``groups`` has the paths of the layers, and how many inputs of each share a scale. ``batches``
     are the calibration data: inputs of ``forward``. A layer that no batch reaches is rounded to the
-    nearest integers. ``on_progress`` is called after each block. Returns the integers by the
-    paths of the layers.
+    nearest integers. ``on_progress`` is called after each block. What blocks return is stored in
+    files in ``folder``, or in memory. Returns the integers by the paths of the layers.
     """
     modules = {path: model.get_submodule(path) for path in groups}
-    calls = _calls(model, modules, batches[0]) if batches else []
+    blocks_called = {name: model.get_submodule(name) for name in map(_block_of, groups)}
+    called = _calls(model, modules | blocks_called, batches[0]) if batches else []
+    calls = [path for path in called if path in modules]
     order = [*dict.fromkeys((*calls, *groups))]
     blocks: dict[str, list[str]] = {}
     for path in order:
         blocks.setdefault(_block_of(path), []).append(path)
     countdown, found = Countdown(len(blocks), on_progress), {}
-    for paths in blocks.values():
+    known = [_KnownBlocks({}, {}, folder) for _ in batches]
+    for name, paths in blocks.items():
         block = {path: modules[path] for path in paths}
-        inputs = _squares(model, block, batches, sum(path in block for path in calls))
+        many = sum(path in block for path in calls)
+        inputs = _squares(model, block, [*zip(batches, known, strict=True)], many)
         for path, module in block.items():
             found[path] = _round_layer(module, inputs.get(path), groups[path], symmetric)
+        for each in known if called.count(name) == 1 else ():
+            each.modules[name] = blocks_called[name]
         countdown.count()
     return found
 
@@ -189,15 +202,58 @@ def _round_layer(
 
 
 def _calls(model: Any, modules: Mapping[str, nn.Module], batch: Batch) -> list[str]:
-    """The paths of the layers in the order in which the model calls them."""
+    """The paths of the ``modules`` in the order in which the model calls them."""
     called: list[str] = []
     with _watched(modules, lambda path, x: called.append(path)):
         run(model, [batch])
     return called
 
 
+@dataclass(frozen=True, eq=False)
+class _KnownBlocks:
+    """The blocks with rounded layers that a run calls once, and what they return for one input."""
+
+    modules: dict[str, nn.Module]
+    results: dict[str, Any]
+    folder: Path | None
+
+    @contextmanager
+    def skipped(self, calls_left: Callable[[], int]) -> Iterator[None]:
+        """Let the blocks return what is known, inside the context; the other blocks run.
+
+        What these return is known from then on, unless a layer that is not rounded yet was called
+        inside of them, by which ``calls_left`` changes.
+        """
+
+        def store(x: torch.Tensor) -> torch.Tensor:
+            return on_disk(x, self.folder) if self.folder else x.clone()
+
+        def result(path: str, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
+            if path in self.results:  # a copy, since the model may write to it
+                return tree_map_only(torch.Tensor, torch.clone, self.results[path])
+            before = calls_left()
+            found = forward(*args, **inputs)
+            if calls_left() == before:
+                self.results[path] = tree_map_only(torch.Tensor, store, found)
+            return found
+
+        own = {module: vars(module).get("forward") for module in self.modules.values()}
+        for path, module in self.modules.items():
+            module.forward = partial(result, path, module.forward)
+        try:
+            yield
+        finally:
+            for module, forward in own.items():
+                del module.forward
+                if forward is not None:
+                    module.forward = forward
+
+
 def _squares(
-    model: Any, block: Mapping[str, nn.Module], batches: Sequence[Batch], calls: int
+    model: Any,
+    block: Mapping[str, nn.Module],
+    inputs: Sequence[tuple[Batch, _KnownBlocks]],
+    calls: int,
 ) -> dict[str, torch.Tensor]:
     """``H`` of each layer of a block that a run reaches; a run ends after so many ``calls``."""
     found: dict[str, torch.Tensor] = {}
@@ -212,9 +268,12 @@ def _squares(
         if not left:
             raise _Reached
 
-    for batch in batches if calls else ():
+    def calls_left() -> int:
+        return left
+
+    for batch, known in inputs if calls else ():
         left = calls
-        with _watched(block, add), suppress(_Reached):
+        with _watched(block, add), known.skipped(calls_left), suppress(_Reached):
             run(model, [batch])
     return found
 
@@ -224,15 +283,13 @@ class _Reached(Exception):
 
 
 @contextmanager
-def _watched(
-    modules: Mapping[str, nn.Module], see: Callable[[str, torch.Tensor], None]
-) -> Iterator[None]:
+def _watched(modules: Mapping[str, nn.Module], see: Callable[[str, Any], None]) -> Iterator[None]:
     """Give ``see`` the path and the input of each layer before its call, inside the block."""
     with ExitStack() as stack:
         for path, module in modules.items():
 
             def before(_: Any, args: Any, named: Mapping[str, Any], at: str = path) -> None:
-                see(at, args[0] if args else next(iter(named.values())))
+                see(at, args[0] if args else next(iter(named.values()), None))
 
             hook = module.register_forward_pre_hook(before, with_kwargs=True)
             stack.callback(hook.remove)

@@ -86,7 +86,8 @@ def write(
             for name in names
             if count == BITS
         }
-        rounded = round_model(model, sizes, calibration, rounding == "gptq", on_progress)
+        symmetric = rounding == "gptq"
+        rounded = round_model(model, sizes, calibration, symmetric, on_progress, folder.parent)
     with TemporaryDirectory(dir=folder.parent) as scratch, quiet():
         source, model_class = float_folder or Path(scratch), type(model)
         model.save_pretrained(source)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,18 @@ import torch
 from live_models import shaken
 from tiny_models import CHECKPOINTS
 from torch import nn
-from transformers import AutoModel, GPT2Config, GPT2LMHeadModel, PretrainedConfig
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    AutoModel,
+    DPTConfig,
+    DPTForDepthEstimation,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PretrainedConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from enjoyln_cli.comparison.simulated_rounding import linear_layers
 from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
@@ -94,6 +107,96 @@ def test_a_whole_model_is_closer_to_its_original(family: str) -> None:
             exact, got = (one(**batches[8])[0] for one in (model, small))
         apart[name] = float((got - exact).norm() / exact.norm())
     assert apart["by error"] < apart["nearest"]
+
+
+class Positions(nn.Module):
+    """Each block calls a layer that belongs to no block, between its own layers."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.shared = nn.Linear(32, 48)
+        self.blocks = nn.ModuleList(Feedforward() for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = torch.sin(input_ids[..., None] * torch.arange(1.0, 33.0))
+        for block in self.blocks:
+            x = block(x, self.shared)
+            x += x.roll(1, -1)  # writes to what the block returned
+        return {"logits": x}
+
+
+class Feedforward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x: torch.Tensor, shared: nn.Linear) -> torch.Tensor:
+        return x + self.second((self.first(x) + shared(x)).relu())
+
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
+BLOCKS = {
+    "calling a layer outside": (Positions, PretrainedConfig()),
+    "shared": (
+        AlbertModel,
+        AlbertConfig(**SIZES, num_hidden_layers=4, num_hidden_groups=2, vocab_size=67),
+    ),
+    "read by later layers": (
+        DPTForDepthEstimation,
+        DPTConfig(
+            **SIZES, num_hidden_layers=4, backbone_out_indices=[0, 1, 2, 3], image_size=16,
+            patch_size=8, is_hybrid=False, neck_hidden_sizes=[8] * 4, fusion_hidden_size=8,
+        ),
+    ),
+    "a decoder": (
+        T5ForConditionalGeneration,
+        T5Config(d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, vocab_size=67),
+    ),
+}  # fmt: skip
+
+ROUNDED_BEFORE_THEIR_INPUT = {"blocks.0.second", "shared"}
+"""Layers that read what a layer of a later block returns."""
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_block_is_rounded_on_what_rounded_blocks_return(kind: str, tmp_path: Path) -> None:
+    """All other layers are rounded, and whatever comes before it is computed anew."""
+    cls, config = BLOCKS[kind]
+    original = shaken(cls(config).eval(), 0.3)
+    generator = torch.Generator().manual_seed(2)
+    batches = []
+    for _ in range(3):
+        ids = torch.randint(67, (1, 12), generator=generator)
+        picture = {"pixel_values": torch.randn(1, 3, 16, 16, generator=generator)}
+        text = {"input_ids": ids}
+        batches.append(picture if kind == "read by later layers" else text)
+        if kind == "a decoder":
+            batches[-1]["decoder_input_ids"] = ids[:, :5]
+    small, calls = copy.deepcopy(original), Counter[str]()
+    layers = [*linear_layers(small)]
+    for path in layers:
+        counting = lambda *_, at=path: calls.update([at])  # noqa: E731
+        small.get_submodule(path).register_forward_pre_hook(counting)
+    found = round_model(small, dict.fromkeys(layers, 16), batches, folder=tmp_path)
+    assert not any("forward" in vars(module) for module in small.modules())
+    if kind in ("read by later layers", "a decoder"):  # an order, then before and after rounding
+        assert max(calls.values()) <= 1 + 2 * len(batches)
+    for block in {re.sub(r"(\d+)\..*", r"\1.", path) for path in layers}:
+        inside = [path for path in layers if path.startswith(block)]
+        model, seen = copy.deepcopy(small), {path: [] for path in inside}
+        for path in inside:
+            layer = model.get_submodule(path)
+            layer.load_state_dict(original.get_submodule(path).state_dict())
+            see = lambda _, args, found=seen[path]: found.append(args[0].flatten(0, -2))  # noqa: E731
+            layer.register_forward_pre_hook(see)
+        with torch.no_grad():
+            for batch in batches:
+                model(**batch, use_cache=False) if kind == "a decoder" else model(**batch)
+        for path in filter(seen.get, {*inside} - ROUNDED_BEFORE_THEIR_INPUT):
+            h = sum(x.T @ x for x in seen[path])
+            again = rounded(original.get_submodule(path).weight.detach(), h, 16)
+            assert float((again.integers == found[path].integers).float().mean()) > 0.999, path
 
 
 @pytest.mark.one_case
