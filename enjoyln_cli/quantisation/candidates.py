@@ -1,5 +1,7 @@
 """The candidates that may quantise best: a model as it is, untied, with rotated values, or rotated.
 
+The best of these is also tried with smoothed norms (see ``scaling.smoothing``).
+
 A rotation unties the head, which then has its own scales. So the untied model is tried as well: its
 gain is no merit of a rotation.
 
@@ -15,10 +17,11 @@ from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.events import Event
 from enjoyln_cli.plan.fold_options import Options
-from enjoyln_cli.plan.plan import Plan, RotationGroup
+from enjoyln_cli.plan.plan import NormFusion, Plan, RotationGroup
 from enjoyln_cli.quantisation.layer_bits import FinerLayer, in_words
 from enjoyln_cli.quantisers.schemes import RoundingMethod
 from enjoyln_cli.rewrite.opened_model import OpenedModel
+from enjoyln_cli.scaling.smoothing import SmoothedNorm, smoothable
 
 ORIGINAL, ROTATED, GPTQ = "original", "rotated", "gptq"
 
@@ -32,6 +35,8 @@ class RotatedForm:
     plan: Plan | None
     """The edits; ``None`` for the original."""
     rounding: RoundingMethod = "nearest"
+    smoothed: tuple[SmoothedNorm, ...] = ()
+    """Norms of the edited model whose features are divided by numbers of their own."""
     finer: tuple[FinerLayer, ...] = ()
     """Layers that get more bits than the scheme says."""
 
@@ -101,17 +106,22 @@ def _rotating(plan: Plan, rotation_groups: tuple[RotationGroup, ...]) -> Plan:
     return replace(plan, rotation_groups=rotation_groups, fused=fused)
 
 
-def rotation_plan(opened: OpenedModel, event: Event, online_rotations: bool = False) -> Plan | None:
-    """The plan that rotates everything that can rotate; ``None`` if the model cannot be analysed.
+def rotation_plan(
+    opened: OpenedModel, event: Event, online_rotations: bool = False
+) -> tuple[Plan | None, tuple[NormFusion, ...]]:
+    """The plan that rotates everything that can rotate, and the norms that can be smoothed.
 
-    With ``online_rotations``, a stream may be rotated by a product that is added at its head.
+    ``None`` if the model cannot be analysed. With ``online_rotations``, a stream may be rotated by
+    a product that is added at its head.
     """
     reason = ""
     for untie in (True, False):
         options = Options(fold=False, rotate=True, untie=untie, online_rotations=online_rotations)
         try:
-            return analyze_config(opened.config, checkpoint=opened.checkpoint, options=options).plan
+            found = analyze_config(opened.config, checkpoint=opened.checkpoint, options=options)
+            fused = found.under(Options(fold=False, merge="affine")).plan.fused
+            return found.plan, smoothable(fused, found.plan)
         except (UnsupportedModel, TraceFailed) as error:
             reason = reason or str(error)
     event("warning", f"only the original is quantised: nothing could be rotated: {reason}")
-    return None
+    return None, ()

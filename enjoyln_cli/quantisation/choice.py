@@ -10,8 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from enjoyln_cli.clock import Clock, Progress, duration
 from enjoyln_cli.events import Event
 from enjoyln_cli.quantisation.candidates import GPTQ, ORIGINAL, RotatedForm, rounded_by_error
@@ -93,8 +91,14 @@ class Comparison:
         return forms[best(compared, self.work.size(FLOAT), self.max_size)]
 
     def choose(self) -> RotatedForm:
-        """The best candidate without finer layers. If weights have 4 bits, its GPTQ is tried."""
+        """The best candidate without finer layers.
+
+        It is also tried with smoothed norms, and by GPTQ if weights have 4 bits.
+        """
         chosen = self.best_of(self.forms)
+        if more := self.work.smoothed(chosen, self.exact.examples):
+            self.forms = [*self.forms, *more]
+            chosen = self.best_of(self.forms)
         if self.work.scheme.weight_bits == 4:
             source = FORMATS[self.work.form].gptq
             only_symmetric = self.work.scheme.is_static
@@ -144,7 +148,7 @@ class Comparison:
     def _find_steps(self, chosen: RotatedForm) -> None:
         if not self.steps and self.work.scheme.finer_bits(self.work.form):
             self.event("stage", "finding the layers that need more bits")
-            model = self.work.original.load(torch.float32, chosen.plan)
+            model = self.work.model(chosen)
             self.steps = finer_layers(
                 model,
                 self.work.form,

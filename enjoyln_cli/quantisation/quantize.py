@@ -112,7 +112,7 @@ def quantize(
     check_place(Path(out), source=source.root, force=replaces)
     event("stage", f"finding which features of {opened.config.model_type} can be rotated")
     online_rotations = form == ONNX and settings.is_static
-    plan = rotation_plan(opened, event, online_rotations)
+    plan, norms = rotation_plan(opened, event, online_rotations)
     name = plan.model_class if plan else opened.stored_class
     original = opened.as_class(name)
     if adds:
@@ -124,7 +124,7 @@ def quantize(
         TemporaryDirectory(dir=staged.parent) as scratch,
     ):
         bits = dict.fromkeys(options.keep, settings.bits_to_keep(form))
-        work = Workshop(Path(scratch), form, settings, bits, original)
+        work = Workshop(Path(scratch), form, settings, bits, original, norms)
         event("stage", "running the original on the data")
         float_model = original.load(torch.float32)
         require_layers(float_model, options.keep)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -19,6 +19,7 @@ from enjoyln_cli.events import Event
 from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.programs import save
 from enjoyln_cli.onnx_export.runtimes import LoadedProgram
+from enjoyln_cli.plan.plan import NormFusion
 from enjoyln_cli.quantisation.candidates import ORIGINAL, RotatedForm
 from enjoyln_cli.quantisation.examples import Example, traced_batch
 from enjoyln_cli.quantisation.layer_bits import bits_of
@@ -31,6 +32,7 @@ from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount
 from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, OPENVINO, QuantisationScheme, bits_at
 from enjoyln_cli.quantisers.speed import Speed, speeds, speeds_of_programs
 from enjoyln_cli.rewrite.opened_model import OpenedModel
+from enjoyln_cli.scaling.smoothing import smooth, smoothing
 from enjoyln_cli.text import first_line
 from enjoyln_cli.verification.verify import compute_dtype
 
@@ -50,6 +52,8 @@ class Workshop:
     bits: Mapping[str, int]
     """Of the weights of layers, by paths or patterns, where the user has chosen them."""
     original: OpenedModel
+    norms: Sequence[NormFusion] = ()
+    """That can be smoothed in the original."""
     forms: OnnxForms | None = field(default=None, init=False)
     """What programs are made from."""
     rounded: dict[str, dict[str, RoundedWeight]] = field(default_factory=dict, init=False)
@@ -88,6 +92,28 @@ class Workshop:
         self.forms = OnnxForms(sample, traced, event, shifts or {}, cross_cache=cross_cache)
         self.forms.programs(model, None)
 
+    def model(self, candidate: RotatedForm) -> Any:
+        """A candidate before it is quantised."""
+        model = self.original.load(torch.float32, candidate.plan)
+        smooth(model, candidate.smoothed)
+        return model
+
+    def smoothed(
+        self, candidate: RotatedForm, examples: Sequence[Example]
+    ) -> Sequence[RotatedForm]:
+        """The candidate with smoothed norms, if that is worth trying.
+
+        A rotation has spread the large features of norms inside of it already.
+        """
+        rotated = {norm.norm for norm in candidate.plan.fused} if candidate.plan else set()
+        norms = [norm for norm in self.norms if norm.norm not in rotated]
+        if not norms or not self.scheme.can_be_smoothed(self.form):
+            return ()
+        batches = [example.batch for example in examples]
+        smoothed = smoothing(self.model(candidate), norms, batches)
+        name = f"{candidate.name}, smoothed"
+        return [replace(candidate, name=name, smoothed=smoothed)] if smoothed else ()
+
     def write(
         self,
         candidate: RotatedForm,
@@ -95,7 +121,7 @@ class Workshop:
         on_progress: Progress = no_progress,
     ) -> WeightCount | None:
         """Write a candidate, quantised; the original in float32 as well."""
-        model = self.original.load(torch.float32, candidate.plan)
+        model = self.model(candidate)
         folder = self.place(candidate.title)
         float_folder = self.place(FLOAT) if candidate.title == ORIGINAL else None
         bits = {**self.bits, **bits_of(candidate.finer)}

@@ -53,6 +53,10 @@ class QuantisationScheme:
         """Whether an ONNX file multiplies by a rounded embedding in a head that is tied to it."""
         return not self.is_in_groups
 
+    def can_be_smoothed(self, form: str) -> bool:
+        """Whether large features of inputs may be moved into the weights; NNCF does so itself."""
+        return self.input_bits == 8 and not self.is_in_groups and form != OPENVINO
+
     def rounds_untied_heads(self, form: str) -> bool:
         """Whether a head is rounded in another way if it has a copy of the embedding's weights."""
         return not (FORMATS[form].is_checkpoint or (form == ONNX and self.rounds_tied_heads))

@@ -238,7 +238,7 @@ def test_the_differences_of_a_model_whose_logits_move(gpt2: torch.nn.Module) -> 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_every_candidate_computes_the_function(name: str) -> None:
     subject = open_model(str(CHECKPOINTS / name))
-    plan = rotation_plan(subject, lambda *_: None)
+    plan, _ = rotation_plan(subject, lambda *_: None)
     assert plan is not None
     forms = candidates(plan, (0, 5))
     names = [form.name for form in forms]

@@ -25,7 +25,7 @@ def test_the_product_in_an_onnx_file_stays_in_float32(tmp_path: Path) -> None:
     name = "WhisperForConditionalGeneration"
     live(name, WhisperConfig(**WHISPER)).float().save_pretrained(tmp_path / "model")
     opened = open_model(str(tmp_path / "model"))
-    plan = rotation_plan(opened, lambda *_: None, online_rotations=True)
+    plan, _ = rotation_plan(opened, lambda *_: None, online_rotations=True)
     assert plan is not None
     original, *_, rotated, added = candidates(plan, (0,))
     names = ["rotated, seed 0", "rotated with a product, seed 0"]

@@ -43,7 +43,7 @@ from enjoyln_cli.quantisation.examples import split
 from enjoyln_cli.quantisation.load_onnx import load_onnx
 from enjoyln_cli.quantisation.measure import Differences
 from enjoyln_cli.quantisation.quantised import Compared, Quantised
-from enjoyln_cli.quantisation.quantize import require_layers
+from enjoyln_cli.quantisation.quantize import quantize, require_layers
 from enjoyln_cli.quantisers.onnx_forms import quantised
 from enjoyln_cli.quantisers.schemes import SCHEMES
 from enjoyln_cli.quantisers.speed import Speed
@@ -132,6 +132,20 @@ def test_a_model_with_outliers_is_rotated_and_rounds_better(tmp_path: Path) -> N
         node.op_type for node in onnx.load(out / "onnx" / "model_quantized.onnx").graph.node
     )
     assert nodes["MatMulInteger"] == 4 * 2 + 1  # the untied head, too
+
+
+@pytest.mark.slow
+def test_norms_that_are_not_rotated_are_smoothed(tmp_path: Path) -> None:
+    model, out = with_outliers(tmp_path / "model"), tmp_path / "out"
+    events: list[str] = []
+    data = read_user_data(LICENCE)
+    result = quantize(
+        model, out, data, rotations=0, inputs=4, on_event=lambda _, text: events.append(text)
+    )
+    assert result.chosen.endswith(", smoothed")
+    assert result.held_out.kl < 0.5 * result.plain.kl
+    assert result.held_out.error < 0.7 * result.plain.error
+    assert sum(text.count(", smoothed") for text in events if "quantising" in text) == 1
 
 
 IDS = torch.arange(3, 63).view(3, 20)
