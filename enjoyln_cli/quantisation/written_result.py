@@ -14,8 +14,9 @@ files are run as their readers run them:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,6 +30,7 @@ from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.comparison.batches import Batch, seeded_batches
 from enjoyln_cli.comparison.data_files import FEWEST, UserData, require_halves
 from enjoyln_cli.comparison.embedding import embedder
+from enjoyln_cli.comparison.run import encoded_once
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.onnx_export.call import MASK
@@ -153,10 +155,21 @@ def verify_quantised(
             opening = replace(opening, revision=made_from["revision"])
         opened = open_model(str(options.against or made_from["source"]), opening, unfolded=True)
         original = opened.as_class(made_from["model_class"]).load(torch.float32)
-        checks = {
-            one.name: _measured(out, one, opened, original, data, on_event, on_progress)
-            for one in recorded
-        }
+        trusted = opening.trust_remote_code
+
+        @cache
+        def inputs(most: int) -> list[Example]:
+            first, second = split(
+                original, opened.source.path, data, most, trusted, on_progress=on_progress
+            )
+            return [*first, *second]
+
+        own = inputs if data.is_given else None
+        with encoded_once(original):
+            checks = {
+                one.name: _measured(out, one, opened, original, own, on_event, on_progress)
+                for one in recorded
+            }
         failed = {name: one for name, one in checks.items() if not one.passed}
         told = [f"{name}: {one.summary}" for name, one in (failed or checks).items()]
         summary = f"{'not verified: ' if failed else ''}{'; '.join(told)}"
@@ -206,17 +219,15 @@ def _measured(
     record: Record,
     opened: OpenedModel,
     original: Any,
-    data: UserData,
+    inputs: Callable[[int], list[Example]] | None,
     event: Event,
     on_progress: Progress,
 ) -> PrecisionCheck:
+    """Run a precision; ``inputs`` are the user's for each half, at most so many."""
     event("stage", f"running {record.name}")
     source, trusted = opened.source, opened.trust_remote_code
-    if data.is_given:
-        halves = split(
-            original, source.path, data, record.most_inputs, trusted, on_progress=on_progress
-        )
-        examples, is_same = _to_measure_on([*halves[0], *halves[1]], record)
+    if inputs:
+        examples, is_same = _to_measure_on(inputs(record.most_inputs), record)
     else:
         seeded = seeded_batches(original, MOST_INPUTS, 0, torch.float32, at_once=1)
         examples = [
@@ -238,7 +249,7 @@ def _measured(
         model = load_onnx(place, record.suffix[1:], trust_remote_code=trusted)
         if model.has_cache:
             rows = [example.batch for example in examples]
-            prompts = continued(original, rows, is_decoded=data.is_given)
+            prompts = continued(original, rows, is_decoded=inputs is not None)
             is_exact = record.suffix == SUFFIXES[torch.float32]
             generated = agreement(model, prompts, original if is_exact else None)
     times = SAME_INPUTS if is_same else OTHER_INPUTS
