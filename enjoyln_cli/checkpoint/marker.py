@@ -40,6 +40,8 @@ class Marker:
     revision: str | None
     plan: Plan
     """The part of the plan that a live model needs (see ``live_part``)."""
+    stored_from: str = ""
+    """The class of the original if the folded model is stored as another class (``fold --as``)."""
     nonfinite: bool = False
     """Whether the user allowed NaN and infinity in weights."""
     proof: str = ""
@@ -47,7 +49,9 @@ class Marker:
     tool: str
 
 
-def marker(plan: Plan, source: Source, nonfinite: bool = False) -> dict[str, Any]:
+def marker(
+    plan: Plan, source: Source, nonfinite: bool = False, stored_from: str = ""
+) -> dict[str, Any]:
     """The ``enjoyln`` entry for ``config.json``: the fields of ``Marker``."""
     local = Path(source.model).expanduser()
     entry = {
@@ -55,6 +59,7 @@ def marker(plan: Plan, source: Source, nonfinite: bool = False) -> dict[str, Any
         "source": str(local.resolve()) if source.model and local.is_dir() else source.model,
         "revision": source.revision,
         "plan": schema.plain(live_part(plan), _NOT_LIVE),
+        **({"stored_from": stored_from} if stored_from else {}),
         **({"nonfinite": True} if nonfinite else {}),
         "tool": f"enjoyln {__version__}",
     }

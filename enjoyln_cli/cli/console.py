@@ -186,6 +186,8 @@ def _next_step(result: Mapping[str, Any], plan: Plan) -> str:
     checked, out = result["verification"], shlex.quote(str(result["out"]))
     if checked and checked["rows"] < checked["full_rows"]:
         return f"enjoyln verify {out} (runs all {checked['full_rows']} {checked['inputs_are']})"
+    if checked and "stored_as" in result:
+        return f'transformers.{result["stored_as"]}.from_pretrained("{result["out"]}") loads it'
     if checked and plan.folded:
         load = f'enjoyln_cli.from_pretrained("{result["out"]}")'
         return f"{load} loads it in RMSNorm form, transformers with LayerNorm"

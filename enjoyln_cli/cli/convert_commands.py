@@ -63,11 +63,8 @@ fp16_option = option(
 )
 USED_WITH_LIKE = {"like", "out", "force", "quiet", "token", "cache_dir"}
 """The options of ``fold`` and ``rotate`` that ``--like`` takes."""
-USED_WITH_AS = {
-    *("target", "model", "out", "force", "dtype", "quiet", "as_json"),
-    *("revision", "token", "cache_dir", "trust_remote_code"),
-}
-"""The options that ``fold --as`` takes, besides the options of the plan."""
+IGNORED_WITH_AS = ("resume", "jobs", "like", "dry_run")
+"""The options of ``fold`` that have no effect with ``--as``."""
 like_option = option(
     "--like",
     type=OLD_FOLDER,
@@ -81,7 +78,6 @@ like_option = option(
 @out_option
 @options_of(FoldOptions, "folding")
 @options_of(Options, "options")
-@option("--as", "target", metavar="NAME", help="Store it as a stock class with RMSNorm: llama.")
 @like_option
 @options_of(WriteOptions, "writing")
 @dry_run_option
@@ -91,54 +87,19 @@ like_option = option(
 @quiet_option
 @json_option
 @options_of(OpenOptions, "opening")
-def fold(folding: FoldOptions, options: Options, target: str | None, **others: Any) -> None:
+def fold(folding: FoldOptions, options: Options, **others: Any) -> None:
     """Convert MODEL into the new directory OUT and verify the result."""
     require_plan_options(options)
-    folding = replace(folding, options=options)
-    if target is None:
-        _convert(folding=folding, **others)
-    else:
-        refuse_ignored({*USED_WITH_AS, *vars(folding), *vars(options)}, "with --as")
-        _fold_as(target, folding=folding, **others)
-
-
-def _fold_as(
-    target: str,
-    model: str,
-    out: Path | None,
-    folding: FoldOptions,
-    writing: WriteOptions,
-    opening: OpenOptions,
-    quiet: bool,
-    as_json: bool,
-    **_: Any,
-) -> None:
-    """Store a folded model as another stock class."""
-    if out is None:
-        raise click.UsageError("Missing option '-o' / '--out'.")
-    require_model(model, require_convertible)
-    require_new_folder(out, model, force=writing.force)
-    from enjoyln_cli.cli.progress import watch_job
-
-    with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:
-        look_up(model, opening, require_convertible)
-        from enjoyln_cli.cli.console import say, write_json  # takes seconds
-        from enjoyln_cli.conversion.stock_class import fold_as
-        from enjoyln_cli.plan.schema import to_json
-
-        made = fold_as(model, out, target, opening, folding, writing, watch.event)
-    if as_json:
-        write_json(to_json(made))
-    elif not quiet:
-        say(f"stored as {made.model_class}: {made.norms} norms compute RMSNorm", "green")
-        say(f"verified: error {made.ratio:.2f} x the original's own, {made.error:.1e} in float64")
-        say(f'next: transformers.{made.model_class}.from_pretrained("{out}") loads it')
+    if folding.stored_as:
+        for passed in passed_options(*IGNORED_WITH_AS):
+            raise click.UsageError(f"{passed} has no effect with --as; leave it out.")
+    _convert(folding=replace(folding, options=options), **others)
 
 
 @help.command()
 @model_argument
 @out_option
-@options_of(FoldOptions, "folding")
+@options_of(FoldOptions, "folding", without=("stored_as",))
 @options_of(Options, "options", only=("untie", "values", "seed", "matrix"), rotate=True, fold=False)
 @options_of(ChoiceOptions, "choice")
 @like_option

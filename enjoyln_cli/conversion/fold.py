@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.analysis.analyze import Analysis
     from enjoyln_cli.plan.plan import Plan
     from enjoyln_cli.recipe.model import Recipe
+    from enjoyln_cli.recipe.stock_targets import StockTarget
     from enjoyln_cli.verification.verify import Verification
 
 
@@ -68,6 +69,8 @@ class FoldJob:
     """The edits that are allowed: by the user's options, or else by the user's recipe."""
     opening: OpenOptions
     folding: FoldOptions
+    target: StockTarget | None
+    """The class that the result is stored as, if it is another class."""
     analyze: Callable[..., Analysis]
     """Analyses the same checkpoint with another config."""
 
@@ -110,6 +113,8 @@ def prepare(
     from enjoyln_cli.analysis.analyze import analyze_config
     from enjoyln_cli.recipe.compare import require_same
     from enjoyln_cli.recipe.read import load_recipe
+    from enjoyln_cli.recipe.stock_targets import target_for
+    from enjoyln_cli.rewrite.stock_class import require_all_folded, target_config
 
     event = on_event or default_listener
     folder = local_folder(str(model))
@@ -137,7 +142,16 @@ def prepare(
         "options": options,
         "example_calls": folding.example_calls,
     }
-    analysis = analyze_config(config, **keywords)
+    analysis, target = analyze_config(config, **keywords), None
+    if folding.stored_as:
+        target = target_for(analysis.plan.model_class, folding.stored_as)
+        options = replace(options, **target.options)
+        found = {"options": options, "outputs": outputs or target.outputs}
+        if any(keywords[name] != value for name, value in found.items()):
+            keywords |= found
+            analysis = analyze_config(config, **keywords)
+        require_all_folded(analysis.plan)
+        target_config(target, config, analysis.plan)  # refused before anything is written
     plan = analysis.plan
     if recipe is not None:
         require_same(recipe, plan, config=config)
@@ -165,7 +179,14 @@ def prepare(
     if plan.covered is not None:
         plan.covered.require_any(plan.model_class)
     return FoldJob(
-        opened, plan, analysis, options, opening, folding, partial(analyze_config, **keywords)
+        opened,
+        plan,
+        analysis,
+        options,
+        opening,
+        folding,
+        target,
+        partial(analyze_config, **keywords),
     )
 
 
@@ -269,7 +290,17 @@ def write(
         from enjoyln_cli.publish.written_card import write_card
 
         chosen = (job.opening, job.folding, writing, checking)
-        write_card(folded, job.plan, source, chosen, Path(out).expanduser().absolute())
+        stored_as = job.target.target if job.target else ""
+        final = Path(out).expanduser().absolute()
+        write_card(folded, job.plan, source, chosen, final, stored_as=stored_as)
+
+    def stock(target: StockTarget, folder: Path) -> dict[str, Any]:
+        from enjoyln_cli.rewrite.stock_class import write_stock_class
+        from enjoyln_cli.verification.verify import compute_dtype
+
+        dtype = compute_dtype(opened.checkpoint, writing.stored_dtype)
+        original = opened.as_class(job.plan.model_class)
+        return write_stock_class(target, original, job.plan, folder, dtype, writing)
 
     left = count_finished(work_of(Path(out))) if writing.resume else 0
     before = f", {counted(left, 'file')} finished by an earlier run" if left else ""
@@ -283,6 +314,7 @@ def write(
         progress=total_progress(job.bytes_to_write(writing.stored_dtype), on_progress),
         check=check if checking.verify else None,
         finish=finish,
+        stock=partial(stock, job.target) if job.target else None,
     )
 
 

@@ -28,6 +28,8 @@ def fold_json(
     entries = report.to_json() | {"dry_run": result is None, "warnings": list(warnings)}
     copies = {copy.tensor for copy in report.plan.untied}
     entries["tensors"] = len(copies | job.opened.checkpoint.tensors.keys())
+    if job.target:
+        entries["stored_as"] = job.target.target
     entries["bytes_added"] = job.bytes_added(writing.stored_dtype)
     if result is None:
         return entries | {"bytes_written": job.bytes_to_write(writing.stored_dtype)}

@@ -75,6 +75,12 @@ class FoldOptions:
     outputs: tuple[str, ...] = plan_option(
         (), "Only these outputs must stay unchanged, such as logits,*_embeds.", metavar="NAMES"
     )
+    stored_as: str | None = plan_option(
+        None,
+        "Store it as a stock class with RMSNorm, such as llama.",
+        flags=("--as",),
+        metavar="NAME",
+    )
     options: Options = keyword(CENTRING_ONLY, "What may be changed besides centring.")
     recipe: str | Path | None = plan_option(
         None, "Refuse if the proof gives other edits than this recipe has.", path="file"

@@ -133,6 +133,7 @@ def command(source: Source, out: Path, options: Sequence[Any], *, scaled: bool =
     if any(isinstance(each, FoldOptions) and not each.options.fold for each in options):
         verb, changed = "rotate", [pair for pair in changed if pair[0] != "rotate"]
     words = ["enjoyln", verb, place, "-o", out.name]
+    changed = [("as" if name == "stored_as" else name, value) for name, value in changed]
     for name, value in (*changed, *[("revision", source.revision)] * bool(source.revision)):
         flag = name.replace("_", "-")
         words.append(f"--no-{flag}" if value is False else f"--{flag}")
@@ -160,6 +161,8 @@ def values(
     return {
         "title": out.name,
         "origin": origin_of(source),
+        "model_class": plan.model_class,
+        "inputs": ", ".join(f"`{name}`" for name in plan.entry_inputs),
         "folded": len(plan.folded),
         "norms": len(plan.norms),
         "done": _plan_lines(ModelReport(name, plan), str(dtype or "")),

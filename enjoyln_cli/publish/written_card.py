@@ -17,16 +17,24 @@ MAX_METADATA_CHARS = 100_000
 """Longest metadata of a card that is parsed, in characters."""
 
 
-def write_card(out: Path, plan: Plan, source: Source, options: Sequence[Any], final: Path) -> None:
+def write_card(
+    out: Path,
+    plan: Plan,
+    source: Source,
+    options: Sequence[Any],
+    final: Path,
+    *,
+    stored_as: str = "",
+) -> None:
     """Write the card of a fold to ``out``, above the text of the original's card if that is there.
 
     ``final`` is the path that ``out`` will be renamed to. ``options`` are the dataclasses with the
-    options of the command.
+    options of the command. ``stored_as`` is the class that it is stored as, if that is another.
     """
     data, text = _parse_card(out / CARD_FILE)
-    checked = section(out, source.folder, final.name, plan.classes)
+    checked = section(out, source.folder, final.name, (stored_as,) if stored_as else plan.classes)
     tags = [card.TAG, *[card.FOLDED_TAG] * bool(plan.folded)]
-    values = card.values(plan, source, final, options, text, checked)
+    values = card.values(plan, source, final, options, text, checked) | {"stored_as": stored_as}
     _write(out, card.metadata(data, source, out, tags), "card", values)
 
 

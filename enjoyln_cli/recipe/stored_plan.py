@@ -33,8 +33,10 @@ def plan_text(plan: Plan) -> str:
     return json.dumps(schema.plain(plan, _LEFT_OUT)) + "\n"
 
 
-def read_plan(result: Checkpoint, covered: CoveredCalls | None) -> Plan:
+def read_plan(result: Checkpoint, covered: CoveredCalls | None, *, fits: bool = True) -> Plan:
     """The plan that ``result`` was made by; ``covered`` are the calls in its marker.
+
+    Without ``fits``, the result is stored as another class, so its tensors may have other names.
 
     Raises ``BadCheckpoint`` if the file is missing or no plan, or does not fit the stored tensors.
     """
@@ -43,7 +45,9 @@ def read_plan(result: Checkpoint, covered: CoveredCalls | None) -> Plan:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"it is larger than {MAX_BYTES} bytes")
         plan = schema.read(Plan, json.loads(path.read_text(encoding="utf-8")))
-        _require_fit(plan, {name: tuple(stored.shape) for name, stored in result.tensors.items()})
+        shapes = {name: tuple(stored.shape) for name, stored in result.tensors.items()}
+        if fits:
+            _require_fit(plan, shapes)
     except (OSError, ValueError, RecursionError) as error:
         raise BadCheckpoint(
             f"{path}: cannot be read as the plan of this result ({first_line(error)}); "

@@ -11,7 +11,7 @@ from enjoyln_cli.calls.call_text import summary
 from enjoyln_cli.plan.covered_calls import CallSignature
 from enjoyln_cli.plan.mean_units import Widening
 from enjoyln_cli.plan.plan import NOT_ASKED, NormFusion, Plan, RotationGroup, UnfusedNorm, Verdict
-from enjoyln_cli.recipe.stock_forms import stock_forms
+from enjoyln_cli.recipe.stock_targets import stock_targets
 from enjoyln_cli.report.layer_names import compact
 from enjoyln_cli.report.model_report import ModelReport, counts_of
 from enjoyln_cli.text import counted, size
@@ -82,11 +82,7 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
         lines.append(f"    {', '.join(compact(verdict.norm for verdict in kept))}")
         lines += _because(kept)
     lines += [f"  {suggestion(one)}" for one in report.suggestions]
-    lines += [
-        f"  fold --as {form.name} stores it as {form.target}, which computes RMSNorm itself"
-        for form in stock_forms().forms
-        if form.source == plan.model_class and not plan.rotated and plan.folded
-    ]
+    lines += _stock_lines(plan)
     lines += [_gain_line(gain, plan) for gain in report.gains]
     if plan.by_example:
         called = ", ".join(plan.by_example)
@@ -103,6 +99,20 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
             what = "a folded model refuses"
         lines.append(f"  {what} calls with {unproven}")
     return lines if len(lines) > 1 else []
+
+
+def _stock_lines(plan: Plan) -> list[str]:
+    """The stock class with RMSNorm that it can be stored as, or why there is none."""
+    if plan.rotated or not plan.folded:
+        return []
+    known, name = stock_targets(), plan.model_class
+    if why := known.none.get(name):
+        return [f"  fold --as has no class for it: {why}"]
+    return [
+        f"  fold --as {target.name} stores it as {target.target}, which computes RMSNorm itself"
+        for target in known.targets
+        if target.source == name
+    ]
 
 
 def _because(some: Iterable[Kept]) -> list[str]:

@@ -79,6 +79,7 @@ def fold_checkpoint(
     progress: Callable[[int], None] | None = None,
     check: Callable[[Path], Any] | None = None,
     finish: Callable[[Path], None] | None = None,
+    stock: Callable[[Path], dict[str, Any]] | None = None,
 ) -> FoldResult:
     """Write ``checkpoint`` with the edits of ``plan`` to the new directory ``out``.
 
@@ -86,7 +87,8 @@ def fold_checkpoint(
     of an interrupted run are taken over only if that run had the same source, plan and options
     (``journal.py``). ``check`` gets the finished directory before it is renamed to ``out``; if the
     ``passed`` of its result is false, ``VerificationFailed`` is raised with its ``summary``. Then
-    the digests of all files are recorded, and ``finish`` adds the card.
+    the digests of all files are recorded, and ``finish`` adds the card. ``stock`` writes the
+    weights as another class instead, and returns the config.
 
     Raises ``AlreadyFolded``, ``NothingToFold``, ``BadCheckpoint`` (a tensor of the plan is missing,
     has another shape, or holds NaN or Inf; or a file changes while it is read) and ``OutputError``.
@@ -101,22 +103,27 @@ def fold_checkpoint(
     place = staged_output(out, source=source.root, force=options.force, resume=options.resume)
     with place as staged:
         inner = staged / source.folder
-        journal = _journal(checkpoint, edits, copied, staged, recipe_text, options)
-        write_shards(
-            checkpoint,
-            edits,
-            inner,
-            dtype=options.stored_dtype,
-            max_shard_size=options.max_shard_size,
-            jobs=options.jobs,
-            progress=progress,
-            journal=journal,
-            allow_nonfinite=options.allow_nonfinite,
-        )
+        taken_over = 0
+        if stock:
+            config = stock(inner)
+        else:
+            journal = _journal(checkpoint, edits, copied, staged, recipe_text, options)
+            write_shards(
+                checkpoint,
+                edits,
+                inner,
+                dtype=options.stored_dtype,
+                max_shard_size=options.max_shard_size,
+                jobs=options.jobs,
+                progress=progress,
+                journal=journal,
+                allow_nonfinite=options.allow_nonfinite,
+            )
+            taken_over = len(journal.taken_over)
+            config = _result_config(checkpoint.raw_config, plan, source, options)
         copy_files(names, source.path, inner)
         copy_files(around, source.root, staged)
         require_unchanged(source.path, checkpoint.states)
-        config = _result_config(checkpoint.raw_config, plan, source, options)
         (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (inner / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
         (inner / PLAN_FILE).write_text(plan_text(plan), encoding="utf-8")
@@ -135,7 +142,6 @@ def fold_checkpoint(
             finish(staged)
         size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
     seconds = perf_counter() - begin - check_seconds
-    taken_over = len(journal.taken_over)
     return FoldResult(out, plan, size, seconds, verification, taken_over, check_seconds)
 
 

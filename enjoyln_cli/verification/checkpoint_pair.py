@@ -18,6 +18,7 @@ from enjoyln_cli.models.classes import build
 from enjoyln_cli.models.memory import bytes_for_weights, fits
 from enjoyln_cli.models.offload import Offload, reader_of
 from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.recipe.stock_targets import StockTarget
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.text import dtype_name, size
 from enjoyln_cli.verification.verify_options import VERIFY_DEFAULTS, VerifyOptions
@@ -33,6 +34,9 @@ class CheckpointPair:
     folded: OpenedModel
     marker: Marker
     plan: Plan
+    """By which the original is edited."""
+    target: StockTarget | None
+    """How the folded model is stored as another class, if it is."""
     dtype: torch.dtype
     options: VerifyOptions = VERIFY_DEFAULTS
     folder: Path | None = None

@@ -45,6 +45,7 @@ from enjoyln_cli.comparison.text_scores import perplexity
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.garbage import collections_of_new_objects
 from enjoyln_cli.rewrite.in_memory import centre_parameters
+from enjoyln_cli.rewrite.stock_class import stock_model
 from enjoyln_cli.runtime.call_guards import input_means
 from enjoyln_cli.runtime.install import install_plan
 from enjoyln_cli.text import dtype_name, first_line
@@ -147,7 +148,7 @@ def measure(
     Raises ``UnsupportedModel`` if the model does not run in float64 or in the compute dtype, and
     ``BadCheckpoint`` if the original does not store a weight that the model needs.
     """
-    runs = planned_runs(pair.dtype, folds=bool(pair.plan.folded))
+    runs = planned_runs(pair.dtype, folds=bool(pair.marker.plan.folded))
     models = [list(group) for _, group in groupby(runs, lambda run: (run.weights, run.dtype))]
     pace.loads, pace.runs = len(models), len(runs)
     results, examples = Results(), None
@@ -197,6 +198,8 @@ def _run(
     if run.norm == "RMSNorm":
         if run.weights == "original":
             centre_parameters(model, pair.plan, allow_nonfinite=True)
+            if pair.target:
+                model = stock_model(pair.target, pair.folded.config, model)
         install_plan(model, pair.marker.plan)
     batches, outputs = examples.batches, results.outputs.setdefault(run.name, [])
     if run.name == "exact":

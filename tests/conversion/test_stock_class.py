@@ -12,97 +12,157 @@ import transformers as T
 from commands import good, refused
 from tiny_models import live
 
-from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY
-from enjoyln_cli.conversion.stock_class import StockResult, fold_as
-from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.conversion.fold import convert
+from enjoyln_cli.errors import AlreadyFolded, UnsupportedModel
 from enjoyln_cli.models.classes import class_named
-from enjoyln_cli.plan.fold_options import FOLD_DEFAULTS, WRITE_DEFAULTS
-from enjoyln_cli.recipe.stock_forms import form_for, stock_forms
+from enjoyln_cli.publish import push
+from enjoyln_cli.publish.push_options import PushOptions
+from enjoyln_cli.recipe.stock_targets import stock_targets, target_for
+from enjoyln_cli.rewrite.directory import FoldResult
+from enjoyln_cli.verification.verify import verify
 
 TEXT: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 99, "max_position_embeddings": 64,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-OLMO = ("OlmoForCausalLM", T.OlmoConfig, {})
-COHERE = ("Cohere2ForCausalLM", T.Cohere2Config, {"sliding_window": 8})
-STABLE = ("StableLmForCausalLM", T.StableLmConfig, {
-    "rope_parameters": {
-        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}})  # fmt: skip
+IMAGE: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32,
+    "patch_size": 8,
+}  # fmt: skip
+ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+WHOLE = {"rope_parameters": ROTARY}
+OLMO = ("OlmoForCausalLM", T.OlmoConfig, TEXT)
+COHERE2 = ("Cohere2ForCausalLM", T.Cohere2Config, {**TEXT, "sliding_window": 8})
+COHERE = ("CohereForCausalLM", T.CohereConfig, TEXT)
+STABLE = ("StableLmForCausalLM", T.StableLmConfig, TEXT | WHOLE)
+STARCODER = ("Starcoder2ForCausalLM", T.Starcoder2Config, TEXT)
+NEMOTRON = ("NemotronForCausalLM", T.NemotronConfig, TEXT | WHOLE)
+VIT = ("ViTModel", T.ViTConfig, {**IMAGE, "intermediate_size": 48})
+DINO = ("Dinov2Model", T.Dinov2Config, {**IMAGE, "mlp_ratio": 2})
 
 
-def stored(kind: Any, folder: Path, *, without_biases: bool = False, **more: Any) -> Path:
+def stored(kind: Any, folder: Path, *, zeros: str = "", **more: Any) -> Path:
+    """A model in ``folder``; biases whose name ends with ``zeros`` are zero."""
     name, config, settings = kind
-    model = live(name, config(architectures=[name], **{**TEXT, **settings, **more})).float()
+    model = live(name, config(architectures=[name], **{**settings, **more})).float()
     for path, parameter in model.named_parameters():
-        if without_biases and path.endswith("norm.bias"):
+        if zeros and path.endswith(zeros):
             parameter.data.zero_()
     model.save_pretrained(folder)
     return folder
 
 
-def made(source: Path, out: Path, name: str) -> StockResult:
-    return fold_as(source, out, name, OPENED_PLAINLY, FOLD_DEFAULTS, WRITE_DEFAULTS)
+def made(source: Path, out: Path, name: str, **more: Any) -> FoldResult:
+    return convert(source, out, stored_as=name, **more)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "target"), [(OLMO, "llama"), (COHERE, "cohere2_moe"), (STABLE, "llama")]
+    ("kind", "target", "zeros"),
+    [
+        (OLMO, "llama", ""),
+        (COHERE2, "cohere2_moe", ""),
+        (COHERE, "cohere2_moe", ""),
+        (STABLE, "llama", "norm.bias"),
+        (STARCODER, "arcee", "model.norm.bias"),
+        (NEMOTRON, "arcee", "norm.bias"),
+        (VIT, "internvl_vision", ""),
+        (DINO, "internvl_vision", ""),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else value or "all",
 )
-def test_the_target_computes_the_same(kind: Any, target: str, tmp_path: Path) -> None:
-    """A StableLM can be stored only if its norms have no bias but zeros."""
-    source = stored(kind, tmp_path / "model", without_biases=kind is STABLE)
-    result = made(source, tmp_path / "out", target)
-    assert result.error < 1e-6 and result.norms == (3 if kind is COHERE else 5)
-    ids = torch.arange(3, 40)[None]
-    loaded = T.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64).eval()
-    original = T.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).eval()
-    assert type(loaded).__name__ == form_for(kind[0], target).target
+def test_the_target_computes_the_same(kind: Any, target: str, zeros: str, tmp_path: Path) -> None:
+    """Biases that norms leave can be stored only where layers after them have biases."""
+    source, out = stored(kind, tmp_path / "model", zeros=zeros), tmp_path / "out"
+    result = made(source, out, target)
+    assert result.verification and result.verification.identity_error < 1e-6
+    loaded = T.AutoModel.from_pretrained(out, dtype=torch.float64).eval()
+    original = T.AutoModel.from_pretrained(source, dtype=torch.float64).eval()
+    images = kind in (VIT, DINO)
+    inputs = torch.rand(2, 3, 32, 32).double() if images else torch.arange(3, 40)[None]
     with torch.no_grad():
-        torch.testing.assert_close(loaded(ids).logits, original(ids).logits, rtol=1e-5, atol=1e-5)
-        said = [one.generate(ids, max_new_tokens=8, do_sample=False) for one in (loaded, original)]
-    assert torch.equal(*said)
-    assert not any("LayerNorm" in type(m).__name__ for m in loaded.modules())
-    assert "enjoyln" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    assert kind[0] in (tmp_path / "out" / "README.md").read_text()
+        got, want = loaded(inputs), original(inputs)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5)
+    left = [n for n, m in loaded.named_modules() if "LayerNorm" in type(m).__name__]
+    assert left == (["layernorm"] if images else [])
+    entry = json.loads((out / "config.json").read_text())["enjoyln"]
+    assert entry["stored_from"] == kind[0] and not entry["plan"].get("norms")
+    assert f"stored by `enjoyln` as a `{target_for(kind[0], target).target}`" in _card(out)
+
+
+def _card(out: Path) -> str:
+    return (out / "README.md").read_text().replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_a_result_is_verified_and_pushed_as_any_other(tmp_path: Path) -> None:
+    """In bfloat16, whose rounding is no error of the fold."""
+    source, out = stored(OLMO, tmp_path / "model"), tmp_path / "out"
+    made(source, out, "llama", dtype="bfloat16")
+    checked = verify(out)
+    assert checked.passed and checked.compute_dtype == "bfloat16"
+    assert checked.identity_error < 1e-6 < checked.storage_error
+    upload = push.prepare(out, "me/x", PushOptions())
+    assert not upload.forced and "LlamaForCausalLM.from_pretrained" in str(upload.card)
+    with pytest.raises(AlreadyFolded):
+        convert(out, tmp_path / "again")
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    changed = verify(out, accept=("config.json",))
+    assert any("config.json differs" in failure for failure in changed.failures)
 
 
 @pytest.mark.slow
 def test_what_has_no_place_in_the_target_is_named(tmp_path: Path) -> None:
-    clipped = stored(OLMO, tmp_path / "clipped", clip_qkv=8.0)
-    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM has no clip_qkv: it is 8.0"):
-        made(clipped, tmp_path / "out", "llama")
-    other = stored(OLMO, tmp_path / "other", final_softcap=3.0)
-    with pytest.raises(UnsupportedModel, match="has final_softcap in its config"):
-        made(other, tmp_path / "out", "llama")
-    with pytest.raises(UnsupportedModel, match="stored as mistral: it can be stored as llama"):
-        made(stored(OLMO, tmp_path / "olmo"), tmp_path / "out", "mistral")
-    biased = stored(STABLE, tmp_path / "stable")
-    with pytest.raises(UnsupportedModel, match="no place for model.layers.0.* is not zero"):
-        made(biased, tmp_path / "out", "llama")
+    def refusal(kind: Any, name: str, message: str, **more: Any) -> None:
+        folder = tmp_path / message[:12].replace(" ", "_").replace("*", "")
+        source = stored(kind, folder, **more)
+        with pytest.raises(UnsupportedModel, match=message):
+            made(source, tmp_path / "out", name, verify=False)
+
+    refusal(OLMO, "llama", "cannot compute clip_qkv = 8.0 of Olmo", clip_qkv=8.0)
+    refusal(OLMO, "llama", "has final_softcap in its config", final_softcap=3.0)
+    refusal(OLMO, "mistral", "stored as mistral: it can be stored as llama")
+    refusal(COHERE, "cohere2_moe", "cannot compute use_qk_norm = True", use_qk_norm=True)
+    refusal(STABLE, "llama", "no place for model.layers.0.* is not zero")
+    refusal(STARCODER, "arcee", "no place for model.norm.bias of Star.* is not zero")
+    refusal(NEMOTRON, "arcee", "no place for model.layers.0.* of Nemo.* is not zero")
+    half = {"rope_parameters": {**ROTARY, "partial_rotary_factor": 0.5}}
+    refusal(NEMOTRON, "arcee", "partial_rotary_factor = 0.5 of Nemotron.*, only 1.0", **half)
+    refusal(VIT, "internvl_vision", "has extra in its config", extra=1)
+    refusal(DINO, "internvl_vision", "compute use_swiglu_ffn = True", use_swiglu_ffn=True)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_class_without_a_target_says_why() -> None:
     with pytest.raises(UnsupportedModel, match="as llama: no class with RMSNorm has its parallel"):
-        form_for("PhiForCausalLM", "llama")
+        target_for("PhiForCausalLM", "llama")
+    with pytest.raises(UnsupportedModel, match="distillation token"):
+        target_for("DeiTModel", "internvl_vision")
     with pytest.raises(UnsupportedModel, match="no target is known"):
-        form_for("BertModel", "llama")
+        target_for("BertModel", "llama")
 
 
-@pytest.mark.parametrize("form", stock_forms().forms, ids=lambda form: form.source)
-def test_a_form_names_entries_that_exist(form: Any) -> None:
-    source, target = (class_named(name).config_class for name in (form.source, form.target))
-    before, after = source().to_dict(), target().to_dict()
-    assert {*form.require, *form.copied.values()} <= before.keys()
-    assert {*form.copied, *form.given, *form.per_layer} <= after.keys()
-    assert {*form.same} <= {*before, *after}
+@pytest.mark.parametrize("target", stock_targets().targets, ids=lambda target: target.source)
+def test_a_target_names_entries_that_exist(target: Any) -> None:
+    source, other = (class_named(name).config_class for name in (target.source, target.target))
+    before, after = source().to_dict(), other().to_dict()
+    computed = [*target.products.values(), *target.quotients.values()]
+    factors = {name for names in computed for name in names}
+    required = {name.partition(".")[0] for name in target.require}
+    assert {*required, *target.copied.values(), *target.unused, *factors} <= before.keys()
+    assert {*target.copied, *target.given, *target.per_layer} <= after.keys()
+    assert {*target.products, *target.quotients} <= after.keys()
+    assert {*target.same} <= {*before, *after}
 
 
 @pytest.mark.slow
 def test_the_command_stores_it(tmp_path: Path) -> None:
     source = stored(OLMO, tmp_path / "model")
+    assert "fold --as llama stores it as LlamaForCausalLM" in good("report", source)
     said = good("fold", source, "-o", tmp_path / "out", "--as", "llama")
-    assert "stored as LlamaForCausalLM: 5 norms compute RMSNorm" in said
+    assert "transformers.LlamaForCausalLM.from_pretrained" in said and "converted 5 of 5" in said
+    assert "same outputs up to float32 rounding" in good("verify", tmp_path / "out")
     said = refused("fold", source, "-o", tmp_path / "x", "--as", "llama", "--resume", status=2)
     assert "--resume has no effect with --as" in said

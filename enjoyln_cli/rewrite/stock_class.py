@@ -1,0 +1,174 @@
+"""A folded model as another stock class, which computes RMSNorm itself (``fold --as``).
+
+Every engine then takes its own path of RMSNorm. Which classes fit is data
+(``templates/stock_rms_norm.yaml``). The target gets the tensors of the folded model. Refused is any
+tensor that only one class has, and a config entry that the target might not follow.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from enjoyln_cli.checkpoint.config import MARKER, set_entry
+from enjoyln_cli.checkpoint.file_roles import CONFIG
+from enjoyln_cli.checkpoint.marker import marker
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.classes import class_named
+from enjoyln_cli.plan.fold_options import WriteOptions
+from enjoyln_cli.plan.plan import Plan, size_settings
+from enjoyln_cli.recipe.stock_targets import StockTarget
+from enjoyln_cli.rewrite.opened_model import OpenedModel
+from enjoyln_cli.text import listed_briefly, number
+
+_IN_EVERY_CONFIG = {"architectures", "model_type", "dtype", "transformers_version", "_name_or_path"}
+
+
+def require_all_folded(plan: Plan) -> None:
+    """Raise ``UnsupportedModel`` unless every norm becomes RMSNorm by its weights alone."""
+    for verdict in plan.norms:
+        if verdict.status != "in_weights":
+            why = verdict.reason or "its mean can only be subtracted by an added operation; --untie"
+            raise UnsupportedModel(f"{verdict.norm} would stay LayerNorm: {why}")
+
+
+def target_plan(target: StockTarget, plan: Plan) -> Plan:
+    """What remains to be done with the result, which is of the class ``target``: nothing."""
+    return Plan(
+        model_type=class_named(target.target).config_class.model_type,  # type: ignore[attr-defined]
+        model_class=target.target,
+        classes=(target.target,),
+        norms=(),
+        centred_weights=(),
+        subtractions=(),
+        unproven=plan.unproven,
+        outputs=plan.outputs,
+    )
+
+
+def target_config(target: StockTarget, config: Any, plan: Plan) -> Any:
+    """The config of the target for a model with ``config`` that was folded by ``plan``.
+
+    An entry with its default value is passed over, since the class may not read it. Raises
+    ``UnsupportedModel`` for any other entry that the target has no place for.
+    """
+    config = copy.deepcopy(config)
+    for setting in (*size_settings(plan.widened), *plan.settings):
+        set_entry(config, setting.name, setting.value)
+    held = config.to_dict()
+    for name, wanted in target.require.items():
+        value = _entry(held, name)
+        if value != wanted:
+            raise UnsupportedModel(
+                f"{target.target} cannot compute {name} = {value!r:.60} of {target.source}, only "
+                f"{wanted!r}"
+            )
+    default = type(config)().to_dict()
+    known = {*target.same, *target.given, *target.unused, *target.copied.values()}
+    known |= {name.partition(".")[0] for name in target.require} | _IN_EVERY_CONFIG
+    known |= {name for names in target.products.values() for name in names}
+    unknown = [
+        name for name, value in held.items() if name not in known and value != default.get(name)
+    ]
+    if unknown:
+        raise UnsupportedModel(
+            f"{target.source} has {listed_briefly(unknown)} in its config, which {target.target} "
+            "is not known to follow"
+        )
+    entries = {name: held[name] for name in target.same if name in held}
+    entries |= {name: held[other] for name, other in target.copied.items()}
+    for name, factors in target.products.items():
+        product = 1
+        for factor in factors:
+            product *= held[factor]
+        entries[name] = int(product)
+    for name, (dividend, divisor) in target.quotients.items():
+        entries[name] = held[dividend] // held[divisor]
+    layers = int(held["num_hidden_layers"])
+    entries |= {name: [value] * layers for name, value in target.per_layer.items()}
+    cls: Any = class_named(target.target)
+    made = cls.config_class(**entries, **target.given)
+    made.architectures = [target.target]
+    return made
+
+
+def _entry(config: Any, name: str) -> Any:
+    """An entry of a config, nested with dots; an entry that is missing is ``None``."""
+    for key in name.split("."):
+        config = config.get(key) if isinstance(config, dict) else None
+    return config
+
+
+def stock_model(target: StockTarget, config: Any, folded: Any) -> Any:
+    """The target with the tensors of the ``folded`` model, in the same dtype.
+
+    Raises ``UnsupportedModel`` if only one class has a tensor, unless it is a bias of zeros or
+    listed in the data.
+    """
+    cls: Any = class_named(target.target)
+    made = cls(config).to(next(folded.parameters()).dtype).eval()
+    state, wanted = _named_as_in(target, folded.state_dict()), made.state_dict()
+    for name in wanted.keys() - state.keys():
+        if not _matches(name, target.ones):
+            raise UnsupportedModel(
+                f"{target.target} needs {name}, which {target.source} does not have"
+            )
+        state[name] = torch.ones_like(wanted[name])
+    for name in sorted(state.keys() - wanted.keys()):
+        size = float(state.pop(name).abs().max())
+        if size and not _matches(name, target.omitted):
+            raise UnsupportedModel(
+                f"{target.target} has no place for {name} of {target.source}, which is not zero "
+                f"(up to {number(size)})"
+            )
+    for name, tensor in state.items():  # a row may have further dimensions of one element
+        if tensor.squeeze().shape == wanted[name].squeeze().shape:
+            state[name] = tensor.view_as(wanted[name])
+    for pattern, constant in target.added.items():
+        for name in state:
+            if fnmatchcase(name, pattern):
+                state[name] = (state[name].double() + constant).to(state[name].dtype)
+    made.load_state_dict(state)
+    if folded.can_generate():
+        made.generation_config = folded.generation_config
+    return made
+
+
+def write_stock_class(
+    target: StockTarget,
+    opened: OpenedModel,
+    plan: Plan,
+    out: Path,
+    dtype: torch.dtype,
+    options: WriteOptions,
+) -> dict[str, Any]:
+    """Write the weights of ``opened`` to ``out``, folded by ``plan`` and stored as the target.
+
+    Returns the result's config with the marker. The model is in memory as a whole.
+    """
+    config = target_config(target, opened.config, plan)
+    made = stock_model(target, config, opened.load(dtype, plan))
+    limit = {"max_shard_size": options.max_shard_size} if options.max_shard_size else {}
+    made.save_pretrained(out, **limit)
+    saved: dict[str, Any] = json.loads((out / CONFIG).read_text(encoding="utf-8"))
+    left, nonfinite = target_plan(target, plan), options.allow_nonfinite
+    return {**saved, MARKER: marker(left, opened.source, nonfinite, plan.model_class)}
+
+
+def _named_as_in(target: StockTarget, tensors: Any) -> dict[str, torch.Tensor]:
+    """The tensors under their names in the target."""
+    named = {}
+    for name, tensor in tensors.items():
+        for old, new in target.renamed:
+            name = name.replace(old, new)
+        named[name] = tensor
+    return named
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
