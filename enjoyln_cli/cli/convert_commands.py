@@ -63,7 +63,7 @@ fp16_option = option(
 )
 USED_WITH_LIKE = {"like", "out", "force", "quiet", "token", "cache_dir"}
 """The options of ``fold`` and ``rotate`` that ``--like`` takes."""
-IGNORED_WITH_AS = ("resume", "jobs", "like", "dry_run")
+IGNORED_WITH_AS = ("resume", "jobs", "like")
 """The options of ``fold`` that have no effect with ``--as``."""
 like_option = option(
     "--like",

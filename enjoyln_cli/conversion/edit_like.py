@@ -9,7 +9,9 @@ from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions
 from enjoyln_cli.checkpoint.result_files import ADAPTER_CONFIG
 from enjoyln_cli.conversion.adapter import Adapter, edit_adapter
 from enjoyln_cli.conversion.draft import Draft, edit_draft
+from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.fs.staging import staged_output
+from enjoyln_cli.recipe.stock_targets import target_for
 from enjoyln_cli.rewrite.opened_model import open_model
 from enjoyln_cli.verification.verify import original_of, plan_of_result
 
@@ -29,11 +31,16 @@ def edit_like(
     the edits need. The new directory appears whole or not at all.
 
     Raises as ``edit_adapter`` and ``edit_draft`` do, ``BadCheckpoint`` if ``like`` was not
-    converted, ``ModelNotFound`` if the original cannot be found, and ``OutputError`` if ``out``
+XX if the original cannot be found, and ``OutputError`` if ``out``
     cannot be written.
     """
     result = open_model(str(like), opening)
     marker = read_marker(result.checkpoint.raw_config, result.source.model)
+    if marker.stored_from and target_for(marker.stored_from, marker.plan.model_class).renamed:
+        raise UnsupportedModel(
+            f"{like} is a {marker.plan.model_class}, whose layers have other names than those of "
+            f"{marker.stored_from}; merge {model} into the original and fold the result"
+        )
     original = original_of(result, marker, opening)
     plan = plan_of_result(result.checkpoint, marker)
     edited: Adapter | Draft

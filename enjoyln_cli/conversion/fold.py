@@ -22,7 +22,7 @@ from enjoyln_cli.checkpoint.result_files import MATRIX_FILE
 from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.comparison.data_files import NO_DATA, DataFiles, UserData, require_data, seconds_of
 from enjoyln_cli.edits.planned_edits import edits_of
-from enjoyln_cli.errors import NothingToFold
+from enjoyln_cli.errors import NothingToFold, UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, count_finished, work_of
 from enjoyln_cli.plan.fold_options import (
@@ -118,6 +118,8 @@ def prepare(
 
     event = on_event or default_listener
     folder = local_folder(str(model))
+    if folding.stored_as and (writing.resume or writing.jobs):
+        raise UnsupportedModel("another stock class is written at once, without resume and jobs")
     if out is not None:
         check_place(Path(out), source=folder, force=writing.force, resume=writing.resume)
     if folder is None:

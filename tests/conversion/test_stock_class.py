@@ -12,6 +12,7 @@ import transformers as T
 from commands import good, refused
 from tiny_models import live
 
+from enjoyln_cli.conversion.edit_like import edit_like
 from enjoyln_cli.conversion.fold import convert
 from enjoyln_cli.errors import AlreadyFolded, UnsupportedModel
 from enjoyln_cli.models.classes import class_named
@@ -123,6 +124,9 @@ def test_what_has_no_place_in_the_target_is_named(tmp_path: Path) -> None:
 
     refusal(OLMO, "llama", "cannot compute clip_qkv = 8.0 of Olmo", clip_qkv=8.0)
     refusal(OLMO, "llama", "has final_softcap in its config", final_softcap=3.0)
+    for given in ({"resume": True}, {"jobs": 2}):
+        with pytest.raises(UnsupportedModel, match="without resume and jobs"):
+            made(tmp_path, tmp_path / "out", "llama", **given)
     refusal(OLMO, "mistral", "stored as mistral: it can be stored as llama")
     refusal(COHERE, "cohere2_moe", "cannot compute use_qk_norm = True", use_qk_norm=True)
     refusal(STABLE, "llama", "no place for model.layers.0.* is not zero")
@@ -133,6 +137,35 @@ def test_what_has_no_place_in_the_target_is_named(tmp_path: Path) -> None:
     refusal(VIT, "internvl_vision", "has extra in its config", extra=1)
     refusal(DINO, "internvl_vision", "compute use_swiglu_ffn = True", use_swiglu_ffn=True)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_an_adapter_follows_if_names_stay(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapter(source: Path, layers: list[str]) -> Path:
+        base = T.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
+        lora = peft.LoraConfig(target_modules=layers, r=3, init_lora_weights=False)
+        peft.get_peft_model(base, lora).save_pretrained(source / "adapter")
+        return source / "adapter"
+
+    def logits(base: Path, adapter: Path) -> torch.Tensor:
+        model = T.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+        with torch.no_grad():
+            adapted: Any = peft.PeftModel.from_pretrained(model, adapter).eval()
+            return adapted(input_ids=torch.arange(3, 40)[None]).logits  # type: ignore[no-any-return]
+
+    olmo, out = stored(OLMO, tmp_path / "olmo"), tmp_path / "llama"
+    made(olmo, out, "llama", verify=False)
+    lora = adapter(olmo, ["q_proj", "o_proj", "down_proj"])
+    edit_like(lora, out, tmp_path / "edited")
+    before, after = logits(olmo, lora), logits(out, tmp_path / "edited")
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(logits(out, lora), before, rtol=1e-2, atol=1e-2)
+    coder = stored(STARCODER, tmp_path / "coder", zeros="model.norm.bias")
+    made(coder, tmp_path / "arcee", "arcee", verify=False)
+    with pytest.raises(UnsupportedModel, match="other names than those of Starcoder2"):
+        edit_like(adapter(coder, ["c_fc"]), tmp_path / "arcee", tmp_path / "x")
 
 
 def test_a_class_without_a_target_says_why() -> None:
@@ -161,6 +194,7 @@ def test_a_target_names_entries_that_exist(target: Any) -> None:
 def test_the_command_stores_it(tmp_path: Path) -> None:
     source = stored(OLMO, tmp_path / "model")
     assert "fold --as llama stores it as LlamaForCausalLM" in good("report", source)
+    assert "would convert 5 of 5" in good("fold", source, "--as", "llama", "--dry-run")
     said = good("fold", source, "-o", tmp_path / "out", "--as", "llama")
     assert "transformers.LlamaForCausalLM.from_pretrained" in said and "converted 5 of 5" in said
     assert "same outputs up to float32 rounding" in good("verify", tmp_path / "out")
