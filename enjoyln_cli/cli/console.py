@@ -20,7 +20,7 @@ from rich.tree import Tree as RichTree
 from enjoyln_cli.cli.output_lines import console, say
 from enjoyln_cli.report.layer_names import compact
 from enjoyln_cli.report.model_report import ModelReport
-from enjoyln_cli.report.notes import counts, notes, verbs
+from enjoyln_cli.report.notes import counts, notes, stock_lines, verbs
 from enjoyln_cli.report.verification_table import (
     verification_heads,
     verification_rows,
@@ -98,7 +98,7 @@ def write_reports(reports: Sequence[ModelReport]) -> None:
     if shown:
         _write_counts(shown)
     for report in reports:
-        for line in notes(report):
+        for line in (*notes(report), *stock_lines(report.plan)):
             say(line)
 
 

@@ -31,8 +31,9 @@ def edit_like(
     the edits need. The new directory appears whole or not at all.
 
     Raises as ``edit_adapter`` and ``edit_draft`` do, ``BadCheckpoint`` if ``like`` was not
-XX if the original cannot be found, and ``OutputError`` if ``out``
-    cannot be written.
+    converted, ``UnsupportedModel`` if it is stored as a class whose tensors have other names,
+    ``ModelNotFound`` if the original cannot be found, and ``OutputError`` if ``out`` cannot be
+    written.
     """
     result = open_model(str(like), opening)
     marker = read_marker(result.checkpoint.raw_config, result.source.model)

@@ -17,7 +17,7 @@ from enjoyln_cli.quantisers.gptq import RoundedWeight
 from enjoyln_cli.quantisers.integer_products import FixedScales, Range, round_weights
 from enjoyln_cli.quantisers.products_in_groups import weights_by_name, write_rounded
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, QuantisationScheme, bits_at
-from enjoyln_cli.rewrite.inserted_rotation import NAME
+from enjoyln_cli.rewrite.in_memory import ROTATION_LAYER
 
 PRODUCTS = ("MatMul", "Gemm")
 GROUP = 32
@@ -40,7 +40,7 @@ def quantised(
     (see ``static_ranges``). ``rounded`` are weights of linear layers as integers already, by the
     paths of their layers. Embeddings get 8 bits as well: they are most of a small model's bytes.
     """
-    kept = _nodes_with(FLOAT_BITS, program, {f"*.{NAME}": FLOAT_BITS, **bits})
+    kept = _nodes_with(FLOAT_BITS, program, {f"*.{ROTATION_LAYER}": FLOAT_BITS, **bits})
     fixed = None
     if scheme.is_static:
         in_4_bits = set[str]()

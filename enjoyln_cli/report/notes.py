@@ -82,7 +82,6 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
         lines.append(f"    {', '.join(compact(verdict.norm for verdict in kept))}")
         lines += _because(kept)
     lines += [f"  {suggestion(one)}" for one in report.suggestions]
-    lines += _stock_lines(plan)
     lines += [_gain_line(gain, plan) for gain in report.gains]
     if plan.by_example:
         called = ", ".join(plan.by_example)
@@ -101,15 +100,15 @@ def notes(report: ModelReport, bytes_added: int | None = None) -> list[str]:
     return lines if len(lines) > 1 else []
 
 
-def _stock_lines(plan: Plan) -> list[str]:
-    """The stock class with RMSNorm that it can be stored as, or why there is none."""
+def stock_lines(plan: Plan) -> list[str]:
+    """The stock class with RMSNorm that a model can be stored as, or why there is none."""
     if plan.rotated or not plan.folded:
         return []
     known, name = stock_targets(), plan.model_class
     if why := known.none.get(name):
-        return [f"  fold --as has no class for it: {why}"]
+        return [f"fold --as cannot store {name} as another class: {why}"]
     return [
-        f"  fold --as {target.name} stores it as {target.target}, which computes RMSNorm itself"
+        f"fold --as {target.name} stores {name} as {target.target}, which computes RMSNorm itself"
         for target in known.targets
         if target.source == name
     ]

@@ -18,14 +18,19 @@ from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.edits.finite import require_finite
 from enjoyln_cli.edits.needed_tensors import fitting_edits
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+from enjoyln_cli.graph.insertion_points import change_input
 from enjoyln_cli.models.extents import identity_of
 from enjoyln_cli.models.load import values_of
+from enjoyln_cli.models.norm_modules import first_input
 from enjoyln_cli.models.offload import LoadTensor, WeightsOnDemand, reader_of
 from enjoyln_cli.plan.edited_tensors import ScaledEps
+from enjoyln_cli.plan.orthogonal_matrices import Rotation, matrix
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.edit_pieces import apply_in_pieces, in_threads
 from enjoyln_cli.rewrite.editable import require_editable
-from enjoyln_cli.rewrite.inserted_rotation import insert_rotation
+
+ROTATION_LAYER = "rotation_product"
+"""The name of the layer in a block that ``insert_rotation`` adds."""
 
 
 def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = False) -> None:
@@ -178,3 +183,21 @@ def _untie(model: nn.Module, plan: Plan, reader: WeightsOnDemand | None) -> None
         if reader and shared.is_meta:
             reader.make(untied.parameter, reader.source(untied.source))
         getattr(model, "all_tied_weights_keys", {}).pop(untied.parameter, None)
+
+
+def insert_rotation(block: nn.Module, rotation: Rotation) -> None:
+    """Multiply the first input of ``block`` by the matrix of ``rotation`` from now on.
+
+    That input is of shape ``(..., size)``. The matrix is rounded once to the dtype of the block.
+    Checkpoints have no place for this product, programs that are exported from the model have.
+    """
+    parameter = next(block.parameters())
+    layer = nn.Linear(rotation.size, rotation.size, bias=False)
+    layer.weight = nn.Parameter(matrix(rotation).to(parameter), requires_grad=False)
+    block.add_module(ROTATION_LAYER, layer)
+    first = first_input(type(block).forward)
+
+    def rotate_input(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        return change_input(layer, first, args, kwargs)
+
+    block.register_forward_pre_hook(rotate_input, with_kwargs=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as T
 from commands import good, refused
+from live_models import CHECKPOINTS
 from tiny_models import live
 
 from enjoyln_cli.conversion.edit_like import edit_like
@@ -193,7 +194,8 @@ def test_a_target_names_entries_that_exist(target: Any) -> None:
 @pytest.mark.slow
 def test_the_command_stores_it(tmp_path: Path) -> None:
     source = stored(OLMO, tmp_path / "model")
-    assert "fold --as llama stores it as LlamaForCausalLM" in good("report", source)
+    assert "as llama stores OlmoForCausalLM as LlamaForCausalLM" in good("report", source)
+    assert "OPTForCausalLM as another class: no class" in good("report", CHECKPOINTS / "opt")
     assert "would convert 5 of 5" in good("fold", source, "--as", "llama", "--dry-run")
     said = good("fold", source, "-o", tmp_path / "out", "--as", "llama")
     assert "transformers.LlamaForCausalLM.from_pretrained" in said and "converted 5 of 5" in said

@@ -17,7 +17,7 @@ from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
 from enjoyln_cli.comparison.run import choose_outputs, run
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan.fold_options import Options
-from enjoyln_cli.rewrite.inserted_rotation import NAME
+from enjoyln_cli.rewrite.in_memory import ROTATION_LAYER
 
 PRODUCTS = Options(fold=False, rotate=True, online_rotations=True)
 WAV2VEC2 = {
@@ -56,7 +56,7 @@ def test_the_function_stays_the_same(
     )
     torch.testing.assert_close(new[output], old[output], rtol=1e-11, atol=1e-11)
     for head in heads:
-        matrix = rotated_model.get_submodule(f"{head}.{NAME}").weight
+        matrix = rotated_model.get_submodule(f"{head}.{ROTATION_LAYER}").weight
         one = torch.eye(24, dtype=torch.float64)
         torch.testing.assert_close(matrix @ matrix.T, one, rtol=0, atol=1e-12)
         assert (matrix - one).abs().max() > 0.1
