@@ -78,15 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     print("cost: KL divergence of the logits, or relative error of the outputs\n")
     print("| " + " | ".join(HEADS) + " |\n|" + "---|" * len(HEADS))
-    for form in options.formats:
-        installed = all(find_spec(package) for package in FORMATS[form].packages)
-        for scheme in FORMATS[form].schemes if installed else ():
+    for format_name in options.formats:
+        installed = all(find_spec(package) for package in FORMATS[format_name].packages)
+        for scheme in FORMATS[format_name].schemes if installed else ():
             if options.schemes and scheme not in options.schemes:
                 continue
             try:
-                row = measured(options, form, scheme)
+                row = measured(options, format_name, scheme)
             except EnjoyLNError as error:
-                print(f"| {form} | {scheme} | {error} |", flush=True)
+                print(f"| {format_name} | {scheme} | {error} |", flush=True)
                 continue
             print("| " + " | ".join(cells(row)) + " |", flush=True)
             if options.out:
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     file.write(json.dumps(row) + "\n")
 
 
-def measured(options: argparse.Namespace, form: str, scheme: str) -> dict[str, Any]:
+def measured(options: argparse.Namespace, format_name: str, scheme: str) -> dict[str, Any]:
     """All numbers of one format and scheme."""
     images = [options.image] if options.image else []
     data = read_user_data(options.text, images, audio=options.audio, tokens=options.tokens)
@@ -105,14 +105,14 @@ def measured(options: argparse.Namespace, form: str, scheme: str) -> dict[str, A
             out,
             data,
             scheme=scheme,
-            format=form,
+            format=format_name,
             rotations=options.rotations,
             inputs=options.inputs,
             keep=options.keep,
             max_error=torch.inf,
         ).to_json()
-        if options.words and form != OPENVINO:
-            quantised = load_onnx(out, threads=1) if form == ONNX else whisper(out)
+        if options.words and format_name != OPENVINO:
+            quantised = load_onnx(out, threads=1) if format_name == ONNX else whisper(out)
             row |= word_errors(
                 options.model, quantised, options.audio, options.faster_whisper, options.seconds
             )
@@ -121,7 +121,7 @@ def measured(options: argparse.Namespace, form: str, scheme: str) -> dict[str, A
 
 def cells(row: dict[str, Any]) -> list[str]:
     """The cells of one row, in the order of ``HEADS``."""
-    untied = {form["name"]: form["differences"] for form in row["candidates"]}.get("untied")
+    untied = {one["name"]: one["differences"] for one in row["candidates"]}.get("untied")
     cost = "error" if row["held_out"]["kl"] is None else "kl"
     top1 = row["held_out"]["top1"]
     return [

@@ -137,11 +137,11 @@ def quantize(
         raise click.UsageError(f"--keep {whole!r} leaves no layer to quantise; name some layers.")
     require_float(model)
     require_model(model, config.require_unquantised)
-    form = options.format
-    adds = form == ONNX and can_add(out, options.force)
+    format_name = options.format
+    adds = format_name == ONNX and can_add(out, options.force)
     require_new_folder(out, model, force=options.force or adds)
-    require_scheme(options.scheme, form)
-    require_target(options.target, options.scheme, form)
+    require_scheme(options.scheme, format_name)
+    require_target(options.target, options.scheme, format_name)
     own = read_data(data)
     require_halves(own)
     with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:
@@ -157,5 +157,5 @@ def quantize(
     elif not quiet:
         write_quantised(result)
         where = f'"{out}"{last_of_several(records(out))}'
-        call = loader(form, result.model_class, opening.trust_remote_code).format(where)
+        call = loader(format_name, result.model_class, opening.trust_remote_code).format(where)
         say(f"next: {call} loads it")

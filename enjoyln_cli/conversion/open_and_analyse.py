@@ -188,7 +188,7 @@ def mappings_text(
     name: str,
     opening: OpenOptions,
     folding: FoldOptions,
-    form: Literal["llm-compressor", "json"],
+    format_name: Literal["llm-compressor", "json"],
     *,
     is_type: bool = False,
 ) -> str:
@@ -206,6 +206,6 @@ def mappings_text(
             name, opening, replace(folding, options=fusing), is_type=is_type
         )
     plan = analysed.analysis.plan
-    if form == "json":
+    if format_name == "json":
         return mappings_json(plan)
     return llm_compressor_text(plan, analysed.analysis.family.reference.model)

@@ -69,10 +69,10 @@ def state(out: Path, place: str, complaint: str = "") -> JsonValues:
     found, verdict = records(out), read_object(out / VERIFY_FILE)
     name = place.rsplit("/", 1)[-1]
     place = json.dumps(place, ensure_ascii=False)[1:-1]  # escaped for use between quotes
-    form = _format(out)
+    format_name = _format(out)
     is_trusted = bool(read_object(out / CONFIG).get("auto_map"))
     model_class = str(next(iter(found.values()), {}).get("model_class"))
-    call = loader(form, model_class, is_trusted)
+    call = loader(format_name, model_class, is_trusted)
     library, where = call.partition(".")[0], f'"{place}"'
     if library != "transformers" and "/" in place:
         library += "\nfrom huggingface_hub import snapshot_download"
@@ -89,15 +89,15 @@ def state(out: Path, place: str, complaint: str = "") -> JsonValues:
     }
 
 
-def loader(form: str, model_class: str, is_trusted: bool = False) -> str:
+def loader(format_name: str, model_class: str, is_trusted: bool = False) -> str:
     """The call that loads a result of a format, with ``{}`` for its directory.
 
     ``is_trusted`` says whether it may run code that comes with the result; OpenVINO runs none.
     """
     trust = ", trust_remote_code=True" if is_trusted else ""
-    if form == "onnx":
+    if format_name == "onnx":
         return f"enjoyln_cli.load_onnx({{}}{trust})"
-    if form != "openvino":
+    if format_name != "openvino":
         return f"transformers.{model_class}.from_pretrained({{}}{trust})"
     from transformers.models.auto import modeling_auto as auto
 

@@ -27,7 +27,7 @@ ORIGINAL, ROTATED, GPTQ = "original", "rotated", "gptq"
 
 
 @dataclass(frozen=True)
-class RotatedForm:
+class Candidate:
     """The original, or the model edited by a plan that changes no output."""
 
     name: str
@@ -47,7 +47,7 @@ class RotatedForm:
 
     @property
     def kind(self) -> str:
-        """``ORIGINAL``, ``ROTATED`` or ``GPTQ``: forms of a kind take about as long."""
+        """``ORIGINAL``, ``ROTATED`` or ``GPTQ``: candidates of a kind take about as long."""
         if self.rounding != "nearest":
             return GPTQ
         return ROTATED if self.is_rotated else ORIGINAL
@@ -58,34 +58,34 @@ class RotatedForm:
         return self.plan is not None and any(b.kind != "values" for b in self.plan.rotated)
 
 
-def rounded_by_error(form: RotatedForm, source: str, symmetric: bool) -> list[RotatedForm]:
+def rounded_by_error(candidate: Candidate, source: str, symmetric: bool) -> list[Candidate]:
     """The same candidate, its weights rounded by the outputs' error, by the GPTQ of ``source``.
 
     ``symmetric`` says that integers with another zero point than the middle cannot be stored.
     """
-    found = [replace(form, name=f"{form.name}, GPTQ of {source}", rounding="gptq")]
+    found = [replace(candidate, name=f"{candidate.name}, GPTQ of {source}", rounding="gptq")]
     if not symmetric:
-        name = f"{form.name}, asymmetric GPTQ of {source}"
-        found.append(replace(form, name=name, rounding="asymmetric gptq"))
+        name = f"{candidate.name}, asymmetric GPTQ of {source}"
+        found.append(replace(candidate, name=name, rounding="asymmetric gptq"))
     return found
 
 
 def candidates(
     plan: Plan | None, seeds: Sequence[int], head_is_rounded: bool = True
-) -> list[RotatedForm]:
+) -> list[Candidate]:
     """The original, and the candidates by ``plan``, which rotates all that can rotate.
 
     A head that is not rounded gains nothing from its own copy of the weights.
     """
-    forms = [RotatedForm(ORIGINAL, None)]
+    found = [Candidate(ORIGINAL, None)]
     if plan is None or not plan.rotated:
-        return forms
+        return found
     if plan.untied and head_is_rounded:
-        forms.append(RotatedForm("untied", replace(plan, rotation_groups=(), fused=())))
+        found.append(Candidate("untied", replace(plan, rotation_groups=(), fused=())))
     values = tuple(group for group in plan.rotated if group.kind == "values")
     if values:
         alone = replace(_rotating(plan, values), untied=(), settings=())
-        forms.append(RotatedForm("values only", alone))
+        found.append(Candidate("values only", alone))
     written = tuple(group for group in plan.rotated if not group.online_rotation)
     for name, rotation_groups, fewer in (
         ("rotated", written, values),
@@ -93,10 +93,10 @@ def candidates(
     ):
         if len(rotation_groups) > len(fewer):
             rotating = _rotating(plan, rotation_groups)
-            forms += [
-                RotatedForm(f"{name}, seed {seed}", replace(rotating, seed=seed)) for seed in seeds
+            found += [
+                Candidate(f"{name}, seed {seed}", replace(rotating, seed=seed)) for seed in seeds
             ]
-    return forms
+    return found
 
 
 def _rotating(plan: Plan, rotation_groups: tuple[RotationGroup, ...]) -> Plan:

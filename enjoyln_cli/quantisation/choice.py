@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from enjoyln_cli.clock import Clock, Progress, duration
 from enjoyln_cli.events import Event
-from enjoyln_cli.quantisation.candidates import GPTQ, ORIGINAL, RotatedForm, rounded_by_error
+from enjoyln_cli.quantisation.candidates import GPTQ, ORIGINAL, Candidate, rounded_by_error
 from enjoyln_cli.quantisation.layer_bits import FinerLayer, fewest, finer_layers
 from enjoyln_cli.quantisation.measure import ExactOutputs, clearly_cheaper, differences
 from enjoyln_cli.quantisation.quantised import Compared
@@ -36,39 +36,39 @@ class Comparison:
     event: Event
     on_progress: Progress
     max_size: int | None
-    forms: Sequence[RotatedForm]
+    candidates: Sequence[Candidate]
     """The candidates to choose from, the original first."""
     found: dict[str, Compared] = field(default_factory=dict, init=False)
     """What was compared, by the titles of candidates."""
     steps: list[FinerLayer] = field(default_factory=list, init=False)
     """To more bits for all layers, once that is needed."""
     taken: dict[str, float] = field(default_factory=dict, init=False)
-    """The most seconds of a candidate of each kind (see ``RotatedForm.kind``)."""
+    """The most seconds of a candidate of each kind (see ``Candidate.kind``)."""
     running: float = field(default=0.0, init=False)
     """The seconds that the latest candidate took to run on the calibration data."""
 
     def __post_init__(self) -> None:
         self.clock = Clock(time.monotonic, math.inf, self.on_progress)
 
-    def measured(self, form: RotatedForm) -> Compared:
+    def measured(self, candidate: Candidate) -> Compared:
         """A candidate, written and compared with the original in float32."""
-        if form.title not in self.found:
-            left = 0.0 if form.finer else self.left or 0.0
+        if candidate.title not in self.found:
+            left = 0.0 if candidate.finer else self.left or 0.0
             words = f" (about {duration(left)} left)" if left >= SHORTEST_LEFT else ""
-            self.event("stage", f"quantising: {form.title}{words}")
+            self.event("stage", f"quantising: {candidate.title}{words}")
             begin = self.clock.spent
-            weights = self.work.write(form, self.exact.examples, self.on_progress)
+            weights = self.work.write(candidate, self.exact.examples, self.on_progress)
             written = self.clock.spent
-            apart = differences(self.work.load(form.title), self.exact)
+            apart = differences(self.work.load(candidate.title), self.exact)
             end = self.clock.spent
-            self.taken[form.kind] = max(end - begin, self.taken.get(form.kind, 0.0))
+            self.taken[candidate.kind] = max(end - begin, self.taken.get(candidate.kind, 0.0))
             self.running = end - written
-            size_of_form = self.work.size(form.title)
-            self.found[form.title] = Compared(form.title, apart, size_of_form, weights)
-            if form.finer:  # most are a step of the search only
-                self.work.remove(form.title)
+            size_of_files = self.work.size(candidate.title)
+            self.found[candidate.title] = Compared(candidate.title, apart, size_of_files, weights)
+            if candidate.finer:  # most are a step of the search only
+                self.work.remove(candidate.title)
             self.clock.tell(self.left)
-        return self.found[form.title]
+        return self.found[candidate.title]
 
     @property
     def left(self) -> float | None:
@@ -79,34 +79,34 @@ class Comparison:
         """
         if not self.taken or (self.work.scheme.weight_bits == 4 and GPTQ not in self.taken):
             return None
-        waiting = [form.kind for form in self.forms if form.title not in self.found]
-        timing = TIMING if FORMATS[self.work.form].is_timed else 0
+        waiting = [one.kind for one in self.candidates if one.title not in self.found]
+        timing = TIMING if FORMATS[self.work.format].is_timed else 0
         last = HELD_OUT + timing / max(1, len(self.exact.examples))
         each = [self.taken.get(kind, self.taken[ORIGINAL]) for kind in waiting]
         return sum(each) + last * self.running
 
-    def best_of(self, forms: Sequence[RotatedForm]) -> RotatedForm:
-        """The candidate of ``forms`` to write; the first is the original."""
-        compared = [self.measured(form) for form in forms]
-        return forms[best(compared, self.work.size(FLOAT), self.max_size)]
+    def best_of(self, candidates: Sequence[Candidate]) -> Candidate:
+        """The candidate of ``candidates`` to write; the first is the original."""
+        compared = [self.measured(candidate) for candidate in candidates]
+        return candidates[best(compared, self.work.size(FLOAT), self.max_size)]
 
-    def choose(self) -> RotatedForm:
+    def choose(self) -> Candidate:
         """The best candidate without finer layers.
 
         It is also tried with smoothed norms, and by GPTQ if weights have 4 bits.
         """
-        chosen = self.best_of(self.forms)
+        chosen = self.best_of(self.candidates)
         if more := self.work.smoothed(chosen, self.exact.examples):
-            self.forms = [*self.forms, *more]
-            chosen = self.best_of(self.forms)
+            self.candidates = [*self.candidates, *more]
+            chosen = self.best_of(self.candidates)
         if self.work.scheme.weight_bits == 4:
-            source = FORMATS[self.work.form].gptq
+            source = FORMATS[self.work.format].gptq
             only_symmetric = self.work.scheme.is_static
-            self.forms = [*self.forms, *rounded_by_error(chosen, source, only_symmetric)]
-            chosen = self.best_of(self.forms)
+            self.candidates = [*self.candidates, *rounded_by_error(chosen, source, only_symmetric)]
+            chosen = self.best_of(self.candidates)
         return chosen
 
-    def within(self, limit: float, chosen: RotatedForm) -> RotatedForm | None:
+    def within(self, limit: float, chosen: Candidate) -> Candidate | None:
         """The best candidate with the fewest finer layers whose error is at most ``limit``.
 
         If ``chosen`` has finer layers, the result has more. ``None`` if all finer layers are not
@@ -116,13 +116,13 @@ class Comparison:
         count = self._fewest(chosen, limit, len(self.steps), least=len(chosen.finer) + 1)
         if count is None:
             return None
-        other = self.best_of([self.finer(form, count) for form in self.forms])
+        other = self.best_of([self.finer(candidate, count) for candidate in self.candidates])
         fewer = None
         if other.name != chosen.name and self.error(other) <= limit:
             fewer = self._fewest(other, limit, count, least=len(chosen.finer) + 1)
         return self.finer(chosen, count) if fewer is None else self.finer(other, fewer)
 
-    def filled(self, chosen: RotatedForm, max_size: int) -> RotatedForm:
+    def filled(self, chosen: Candidate, max_size: int) -> Candidate:
         """The chosen candidate with as many finer layers as ``max_size`` bytes have room for."""
         self._find_steps(chosen)
         left, count = max_size - self.measured(chosen).size, len(chosen.finer)
@@ -137,30 +137,30 @@ class Comparison:
             count -= 1
         return chosen
 
-    def error(self, form: RotatedForm) -> float:
+    def error(self, candidate: Candidate) -> float:
         """The relative error of the outputs."""
-        return self.measured(form).differences.error
+        return self.measured(candidate).differences.error
 
-    def finer(self, form: RotatedForm, count: int) -> RotatedForm:
+    def finer(self, candidate: Candidate, count: int) -> Candidate:
         """The candidate after so many steps to more bits."""
-        return replace(form, finer=tuple(self.steps[:count]))
+        return replace(candidate, finer=tuple(self.steps[:count]))
 
-    def _find_steps(self, chosen: RotatedForm) -> None:
-        if not self.steps and self.work.scheme.finer_bits(self.work.form):
+    def _find_steps(self, chosen: Candidate) -> None:
+        if not self.steps and self.work.scheme.finer_bits(self.work.format):
             self.event("stage", "finding the layers that need more bits")
             model = self.work.model(chosen)
             self.steps = finer_layers(
                 model,
-                self.work.form,
+                self.work.format,
                 self.work.scheme,
                 [*self.work.bits],
                 self.exact,
                 self.on_progress,
             )
 
-    def _fewest(self, form: RotatedForm, limit: float, most: int, least: int) -> int | None:
+    def _fewest(self, candidate: Candidate, limit: float, most: int, least: int) -> int | None:
         def is_enough(count: int) -> bool:
-            return self.error(self.finer(form, count)) <= limit
+            return self.error(self.finer(candidate, count)) <= limit
 
         return fewest(most, is_enough, least)
 

@@ -51,7 +51,7 @@ class FinerLayer:
 
 def finer_layers(
     model: Any,
-    form: str,
+    format_name: str,
     scheme: QuantisationScheme,
     kept: Sequence[str],
     exact: ExactOutputs,
@@ -65,10 +65,10 @@ def finer_layers(
     few = replace(exact, examples=exact.examples[:TRIED_ON], outputs=exact.outputs[:TRIED_ON])
     layers = {
         path: layer
-        for path, layer in _rounded_layers(model, form, scheme).items()
+        for path, layer in _rounded_layers(model, format_name, scheme).items()
         if not any(fnmatchcase(path, pattern) for pattern in kept)
     }
-    head, levels = head_of(model), (scheme.weight_bits, *scheme.finer_bits(form))
+    head, levels = head_of(model), (scheme.weight_bits, *scheme.finer_bits(format_name))
     countdown = Countdown(len(layers) * (len(levels) - 1), on_progress)
 
     def cost(path: str, bits: int) -> float:
@@ -103,10 +103,10 @@ def _are_all_in_float(steps: Sequence[FinerLayer], layers: Any) -> bool:
     return sum(step.bits == FLOAT_BITS for step in steps) == len(layers)
 
 
-def _rounded_layers(model: Any, form: str, scheme: QuantisationScheme) -> dict[str, Any]:
+def _rounded_layers(model: Any, format_name: str, scheme: QuantisationScheme) -> dict[str, Any]:
     """The layers that are rounded in a format, by path."""
     head, layers = head_of(model), linear_layers(model)
-    if head is None or FORMATS[form].is_checkpoint:
+    if head is None or FORMATS[format_name].is_checkpoint:
         return layers
     is_tied = head.weight is model.get_input_embeddings().weight
     if is_tied and not scheme.rounds_tied_heads:

@@ -171,7 +171,7 @@ def clearly_cheaper(others: Sequence[Differences], original: Differences) -> lis
     """
     if not others:
         return []
-    logs = torch.tensor([form.costs for form in (original, *others)], dtype=torch.float64)
+    logs = torch.tensor([other.costs for other in (original, *others)], dtype=torch.float64)
     limits = torch.finfo(logs.dtype)
     logs = logs.nan_to_num(nan=limits.max).clamp(min=limits.tiny).log()
     savings = F.normalize(logs[0] - logs[1:], dim=1)
@@ -181,8 +181,8 @@ def clearly_cheaper(others: Sequence[Differences], original: Differences) -> lis
     needed = float(by_chance.quantile(1 - CHANCE))
     cosines = (savings.sum(1) / sqrt(logs.shape[1])).tolist()
     return [
-        form.cost < original.cost and (cosine > needed or isinf(original.cost))
-        for form, cosine in zip(others, cosines, strict=True)
+        other.cost < original.cost and (cosine > needed or isinf(original.cost))
+        for other, cosine in zip(others, cosines, strict=True)
     ]
 
 

@@ -41,7 +41,7 @@ from enjoyln_cli.publish.precisions import (
 )
 from enjoyln_cli.publish.written_card import write_quantised_card
 from enjoyln_cli.quantisation.candidates import (
-    RotatedForm,
+    Candidate,
     candidates,
     rotation_plan,
 )
@@ -98,20 +98,20 @@ def quantize(
     appears only if everything has succeeded.
     """
     begin, event = time.perf_counter(), on_event or default_listener
-    scheme, form = options.scheme, options.format
+    scheme, format_name = options.scheme, options.format
     require_halves(data)
-    require_target(options.target, scheme, form)
-    settings = for_target(require_scheme(scheme, form), options.target, sums_saturate())
-    if options.fp16_safe and form != ONNX:
-        raise UnsupportedModel(f"--fp16-safe works for {ONNX}, not for {form}")
+    require_target(options.target, scheme, format_name)
+    settings = for_target(require_scheme(scheme, format_name), options.target, sums_saturate())
+    if options.fp16_safe and format_name != ONNX:
+        raise UnsupportedModel(f"--fp16-safe works for {ONNX}, not for {format_name}")
     require_float(str(model))
     opened = open_model(str(model), opening, unfolded=True)
     source = opened.source
-    adds = form == ONNX and can_add(Path(out), options.force)
+    adds = format_name == ONNX and can_add(Path(out), options.force)
     replaces = options.force or adds
     check_place(Path(out), source=source.root, force=replaces)
     event("stage", f"finding which features of {opened.config.model_type} can be rotated")
-    online_rotations = form == ONNX and settings.is_static
+    online_rotations = format_name == ONNX and settings.is_static
     plan, norms = rotation_plan(opened, event, online_rotations)
     name = plan.model_class if plan else opened.stored_class
     original = opened.as_class(name)
@@ -123,8 +123,8 @@ def quantize(
         staged_output(Path(out), source=source.root, force=replaces) as staged,
         TemporaryDirectory(dir=staged.parent) as scratch,
     ):
-        bits = dict.fromkeys(options.keep, settings.bits_to_keep(form))
-        work = Workshop(Path(scratch), form, settings, bits, original, norms)
+        bits = dict.fromkeys(options.keep, settings.bits_to_keep(format_name))
+        work = Workshop(Path(scratch), format_name, settings, bits, original, norms)
         event("stage", "running the original on the data")
         float_model = original.load(torch.float32)
         require_layers(float_model, options.keep)
@@ -134,17 +134,19 @@ def quantize(
         )
         shifts = _shifts(float_model, choosing.examples, event) if options.fp16_safe else {}
         prompts = None
-        if form == ONNX and float_model.can_generate():
+        if format_name == ONNX and float_model.can_generate():
             rows = [example.batch for example in held_out.examples]
             prompts = continued(float_model, rows, is_decoded=True)
-        if not FORMATS[form].is_checkpoint:
+        if not FORMATS[format_name].is_checkpoint:
             require_every_input(float_model, source.path, choosing.examples[0])
             event("stage", f"exporting {name}")
             work.trace(float_model, choosing.examples, event, shifts)
         del float_model
-        forms = candidates(plan, range(options.rotations), settings.rounds_untied_heads(form))
+        tried = candidates(
+            plan, range(options.rotations), settings.rounds_untied_heads(format_name)
+        )
         max_size = options.max_size
-        comparison = Comparison(work, choosing, event, on_progress, max_size, forms)
+        comparison = Comparison(work, choosing, event, on_progress, max_size, tried)
         limit = settings.max_error if options.max_error is None else options.max_error
         chosen = comparison.choose()
         if max_size is not None and options.max_error is None:
@@ -158,10 +160,10 @@ def quantize(
             revision=source.revision,
             model_class=name,
             outputs=held_out.names,
-            format=form,
+            format=format_name,
             scheme=scheme,
             target=options.target,
-            suffix=settings.suffix if form == ONNX else "",
+            suffix=settings.suffix if format_name == ONNX else "",
             chosen=chosen.title,
             candidates=tuple(comparison.found.values()),
             held_out=measured.chosen,
@@ -196,12 +198,12 @@ def _shifts(model: Any, examples: Sequence[Example], event: Event) -> dict[str, 
 
 def within_limits(
     comparison: Comparison,
-    chosen: RotatedForm,
+    chosen: Candidate,
     held_out: ExactOutputs,
     scheme: str,
     max_error: float,
     max_size: int | None,
-) -> tuple[RotatedForm, Measured]:
+) -> tuple[Candidate, Measured]:
     """The candidate to write: ``chosen``, with as many finer layers as ``max_error`` needs.
 
     The held-out data choose no layers. If the error is too large on them, the limit for the
@@ -234,7 +236,7 @@ def within_limits(
 
 
 def _too_inexact(
-    comparison: Comparison, chosen: RotatedForm, scheme: str, error: float, limit: float
+    comparison: Comparison, chosen: Candidate, scheme: str, error: float, limit: float
 ) -> VerificationFailed:
     """The refusal of a result that no finer layers bring within the limit."""
     reachable = ""

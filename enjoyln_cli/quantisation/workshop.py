@@ -20,17 +20,17 @@ from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.programs import save
 from enjoyln_cli.onnx_export.runtimes import LoadedProgram
 from enjoyln_cli.plan.plan import NormFusion
-from enjoyln_cli.quantisation.candidates import ORIGINAL, RotatedForm
+from enjoyln_cli.quantisation.candidates import ORIGINAL, Candidate
 from enjoyln_cli.quantisation.examples import Example, traced_batch
 from enjoyln_cli.quantisation.layer_bits import bits_of
 from enjoyln_cli.quantisation.measure import Compute, Differences, ExactOutputs, differences
-from enjoyln_cli.quantisers import onnx_forms, openvino_programs, quantised_checkpoints
+from enjoyln_cli.quantisers import openvino_programs, quantised_checkpoints, traced_programs
 from enjoyln_cli.quantisers.gptq import RoundedWeight, round_model
-from enjoyln_cli.quantisers.onnx_forms import OnnxForms
 from enjoyln_cli.quantisers.onnxruntime_quantiser import GROUP
 from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount
 from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, OPENVINO, QuantisationScheme, bits_at
 from enjoyln_cli.quantisers.speed import Speed, speeds, speeds_of_programs
+from enjoyln_cli.quantisers.traced_programs import TracedPrograms
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.scaling.smoothing import smooth, smoothing
 from enjoyln_cli.text import first_line
@@ -47,14 +47,14 @@ class Workshop:
     """Writes candidates into a scratch directory, one folder each."""
 
     folder: Path
-    form: str
+    format: str
     scheme: QuantisationScheme
     bits: Mapping[str, int]
     """Of the weights of layers, by paths or patterns, where the user has chosen them."""
     original: OpenedModel
     norms: Sequence[NormFusion] = ()
     """That can be smoothed in the original."""
-    forms: OnnxForms | None = field(default=None, init=False)
+    traced: TracedPrograms | None = field(default=None, init=False)
     """What programs are made from."""
     rounded: dict[str, dict[str, RoundedWeight]] = field(default_factory=dict, init=False)
     """Weights that were rounded by error, by the names of candidates and the paths of layers."""
@@ -88,26 +88,24 @@ class Workshop:
         The input of each norm in ``shifts`` is multiplied by ``2^-k`` in them.
         """
         sample, traced = examples[0].batch, traced_batch(model, examples[0])
-        cross_cache = self.form == ONNX
-        self.forms = OnnxForms(sample, traced, event, shifts or {}, cross_cache=cross_cache)
-        self.forms.programs(model, None)
+        cross_cache = self.format == ONNX
+        self.traced = TracedPrograms(sample, traced, event, shifts or {}, cross_cache=cross_cache)
+        self.traced.programs(model, None)
 
-    def model(self, candidate: RotatedForm) -> Any:
+    def model(self, candidate: Candidate) -> Any:
         """A candidate before it is quantised."""
         model = self.original.load(torch.float32, candidate.plan)
         smooth(model, candidate.smoothed)
         return model
 
-    def smoothed(
-        self, candidate: RotatedForm, examples: Sequence[Example]
-    ) -> Sequence[RotatedForm]:
+    def smoothed(self, candidate: Candidate, examples: Sequence[Example]) -> Sequence[Candidate]:
         """The candidate with smoothed norms, if that is worth trying.
 
         A rotation has spread the large features of norms inside of it already.
         """
         rotated = {norm.norm for norm in candidate.plan.fused} if candidate.plan else set()
         norms = [norm for norm in self.norms if norm.norm not in rotated]
-        if not norms or not self.scheme.can_be_smoothed(self.form):
+        if not norms or not self.scheme.can_be_smoothed(self.format):
             return ()
         batches = [example.batch for example in examples]
         smoothed = smoothing(self.model(candidate), norms, batches)
@@ -116,7 +114,7 @@ class Workshop:
 
     def write(
         self,
-        candidate: RotatedForm,
+        candidate: Candidate,
         examples: Sequence[Example],
         on_progress: Progress = no_progress,
     ) -> WeightCount | None:
@@ -126,10 +124,10 @@ class Workshop:
         float_folder = self.place(FLOAT) if candidate.title == ORIGINAL else None
         bits = {**self.bits, **bits_of(candidate.finer)}
         calibration = [example.batch for example in examples]
-        if FORMATS[self.form].is_checkpoint:
+        if FORMATS[self.format].is_checkpoint:
             return quantised_checkpoints.write(
                 model,
-                self.form,
+                self.format,
                 self.scheme,
                 candidate.rounding,
                 calibration,
@@ -139,9 +137,9 @@ class Workshop:
                 float_folder,
                 on_progress,
             )
-        assert self.forms is not None
-        if self.form == OPENVINO:
-            programs = self.forms.programs(model, candidate.plan)
+        assert self.traced is not None
+        if self.format == OPENVINO:
+            programs = self.traced.programs(model, candidate.plan)
             if float_folder:
                 openvino_programs.save(openvino_programs.converted(programs), float_folder)
             rounding, is_rotated = candidate.rounding, candidate.is_rotated
@@ -154,17 +152,17 @@ class Workshop:
             bits = {**dict.fromkeys(path_of_head(model), HEAD_BITS), **bits}
         rounded = self.round_by_error(model, candidate, calibration, on_progress)
         rounded = {path: one for path, one in rounded.items() if not bits_at(path, bits, 0)}
-        programs = self.forms.programs(model, candidate.plan)
+        programs = self.traced.programs(model, candidate.plan)
         if float_folder:
             save(programs, float_folder)
-        small = onnx_forms.quantised(programs, self.scheme, calibration, bits, rounded)
+        small = traced_programs.quantised(programs, self.scheme, calibration, bits, rounded)
         save(small, folder, self.scheme.suffix)
         return None
 
     def round_by_error(
         self,
         model: Any,
-        candidate: RotatedForm,
+        candidate: Candidate,
         calibration: Sequence[Batch],
         on_progress: Progress,
     ) -> dict[str, RoundedWeight]:
@@ -188,28 +186,28 @@ class Workshop:
     def load(self, name: str) -> Compute:
         """A candidate, or ``FLOAT``, in the program that runs it."""
         kind = self.original.cls
-        return load_result(self.place(name), self.form, kind, self.suffix(name))
+        return load_result(self.place(name), self.format, kind, self.suffix(name))
 
     def speeds(self, names: Sequence[str], example: Example) -> dict[str, Speed]:
         """The times of candidates on one input; they take turns."""
-        if FORMATS[self.form].is_checkpoint:
+        if FORMATS[self.format].is_checkpoint:
             return speeds({name: partial(self.load(name), example.batch) for name in names})
         programs = {
-            name: programs_in(self.place(name), self.form, self.suffix(name), spin=True)
+            name: programs_in(self.place(name), self.format, self.suffix(name), spin=True)
             for name in names
         }
         return speeds_of_programs(programs, example.batch)
 
 
-def load_result(folder: Path, form: str, model_class: Any, suffix: str) -> Compute:
+def load_result(folder: Path, format_name: str, model_class: Any, suffix: str) -> Compute:
     """A quantised model of the class ``model_class``, in the program that runs it.
 
     ``suffix`` ends the names of ONNX files. Raises ``BadCheckpoint`` if it cannot be loaded.
     """
     try:
-        if FORMATS[form].is_checkpoint:
+        if FORMATS[format_name].is_checkpoint:
             return quantised_checkpoints.load(folder, model_class)
-        return whole_rows(programs_in(folder, form, suffix))
+        return whole_rows(programs_in(folder, format_name, suffix))
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # the libraries do not check files, and may raise anything
@@ -217,14 +215,14 @@ def load_result(folder: Path, form: str, model_class: Any, suffix: str) -> Compu
 
 
 def programs_in(
-    folder: Path, form: str, suffix: str, spin: bool = False
+    folder: Path, format_name: str, suffix: str, spin: bool = False
 ) -> dict[str, LoadedProgram]:
     """The programs of a result, loaded with the threads of torch.
 
     ``spin`` makes onnxruntime as fast as it is by default (see ``runtimes.session_options``).
     """
     threads = torch.get_num_threads()
-    if form == OPENVINO:
+    if format_name == OPENVINO:
         return openvino_programs.load_programs(folder, threads)
     return load_programs(folder, suffix, threads=threads, spin=spin)
 
@@ -249,7 +247,7 @@ class Measured:
 
 
 def measure(
-    work: Workshop, chosen: RotatedForm, held_out: ExactOutputs, limit: float, event: Event
+    work: Workshop, chosen: Candidate, held_out: ExactOutputs, limit: float, event: Event
 ) -> Measured:
     """Run the chosen candidate on the held-out data, beside the original.
 
@@ -257,7 +255,7 @@ def measure(
     """
     found = {name: differences(work.load(name), held_out) for name in {ORIGINAL, chosen.title}}
     measured, plain = found[chosen.title], found[ORIGINAL]
-    if not (FORMATS[work.form].is_timed and measured.error <= limit):
+    if not (FORMATS[work.format].is_timed and measured.error <= limit):
         return Measured(measured, plain)
     event("stage", "timing")
     times = work.speeds((FLOAT, chosen.title), held_out.examples[0])

@@ -72,7 +72,7 @@ class Record:
     """What is recorded of a precision, as far as a check needs it."""
 
     name: str
-    form: str
+    format: str
     suffix: str
     folder: str
     """The folder of the transformer in a pipeline."""
@@ -194,7 +194,7 @@ def _record(out: Path, name: str, entry: Mapping[str, Any]) -> Record:
             require_scheme(entry["scheme"], entry["format"], to_run=True)
         return Record(
             name=name,
-            form=str(entry["format"]),
+            format=str(entry["format"]),
             suffix=str(entry["suffix"]),
             folder=str(entry.get("folder", "")),
             is_float=is_float,
@@ -239,13 +239,13 @@ def _measured(
     place = out / record.folder
     with TemporaryDirectory() as scratch:
         exact = exact_outputs(original, examples, record.outputs, Path(scratch), embed, on_progress)
-        compute = load_result(place, record.form, type(original), record.suffix)
+        compute = load_result(place, record.format, type(original), record.suffix)
         if record.suffix == SUFFIXES[torch.float16]:
             compute = _in_float16(compute)
         found = differences(compute, exact)
         perplexity = perplexity_in(exact)
     generated = None
-    if record.form == ONNX and original.can_generate():
+    if record.format == ONNX and original.can_generate():
         model = load_onnx(place, record.suffix[1:], trust_remote_code=trusted)
         if model.has_cache:
             rows = [example.batch for example in examples]

@@ -55,7 +55,7 @@ class WeightCount:
 
 def write(
     model: Any,
-    form: str,
+    format_name: str,
     scheme: QuantisationScheme,
     rounding: RoundingMethod,
     calibration: Sequence[Batch],
@@ -72,14 +72,14 @@ def write(
     from the bits of ``scheme``. What is not rounded is stored as ``dtype``. Raises
     ``UnsupportedModel`` if the model has no layer that would be rounded.
     """
-    layers = _layers_to_round(model, form, bits)
-    if form == TORCHAO:
+    layers = _layers_to_round(model, format_name, bits)
+    if format_name == TORCHAO:
         _require_input_embeddings(model)
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     skipped = [name for name in linear if name not in layers]
     groups = _groups(layers, scheme, bits)
     rounded: Mapping[str, RoundedWeight] = {}
-    if form == TORCHAO and rounding != "nearest":
+    if format_name == TORCHAO and rounding != "nearest":
         sizes = {
             name: group or layers[name].in_features
             for (count, group), names in groups.items()
@@ -91,7 +91,7 @@ def write(
     with TemporaryDirectory(dir=folder.parent) as scratch, quiet():
         source, model_class = float_folder or Path(scratch), type(model)
         model.save_pretrained(source)
-        if form == TORCHAO:
+        if format_name == TORCHAO:
             from transformers import TorchAoConfig
 
             config = TorchAoConfig(_torchao_config(scheme, groups), skipped)
@@ -108,7 +108,9 @@ def write(
     return WeightCount(total, total - count)
 
 
-def _layers_to_round(model: Any, form: str, bits: Mapping[str, int]) -> Mapping[str, nn.Linear]:
+def _layers_to_round(
+    model: Any, format_name: str, bits: Mapping[str, int]
+) -> Mapping[str, nn.Linear]:
     """The layers that are rounded, by path."""
     layers = {
         name: layer
@@ -118,8 +120,8 @@ def _layers_to_round(model: Any, form: str, bits: Mapping[str, int]) -> Mapping[
     if layers:
         return layers
     raise UnsupportedModel(
-        f"{form} rounds nn.Linear only, and {type(model).__name__} has none to round besides the "
-        "layer that computes the logits; choose --format onnx or openvino"
+        f"{format_name} rounds nn.Linear only, and {type(model).__name__} has none to round "
+        "besides the layer that computes the logits; choose --format onnx or openvino"
     )
 
 

@@ -53,22 +53,24 @@ class QuantisationScheme:
         """Whether an ONNX file multiplies by a rounded embedding in a head that is tied to it."""
         return not self.is_in_groups
 
-    def can_be_smoothed(self, form: str) -> bool:
+    def can_be_smoothed(self, format_name: str) -> bool:
         """Whether large features of inputs may be moved into the weights; NNCF does so itself."""
-        return self.input_bits == 8 and not self.is_in_groups and form != OPENVINO
+        return self.input_bits == 8 and not self.is_in_groups and format_name != OPENVINO
 
-    def rounds_untied_heads(self, form: str) -> bool:
+    def rounds_untied_heads(self, format_name: str) -> bool:
         """Whether a head is rounded in another way if it has a copy of the embedding's weights."""
-        return not (FORMATS[form].is_checkpoint or (form == ONNX and self.rounds_tied_heads))
+        return not (
+            FORMATS[format_name].is_checkpoint or (format_name == ONNX and self.rounds_tied_heads)
+        )
 
-    def finer_bits(self, form: str) -> tuple[int, ...]:
+    def finer_bits(self, format_name: str) -> tuple[int, ...]:
         """The bits that single layers may have instead, the fewest first."""
-        takes_8 = self.weight_bits == 4 and form != OPENVINO
+        takes_8 = self.weight_bits == 4 and format_name != OPENVINO
         return (8, FLOAT_BITS) if takes_8 else (FLOAT_BITS,)
 
-    def bits_to_keep(self, form: str) -> int:
+    def bits_to_keep(self, format_name: str) -> int:
         """The bits of a layer that a user keeps more precise."""
-        return 8 if form == ONNX and self.weight_bits == 4 else FLOAT_BITS
+        return 8 if format_name == ONNX and self.weight_bits == 4 else FLOAT_BITS
 
 
 SCHEMES: Mapping[str, QuantisationScheme] = {
@@ -202,10 +204,10 @@ class QuantizeOptions:
     force: bool = option(False, "Replace OUT if it exists.")
 
 
-def require_target(target: str | None, scheme: str, form: str) -> None:
+def require_target(target: str | None, scheme: str, format_name: str) -> None:
     """Raise ``UnsupportedModel`` if a target does not run what the format and scheme store."""
-    if target and form != ONNX:
-        raise UnsupportedModel(f"--for is for --format {ONNX}; leave it out for {form}")
+    if target and format_name != ONNX:
+        raise UnsupportedModel(f"--for is for --format {ONNX}; leave it out for {format_name}")
     if target and TARGETS[target].is_npu and not SCHEMES[scheme].is_static:
         static = ", ".join(name for name in FORMATS[ONNX].schemes if SCHEMES[name].is_static)
         raise UnsupportedModel(f"{target} computes with fixed scales alone; choose one of {static}")
@@ -244,20 +246,20 @@ def bits_at(path: str, bits: Mapping[str, int], otherwise: int) -> int:
     return found[-1] if found else otherwise
 
 
-def require_scheme(scheme: str, form: str, to_run: bool = False) -> QuantisationScheme:
+def require_scheme(scheme: str, format_name: str, to_run: bool = False) -> QuantisationScheme:
     """The scheme of this name, to quantise by or, with ``to_run``, to run a result of.
 
     Raises ``UnsupportedModel`` if the format does not have it, or if a library is missing.
     """
-    if form not in FORMATS:
-        raise UnsupportedModel(f"unknown format {form}; choose {', '.join(FORMATS)}")
-    if scheme not in FORMATS[form].schemes:
-        can = ", ".join(FORMATS[form].schemes)
-        raise UnsupportedModel(f"{form} cannot store {scheme}; choose one of {can}")
-    target = FORMATS[form]
+    if format_name not in FORMATS:
+        raise UnsupportedModel(f"unknown format {format_name}; choose {', '.join(FORMATS)}")
+    if scheme not in FORMATS[format_name].schemes:
+        can = ", ".join(FORMATS[format_name].schemes)
+        raise UnsupportedModel(f"{format_name} cannot store {scheme}; choose one of {can}")
+    target = FORMATS[format_name]
     packages = target.packages_to_run if to_run and target.packages_to_run else target.packages
-    what = f"{'running' if to_run else 'quantising to'} {form}"
-    where = " in an environment of its own" if form == COMPRESSED else ""
-    require_packages(packages, what, form, where)
-    require_transformers(target.transformers, form)
+    what = f"{'running' if to_run else 'quantising to'} {format_name}"
+    where = " in an environment of its own" if format_name == COMPRESSED else ""
+    require_packages(packages, what, format_name, where)
+    require_transformers(target.transformers, format_name)
     return SCHEMES[scheme]

@@ -21,7 +21,7 @@ from transformers import (
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export.exporting import exporting
 from enjoyln_cli.onnx_export.programs import programs_of
-from enjoyln_cli.quantisers.onnx_forms import OnnxForms
+from enjoyln_cli.quantisers.traced_programs import TracedPrograms
 
 
 class Loops(nn.Module):
@@ -97,7 +97,7 @@ def test_experts_in_a_loop_are_refused(make: Any, capfd: pytest.CaptureFixture[s
     if model.config.is_encoder_decoder:
         batch["decoder_input_ids"] = ids[:, :4]
     said: list[str] = []
-    forms = OnnxForms(batch, batch, lambda kind, text: said.append(text))
+    forms = TracedPrograms(batch, batch, lambda kind, text: said.append(text))
     with pytest.raises(UnsupportedModel) as caught:
         forms.programs(model, None)
     line = str(caught.value)

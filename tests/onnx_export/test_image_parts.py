@@ -22,9 +22,9 @@ from enjoyln_cli.onnx_export.image_parts import with_features
 from enjoyln_cli.onnx_export.programs import Programs, program_calls, programs_of, save
 from enjoyln_cli.onnx_export.runtimes import RUNTIMES
 from enjoyln_cli.plan.fold_options import Options
-from enjoyln_cli.quantisers.onnx_forms import quantised
 from enjoyln_cli.quantisers.onnxruntime_quantiser import is_rounded
 from enjoyln_cli.quantisers.schemes import SCHEMES
+from enjoyln_cli.quantisers.traced_programs import quantised
 
 PARTS = ["vision_encoder", "embed_tokens", "decoder_model_merged"]
 

@@ -23,7 +23,7 @@ from enjoyln_cli.quantisation.candidates import (
     GPTQ,
     ORIGINAL,
     ROTATED,
-    RotatedForm,
+    Candidate,
     candidates,
     rotation_plan,
     rounded_by_error,
@@ -62,9 +62,9 @@ def chosen_of(*candidates: Compared) -> str:
 
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_asymmetric_gptq_is_tried_where_it_can_be_stored(symmetric: bool) -> None:
-    forms = rounded_by_error(RotatedForm("untied", None), "NNCF", symmetric)
+    tried = rounded_by_error(Candidate("untied", None), "NNCF", symmetric)
     names = ["untied, GPTQ of NNCF", "untied, asymmetric GPTQ of NNCF"]
-    assert [form.name for form in forms] == names[: 2 - symmetric]
+    assert [candidate.name for candidate in tried] == names[: 2 - symmetric]
 
 
 PLAIN = (1.0, 2.0, 0.5, 3.0, 1.5)
@@ -96,8 +96,8 @@ def test_another_candidate_has_to_be_better_by_more_than_chance(
 
 def test_the_cheapest_of_several_better_candidates_is_chosen() -> None:
     some, more = times(0.8, 0.7, 0.8, 0.7, 0.8), times(0.5, 0.4, 0.6, 0.5, 0.45)
-    forms = [compared(name, *costs) for name, costs in {"some": some, "more": more}.items()]
-    assert chosen_of(compared("original", *PLAIN), *forms) == "more"
+    tried = [compared(name, *costs) for name, costs in {"some": some, "more": more}.items()]
+    assert chosen_of(compared("original", *PLAIN), *tried) == "more"
     assert chosen_of(compared("original", *PLAIN)) == "original"
 
 
@@ -109,11 +109,11 @@ def test_any_candidate_is_better_than_a_nonfinite_original() -> None:
 def test_what_is_left_counts_all_that_follows(
     scheme: str, at_first: float | None, tmp_path: Path
 ) -> None:
-    original = RotatedForm(ORIGINAL, None)
-    forms = [original, RotatedForm("values only", None), *rounded_by_error(original, "us", True)]
+    original = Candidate(ORIGINAL, None)
+    tried = [original, Candidate("values only", None), *rounded_by_error(original, "us", True)]
     work: Any = Workshop(tmp_path, ONNX, SCHEMES[scheme], {}, None)  # type: ignore[arg-type]
     exact = ExactOutputs({}, [Example({})] * 7, [])
-    comparison = Comparison(work, exact, default_listener, no_progress, None, forms)
+    comparison = Comparison(work, exact, default_listener, no_progress, None, tried)
     assert comparison.left is None
     comparison.found = {ORIGINAL: compared(ORIGINAL, *PLAIN)}
     comparison.taken, comparison.running = {ORIGINAL: 2.0, ROTATED: 9.0}, 0.5
@@ -122,7 +122,7 @@ def test_what_is_left_counts_all_that_follows(
     assert comparison.left == at_first
     comparison.taken[GPTQ] = 30.0
     assert comparison.left == 2.0 + 30.0 + 6 * 0.5  # both halves, and timing
-    comparison.found |= {form.title: compared(form.title, *PLAIN) for form in forms}
+    comparison.found |= {candidate.title: compared(candidate.title, *PLAIN) for candidate in tried}
     assert comparison.left == 6 * 0.5
 
 
@@ -178,8 +178,8 @@ def test_for_one_candidate_it_is_the_t_test(inputs: int, quantile: float) -> Non
     original = measured([1.0] * inputs)
     for factor, expected in ((0.93, False), (1.07, True)):
         saving = factor * quantile * spread.std() / inputs**0.5
-        form = measured((-(spread + saving)).exp().tolist())
-        assert clearly_cheaper([replace(form, kl=0.5)], original) == [expected]
+        candidate = measured((-(spread + saving)).exp().tolist())
+        assert clearly_cheaper([replace(candidate, kl=0.5)], original) == [expected]
 
 
 def test_more_candidates_have_no_better_chance() -> None:
@@ -189,7 +189,9 @@ def test_more_candidates_have_no_better_chance() -> None:
         logs = torch.randn(6, 6, generator=generator, dtype=torch.float64)
         logs[2] = logs[1] + 0.1 * logs[2]
         original, *others = (measured(each.exp().tolist()) for each in logs)
-        taken += any(clearly_cheaper([replace(form, kl=0.0) for form in others], original))
+        taken += any(
+            clearly_cheaper([replace(candidate, kl=0.0) for candidate in others], original)
+        )
     assert 10 <= taken <= 30
 
 
@@ -240,24 +242,24 @@ def test_every_candidate_computes_the_function(name: str) -> None:
     subject = open_model(str(CHECKPOINTS / name))
     plan, _ = rotation_plan(subject, lambda *_: None)
     assert plan is not None
-    forms = candidates(plan, (0, 5))
-    names = [form.name for form in forms]
+    tried = candidates(plan, (0, 5))
+    names = [candidate.name for candidate in tried]
     rotated = [] if name == "bert" else ["rotated, seed 0", "rotated, seed 5"]
     untied = [] if plan.untied == () else ["untied"]
     assert untied == (["untied"] if name == "gpt2" else [])
     assert names == ["original", *untied, "values only", *rotated]
     inputs = {"input_ids": torch.arange(3, 43)[None]}
     outputs, weights = [], []
-    for form in forms:
-        model = subject.as_class(plan.model_class).load(torch.float32, form.plan)
+    for candidate in tried:
+        model = subject.as_class(plan.model_class).load(torch.float32, candidate.plan)
         with torch.no_grad():
             outputs.append(model(**inputs)[0])
         weights.append({name: value.clone() for name, value in model.state_dict().items()})
     for output in outputs[1:]:
         error = float((output - outputs[0]).norm() / outputs[0].norm())
         assert error < 1e-5  # some roundings of float32
-    for form, other in zip(forms[1:], weights[1:], strict=True):
-        assert form.name == "untied" or any(
+    for candidate, other in zip(tried[1:], weights[1:], strict=True):
+        assert candidate.name == "untied" or any(
             not torch.equal(value, other[name]) for name, value in weights[0].items()
         )
     if rotated:
@@ -268,4 +270,4 @@ def test_every_candidate_computes_the_function(name: str) -> None:
 
 
 def test_a_model_with_nothing_to_rotate_is_the_candidate() -> None:
-    assert [form.name for form in candidates(None, (0, 1))] == ["original"]
+    assert [candidate.name for candidate in candidates(None, (0, 1))] == ["original"]

@@ -15,8 +15,8 @@ from transformers import WhisperConfig
 from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.programs import save
 from enjoyln_cli.quantisation.candidates import candidates, rotation_plan
-from enjoyln_cli.quantisers.onnx_forms import OnnxForms, quantised
 from enjoyln_cli.quantisers.schemes import SCHEMES
+from enjoyln_cli.quantisers.traced_programs import TracedPrograms, quantised
 from enjoyln_cli.rewrite.opened_model import open_model
 
 
@@ -36,8 +36,8 @@ def test_the_product_in_an_onnx_file_stays_in_float32(tmp_path: Path) -> None:
         "decoder_input_ids": torch.randint(3, 37, (2, 9)),
     }
     outputs = []
-    for form in (original, rotated, added):
-        model = opened.as_class(name).load(torch.float32, form.plan)
+    for candidate in (original, rotated, added):
+        model = opened.as_class(name).load(torch.float32, candidate.plan)
         with torch.no_grad():
             outputs.append(model(**batch).logits)
     exact, *others = outputs
@@ -46,11 +46,11 @@ def test_the_product_in_an_onnx_file_stays_in_float32(tmp_path: Path) -> None:
         return float((logits - exact).norm() / exact.norm())
 
     assert max(map(error, others)) < 1e-5
-    static, forms, keys = SCHEMES["w8a8-static"], OnnxForms(batch, batch, ignore), []
-    for form in (original, rotated, added):
-        model = opened.as_class(name).load(torch.float32, form.plan)
-        small = quantised(forms.programs(model, form.plan), static, [batch], {})
-        keys.append(len(forms.traced))
+    static, traced, keys = SCHEMES["w8a8-static"], TracedPrograms(batch, batch, ignore), []
+    for candidate in (original, rotated, added):
+        model = opened.as_class(name).load(torch.float32, candidate.plan)
+        small = quantised(traced.programs(model, candidate.plan), static, [batch], {})
+        keys.append(len(traced.traced))
     assert keys == [1, 1, 2]  # only the product has another structure
     save(small, tmp_path / "out", static.suffix)
     compute = whole_rows(load_programs(tmp_path / "out", static.suffix))

@@ -39,7 +39,9 @@ from enjoyln_cli.rewrite.opened_model import open_model
 
 LICENCE = ROOT / "LICENSE"
 LIBRARIES = {"torchao": "torchao", "compressed-tensors": "llmcompressor"}
-CASES = [(form, scheme) for form in LIBRARIES for scheme in FORMATS[form].schemes]
+CASES = [
+    (format_name, scheme) for format_name in LIBRARIES for scheme in FORMATS[format_name].schemes
+]
 
 
 def small_opt(width: int = 64, hidden: int = 96) -> Any:
@@ -50,7 +52,7 @@ def small_opt(width: int = 64, hidden: int = 96) -> Any:
     return shaken(OPTForCausalLM(config), 0.05)
 
 
-def written(model: Any, form: str, scheme: str, folder: Path, **changes: Any) -> WeightCount:
+def written(model: Any, format_name: str, scheme: str, folder: Path, **changes: Any) -> WeightCount:
     """Quantise a model; ``changes`` are other arguments of ``write``."""
     folder.mkdir()
     arguments: dict[str, Any] = {
@@ -60,18 +62,20 @@ def written(model: Any, form: str, scheme: str, folder: Path, **changes: Any) ->
         "bits": {},
         "float_folder": None,
     }
-    return write(model, form, SCHEMES[scheme], folder=folder / "out", **{**arguments, **changes})
+    return write(
+        model, format_name, SCHEMES[scheme], folder=folder / "out", **{**arguments, **changes}
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("form", "scheme"), CASES)
+@pytest.mark.parametrize(("format_name", "scheme"), CASES)
 def test_transformers_loads_a_checkpoint_with_rounded_layers(
-    form: str, scheme: str, tmp_path: Path
+    format_name: str, scheme: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip(LIBRARIES[form])
+    pytest.importorskip(LIBRARIES[format_name])
     model, ids = small_opt(), torch.arange(3, 33)[None]
     layers = [m for m in model.model.modules() if isinstance(m, nn.Linear)]
-    count = written(model, form, scheme, tmp_path / "work")
+    count = written(model, format_name, scheme, tmp_path / "work")
     assert count.total - count.in_float == sum(layer.weight.numel() for layer in layers)
     assert count.total == sum(parameter.numel() for parameter in model.parameters())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "work" / "out").eval()
@@ -89,12 +93,13 @@ def test_transformers_loads_a_checkpoint_with_rounded_layers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("form", "scheme"), [(form, name) for form, name in CASES if SCHEMES[name].weight_bits == 4]
+    ("format_name", "scheme"),
+    [(format_name, name) for format_name, name in CASES if SCHEMES[name].weight_bits == 4],
 )
 def test_gptq_rounds_a_checkpoint_by_the_error_of_its_outputs(
-    form: str, scheme: str, tmp_path: Path
+    format_name: str, scheme: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip(LIBRARIES[form])
+    pytest.importorskip(LIBRARIES[format_name])
     model = small_opt(width=192, hidden=72)  # groups of 64, and of a whole row
     rows = torch.randint(3, 37, (17, 1, 30), generator=torch.Generator().manual_seed(1))
     *calibration, held_out = ({"input_ids": ids} for ids in rows)
@@ -102,7 +107,7 @@ def test_gptq_rounds_a_checkpoint_by_the_error_of_its_outputs(
     for rounding in ("nearest", "gptq", "asymmetric gptq"):
         folder = tmp_path / rounding
         changes = {"rounding": rounding, "calibration": calibration}
-        written(copy.deepcopy(model), form, scheme, folder, **changes)
+        written(copy.deepcopy(model), format_name, scheme, folder, **changes)
         loaded = AutoModelForCausalLM.from_pretrained(folder / "out").eval()
         with torch.no_grad():
             exact, found = (one(**held_out, use_cache=False).logits for one in (model, loaded))
@@ -125,12 +130,12 @@ def test_the_class_of_a_model_that_cannot_be_analysed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", LIBRARIES)
-def test_the_rest_has_the_dtype_of_the_original(form: str, tmp_path: Path) -> None:
-    pytest.importorskip(LIBRARIES[form])
+@pytest.mark.parametrize("format_name", LIBRARIES)
+def test_the_rest_has_the_dtype_of_the_original(format_name: str, tmp_path: Path) -> None:
+    pytest.importorskip(LIBRARIES[format_name])
     model = small_opt(width=40, hidden=72).bfloat16().float()
     bits = {"*.1.*": FLOAT_BITS, "*.fc2": FLOAT_BITS}
-    count = written(model, form, "w4a16", tmp_path / "work", dtype=torch.bfloat16, bits=bits)
+    count = written(model, format_name, "w4a16", tmp_path / "work", dtype=torch.bfloat16, bits=bits)
     assert count.total - count.in_float == 4 * 40 * 40 + 40 * 72
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "work" / "out")
     for name in ("embed_tokens.weight", "layers.1.fc1.weight", "layers.0.fc2.weight"):
@@ -140,16 +145,18 @@ def test_the_rest_has_the_dtype_of_the_original(form: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", LIBRARIES)
-def test_a_width_without_groups_decides_for_its_layer_alone(form: str, tmp_path: Path) -> None:
-    pytest.importorskip(LIBRARIES[form])
+@pytest.mark.parametrize("format_name", LIBRARIES)
+def test_a_width_without_groups_decides_for_its_layer_alone(
+    format_name: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(LIBRARIES[format_name])
     model = small_opt(width=192, hidden=72)
     layers = {"q_proj": "self_attn.q_proj", "fc1": "fc1", "fc2": "fc2"}
     with torch.no_grad():
         for layer in model.model.decoder.layers:
             for path in layers.values():
                 layer.get_submodule(path).weight[:, 3] += 9.0  # in the first group of each output
-    count = written(model, form, "w4a16", tmp_path / "work")
+    count = written(model, format_name, "w4a16", tmp_path / "work")
     assert count.total - count.in_float == 2 * (4 * 192 * 192 + 2 * 192 * 72)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "work" / "out")
     loaded(torch.arange(3, 33)[None])  # unpacks the weights
@@ -180,13 +187,13 @@ def with_outliers(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", LIBRARIES)
-def test_a_model_with_outliers_is_rotated_and_verified(form: str, tmp_path: Path) -> None:
-    pytest.importorskip(LIBRARIES[form])
+@pytest.mark.parametrize("format_name", LIBRARIES)
+def test_a_model_with_outliers_is_rotated_and_verified(format_name: str, tmp_path: Path) -> None:
+    pytest.importorskip(LIBRARIES[format_name])
     out, data = tmp_path / "out", ("--text", LICENCE)
-    options = ("--format", form, "--rotations", 1, "--inputs", 4)
+    options = ("--format", format_name, "--rotations", 1, "--inputs", 4)
     shown = good("quantize", with_outliers(tmp_path / "model"), "-o", out, *data, *options)
-    assert f"wrote w8a8 as {form}" in shown and "untied" not in shown
+    assert f"wrote w8a8 as {format_name}" in shown and "untied" not in shown
     found = json.loads((out / PRECISIONS_FILE).read_text())["w8a8"]
     assert found["chosen"] == "rotated, seed 0"
     assert found["held_out"]["kl"] < 0.5 * found["plain"]["kl"]
@@ -194,7 +201,7 @@ def test_a_model_with_outliers_is_rotated_and_verified(form: str, tmp_path: Path
     table = 2 * 509 * 72  # the embedding and the head, which is a tensor of its own
     assert table < rotated["weights"]["in_float"] < 1.2 * table
     assert f"{rotated['weights']['in_float']:,} of {rotated['weights']['total']:,}" in shown
-    assert (found["speed"] is None) == (form == "compressed-tensors")
+    assert (found["speed"] is None) == (format_name == "compressed-tensors")
     original = (CHECKPOINTS / "opt" / "tokenizer.json").read_bytes()
     assert (out / "tokenizer.json").read_bytes() == original
     again = json.loads(good("verify", out, *data, "--json"))
@@ -202,23 +209,23 @@ def test_a_model_with_outliers_is_rotated_and_verified(form: str, tmp_path: Path
     assert again["passed"] and measured["differences"]["error"] < 2 * found["held_out"]["error"]
 
 
-@pytest.mark.parametrize("form", LIBRARIES)
-def test_a_model_with_no_layer_to_round_is_refused(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("format_name", LIBRARIES)
+def test_a_model_with_no_layer_to_round_is_refused(format_name: str, tmp_path: Path) -> None:
     gpt2 = AutoModelForCausalLM.from_pretrained(GPT2)
     with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel has none .* --format onnx"):
-        written(gpt2, form, "w8a8", tmp_path / "work")
+        written(gpt2, format_name, "w8a8", tmp_path / "work")
     assert not list((tmp_path / "work").iterdir())
     with pytest.raises(UnsupportedModel, match="OPTForCausalLM has none"):
-        written(small_opt(), form, "w8a8", tmp_path / "kept", bits={"model.*": FLOAT_BITS})
+        written(small_opt(), format_name, "w8a8", tmp_path / "kept", bits={"model.*": FLOAT_BITS})
 
 
 def test_a_head_that_is_not_rounded_is_not_untied() -> None:
     options = Options(fold=False, rotate=True, untie=True)
     plan = analyze_config(small_opt().config, model_class="OPTForCausalLM", options=options).plan
-    names = [form.name for form in candidates(plan, (0,))]
+    names = [one.name for one in candidates(plan, (0,))]
     assert names == ["original", "untied", "values only", "rotated, seed 0"]
     names.remove("untied")
-    assert [form.name for form in candidates(plan, (0,), head_is_rounded=False)] == names
+    assert [one.name for one in candidates(plan, (0,), head_is_rounded=False)] == names
 
 
 def test_a_scheme_or_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,9 +238,9 @@ def test_a_scheme_or_a_library_that_is_missing_is_named(monkeypatch: pytest.Monk
         require_scheme("w8a8", "compressed-tensors", to_run=True)
 
 
-@pytest.mark.parametrize("form", ["torchao", "onnx"])
-def test_a_damaged_result_is_refused(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("format_name", ["torchao", "onnx"])
+def test_a_damaged_result_is_refused(format_name: str, tmp_path: Path) -> None:
     small_opt().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"none")
     with pytest.raises(BadCheckpoint, match="cannot be loaded"):
-        load_result(tmp_path, form, OPTForCausalLM, "")
+        load_result(tmp_path, format_name, OPTForCausalLM, "")

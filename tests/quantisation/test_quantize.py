@@ -44,9 +44,9 @@ from enjoyln_cli.quantisation.load_onnx import load_onnx
 from enjoyln_cli.quantisation.measure import Differences
 from enjoyln_cli.quantisation.quantised import Compared, Quantised
 from enjoyln_cli.quantisation.quantize import quantize, require_layers
-from enjoyln_cli.quantisers.onnx_forms import quantised
 from enjoyln_cli.quantisers.schemes import SCHEMES
 from enjoyln_cli.quantisers.speed import Speed
+from enjoyln_cli.quantisers.traced_programs import quantised
 from enjoyln_cli.text import number
 
 LICENCE = ROOT / "LICENSE"

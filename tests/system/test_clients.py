@@ -41,7 +41,7 @@ from enjoyln_cli.onnx_export import programs
 from enjoyln_cli.onnx_export.image_parts import as_read
 from enjoyln_cli.onnx_export.programs import Programs, programs_of, save
 from enjoyln_cli.plan.fold_options import Options
-from enjoyln_cli.quantisers import onnx_forms
+from enjoyln_cli.quantisers import traced_programs
 from enjoyln_cli.quantisers.schemes import SCHEMES
 
 pytestmark = pytest.mark.slow
@@ -167,7 +167,7 @@ def written(kind: str, folder: Path, precision: str = "fp32") -> Any:
     model, exact = in_float32(kind)
     stored = exact
     if precision != "fp32":
-        stored = onnx_forms.quantised(exact, SCHEMES[PRECISIONS[precision]], (), {})
+        stored = traced_programs.quantised(exact, SCHEMES[PRECISIONS[precision]], (), {})
     save(stored, folder, SUFFIXES[precision])
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -311,7 +311,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fold(model, place / "out", verify=False)
     export(place / "out", place / "encoder-int8", verify=False)
     exact = programs_of(BertModel.from_pretrained(model).eval(), torch.float32)
-    small = onnx_forms.quantised(exact, SCHEMES[PRECISIONS["q8"]], (), {})
+    small = traced_programs.quantised(exact, SCHEMES[PRECISIONS["q8"]], (), {})
     save(small, place / "encoder-int8", SUFFIXES["q8"])
     return place / "encoder-int8"
 
@@ -346,7 +346,9 @@ def test_the_snippets_of_the_page_run(older_python: Path, encoder: Path) -> None
     here = encoder.parent
     decoder = Path(shutil.copytree(CHECKPOINTS / "gpt2", here / "gpt2-int8"))
     exact = programs_of(AutoModelForCausalLM.from_pretrained(decoder).eval(), torch.float32)
-    save(onnx_forms.quantised(exact, SCHEMES[PRECISIONS["q8"]], (), {}), decoder, SUFFIXES["q8"])
+    save(
+        traced_programs.quantised(exact, SCHEMES[PRECISIONS["q8"]], (), {}), decoder, SUFFIXES["q8"]
+    )
     (with_older_tokenizer(decoder) / "model.safetensors").unlink()
     page = (ROOT / "docs" / "run_a_result.md").read_text()
     snippets = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)

@@ -37,7 +37,7 @@ Structure = tuple[Any, ...]
 
 
 @dataclass
-class OnnxForms:
+class TracedPrograms:
     """The programs of the candidates of one model."""
 
     sample: Batch
