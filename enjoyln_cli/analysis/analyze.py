@@ -27,7 +27,7 @@ from enjoyln_cli.analysis.stored_class import (
     require_known_class,
     tensors_of,
 )
-from enjoyln_cli.analysis.stored_names import Candidate
+from enjoyln_cli.analysis.stored_names import StoredClass
 from enjoyln_cli.analysis.untying import UntiedClasses
 from enjoyln_cli.analysis.verdicts import plan_of
 from enjoyln_cli.calls.calls import Call, ExampleCalls, calls_like
@@ -193,7 +193,7 @@ def _untied(analysis: Analysis, untied_classes: UntiedClasses) -> Analysis:
 
 
 def _analysis_of_classes(
-    loading: Iterable[Candidate],
+    loading: Iterable[StoredClass],
     model_type: str,
     outputs: tuple[str, ...],
     options: Options,
@@ -229,7 +229,7 @@ def _analysis_of_classes(
 
 
 def _analysis_of_outputs(
-    candidates: Iterable[Candidate],
+    candidates: Iterable[StoredClass],
     model_type: str,
     outputs: tuple[str, ...],
     options: Options,
@@ -326,7 +326,7 @@ def family_in_memory(
     """The only class of a live module, whose tensors count as stored under their own names."""
     held = stored_weights(model)
     stored: dict[str, tuple[str, ...]] = {name: (name,) for name in held}
-    reference = Candidate(model, stored, {}, (), weights=held if weights is None else weights)
+    reference = StoredClass(model, stored, {}, (), weights=held if weights is None else weights)
     return CheckpointTraces(
         reference=reference,
         model_type=getattr(getattr(model, "config", None), "model_type", type(model).__name__),
@@ -338,8 +338,8 @@ def family_in_memory(
 
 
 def _trace_class(
-    candidate: Candidate,
-    reference: Candidate,
+    candidate: StoredClass,
+    reference: StoredClass,
     inner: str | None,
     untied_classes: UntiedClasses | None,
     more: Sequence[Call],

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from enjoyln_cli.analysis.config_size import resize_search
-from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
+from enjoyln_cli.analysis.stored_names import StoredClass, stored_in_groups
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.graph.nodes import is_whole
 from enjoyln_cli.models.classes import base_path
@@ -43,7 +43,7 @@ from enjoyln_cli.trace.traced_calls import ModelTraces
 class CheckpointTraces:
     """The traced classes of one checkpoint that a plan is made for."""
 
-    reference: Candidate
+    reference: StoredClass
     """The class whose parameter and module names the plan uses."""
     model_type: str
     classes: tuple[str, ...]
@@ -180,7 +180,7 @@ def _groups(model: nn.Module, traces: Iterable[Trace]) -> dict[str, str]:
 
 
 def _locked(
-    reference: Candidate, groups: Mapping[str, str], fixed: Mapping[str, str]
+    reference: StoredClass, groups: Mapping[str, str], fixed: Mapping[str, str]
 ) -> Callable[[Parameter], str | None]:
     """A function that says why a parameter's stored tensors cannot be centred, if they cannot.
 
@@ -204,7 +204,7 @@ def _locked(
 
 
 def _single(
-    reference: Candidate, groups: Mapping[str, str], fixed: Container[str]
+    reference: StoredClass, groups: Mapping[str, str], fixed: Container[str]
 ) -> Callable[[str], bool]:
     """A function that says whether a parameter is untied and stored as one tensor as it is.
 
@@ -219,7 +219,7 @@ def _single(
 
 
 def _stored_weight(
-    reference: Candidate, groups: Mapping[str, str], fixed: Container[str]
+    reference: StoredClass, groups: Mapping[str, str], fixed: Container[str]
 ) -> StoredWeight:
     """A function that finds the stored tensors of an untied parameter that is not in ``fixed``."""
     tied, single = Counter(groups.values()), _single(reference, groups, fixed)

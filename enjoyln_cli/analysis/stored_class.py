@@ -27,7 +27,7 @@ from typing import Any
 from torch import nn
 from torch.fx import Node
 
-from enjoyln_cli.analysis.stored_names import Candidate, Shape, candidate
+from enjoyln_cli.analysis.stored_names import Shape, StoredClass, candidate
 from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.errors import BadCheckpoint, TraceFailed, UnsupportedModel
 from enjoyln_cli.models.classes import base_path, build, class_named, classes_for, unknown_class
@@ -56,23 +56,23 @@ class StoredTensors:
     checkpoint: Checkpoint | None = None
     """Where they are; ``None`` for the tensors that the config's own class would save."""
 
-    def candidate(self, model_class: type) -> Candidate:
+    def candidate(self, model_class: type) -> StoredClass:
         """The class as a candidate. Raises if it cannot be built, or if a shape does not fit."""
         return candidate(build(model_class, self.config), self.shapes, self.checkpoint)
 
-    def fitting(self, model_class: type) -> Candidate | None:
+    def fitting(self, model_class: type) -> StoredClass | None:
         """The class as a candidate; ``None`` if it cannot be built, or if a shape does not fit."""
         try:
             return self.candidate(model_class)
         except (BadCheckpoint, UnsupportedModel):
             return None
 
-    def loaded_by(self, model_class: type) -> Candidate | None:
+    def loaded_by(self, model_class: type) -> StoredClass | None:
         """The class as a candidate, if it loads the tensors without missing weights."""
         found = self.fitting(model_class)
         return None if found is None or found.missing else found
 
-    def filled(self, listed: Sequence[type]) -> list[Candidate]:
+    def filled(self, listed: Sequence[type]) -> list[StoredClass]:
         """The classes that load them without missing weights; a class that takes more comes first.
 
         Classes that take as many tensors are in the order of ``listed``.
@@ -107,7 +107,7 @@ def require_known_class(config: Any, checkpoint: Checkpoint | None) -> None:
     class_named(unknown)
 
 
-def class_of(listed: Sequence[type], config: Any, checkpoint: Checkpoint) -> Candidate:
+def class_of(listed: Sequence[type], config: Any, checkpoint: Checkpoint) -> StoredClass:
     """The class that the checkpoint belongs to: the first of ``listed``, or another that is filled.
 
     Raises ``BadCheckpoint`` if the first lacks weights that it needs and no other is filled.
@@ -128,7 +128,7 @@ def class_of(listed: Sequence[type], config: Any, checkpoint: Checkpoint) -> Can
     return others[0]
 
 
-def _count_taken(found: Candidate) -> int:
+def _count_taken(found: StoredClass) -> int:
     """How many of the stored tensors a class loads."""
     taken = {name for names in found.stored.values() for name in names}
     return len(taken.union(*(layout.sources for layout in found.converted.values())))

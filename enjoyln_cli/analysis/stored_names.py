@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
+class StoredClass:
     """A class on the meta device, and where its parameters come from."""
 
     model: nn.Module
@@ -70,7 +70,7 @@ class Candidate:
         return None if held is None or held.is_meta else held.detach()
 
 
-def stored_in_groups(found: Candidate, groups: Mapping[str, str]) -> dict[str, list[str]]:
+def stored_in_groups(found: StoredClass, groups: Mapping[str, str]) -> dict[str, list[str]]:
     """Map the first name of each tied group to the names of the group that are stored."""
     names: dict[str, list[str]] = {}
     for name, group in groups.items():
@@ -101,7 +101,9 @@ def saved_shapes(model: Any) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in stored.items()}
 
 
-def candidate(model: Any, shapes: Mapping[str, Shape], checkpoint: Checkpoint | None) -> Candidate:
+def candidate(
+    model: Any, shapes: Mapping[str, Shape], checkpoint: Checkpoint | None
+) -> StoredClass:
     """How stored tensors of these ``shapes`` fill the class, by transformers' loading rules.
 
     If a checkpoint stores tied parameters with different values, they are untied in ``model``, as
@@ -154,7 +156,7 @@ def candidate(model: Any, shapes: Mapping[str, Shape], checkpoint: Checkpoint | 
     left = (name for name in state if name not in filled)
     missing = tuple(n for n in left if not any(re.search(pattern, n) for pattern in ignored))
     names = {key: tuple(found) for key, found in stored.items()}
-    return Candidate(model, names, converted, missing, checkpoint)
+    return StoredClass(model, names, converted, missing, checkpoint)
 
 
 def _check_shape(name: str, checkpoint: Checkpoint, shape: tuple[int, ...]) -> None:

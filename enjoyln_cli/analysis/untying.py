@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from enjoyln_cli.analysis import stored_names
-from enjoyln_cli.analysis.stored_names import Candidate, Shape
+from enjoyln_cli.analysis.stored_names import Shape, StoredClass
 from enjoyln_cli.checkpoint.config import set_entry, with_entries
 from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.edits.planned_edits import edits_of
@@ -30,8 +30,8 @@ FLAG = "tie_word_embeddings"
 class UntiedClasses:
     """The classes that load a checkpoint, tied (``before``) and untied (``after``)."""
 
-    before: dict[str, Candidate]
-    after: dict[str, Candidate]
+    before: dict[str, StoredClass]
+    after: dict[str, StoredClass]
     """Both by class name, the plan's own class first."""
     untied: tuple[UntiedParameter, ...]
     """The new copies, with the names of the first class."""
@@ -40,7 +40,7 @@ class UntiedClasses:
 
 def find_untied_classes(
     config: Any,
-    tied: Sequence[Candidate],
+    tied: Sequence[StoredClass],
     shapes: Mapping[str, Shape],
     checkpoint: Checkpoint | None,
 ) -> UntiedClasses | None:
@@ -76,7 +76,7 @@ def _shared(model: Any) -> list[tuple[str, ...]]:
 
 
 def _flags_off(
-    config: Any, tied: Sequence[Candidate], checkpoint: Checkpoint | None
+    config: Any, tied: Sequence[StoredClass], checkpoint: Checkpoint | None
 ) -> tuple[tuple[Setting, ...], list[Any]]:
     """The fewest config entries to set to false to untie all that can be, and the models then."""
     names = _flags_on(config)
@@ -103,7 +103,7 @@ def _flags_off(
     return tuple(Setting(name, False) for name in names), models
 
 
-def _build_models(config: Any, names: Iterable[str], tied: Sequence[Candidate]) -> list[Any]:
+def _build_models(config: Any, names: Iterable[str], tied: Sequence[StoredClass]) -> list[Any]:
     off = copy.deepcopy(config)
     for name in names:
         set_entry(off, name, False)
@@ -124,7 +124,7 @@ def _flags_on(config: Any) -> list[str]:
     return [prefix + FLAG for prefix, part in parts if getattr(part, FLAG, None)]
 
 
-def _names(candidate: Candidate, model: Any) -> dict[str, str]:
+def _names(candidate: StoredClass, model: Any) -> dict[str, str]:
     """Map each parameter that the untied ``model`` holds to a stored parameter that it was tied to.
 
     Raises ``UnsupportedModel`` if the stored parameter has another layout, or if the untied model
@@ -156,7 +156,7 @@ def _names(candidate: Candidate, model: Any) -> dict[str, str]:
 
 
 def _copies(
-    tied: Sequence[Candidate], wanted: Sequence[dict[str, str]], *, own_names: bool
+    tied: Sequence[StoredClass], wanted: Sequence[dict[str, str]], *, own_names: bool
 ) -> tuple[UntiedParameter, ...]:
     """A copy for each parameter, named as in the first class, or with ``own`` as in its own."""
     copies: dict[str, UntiedParameter] = {}
@@ -178,7 +178,7 @@ def _with_copies(checkpoint: Checkpoint, untied: Iterable[UntiedParameter]) -> C
     return replace(checkpoint, tensors=copies | checkpoint.tensors)
 
 
-def _loads(before: Candidate, after: Candidate, names: Iterable[str]) -> bool:
+def _loads(before: StoredClass, after: StoredClass, names: Iterable[str]) -> bool:
     """Whether no further parameter is missing after untying, and every copy is loaded."""
     return {*after.missing} <= {*before.missing} and all(name in after.stored for name in names)
 

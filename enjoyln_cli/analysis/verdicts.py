@@ -17,7 +17,7 @@ from enjoyln_cli.analysis.config_size import widenings_for
 from enjoyln_cli.analysis.output_gains import joined_fields
 from enjoyln_cli.analysis.problem import CheckpointTraces, Statement
 from enjoyln_cli.analysis.stored_layout import Conversion
-from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
+from enjoyln_cli.analysis.stored_names import StoredClass, stored_in_groups
 from enjoyln_cli.calls.calls import input_embeddings
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.plan.axis import Axis, feature_axis
@@ -127,7 +127,7 @@ def _given_rows(statement: Statement, writers: Iterable[CentredWeight]) -> Itera
             yield from statement.inputs_of_tables[table]
 
 
-def _unread(reference: Candidate, traces: Sequence[Trace]) -> list[str]:
+def _unread(reference: StoredClass, traces: Sequence[Trace]) -> list[str]:
     """The stored parameters that no trace reads; empty if nothing was traced."""
     used = (names for t in traces for node, names in t.parameters.items() if node.users)
     reached = {name for names in used for name in names}
@@ -212,7 +212,7 @@ def verdict_on(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -
     )
 
 
-def writers_of(problem: Problem, cut: Cut, reference: Candidate) -> tuple[CentredWeight, ...]:
+def writers_of(problem: Problem, cut: Cut, reference: StoredClass) -> tuple[CentredWeight, ...]:
     """One writer for each stored tensor of each centred parameter, in the model's order."""
     centred = {p for support in cut.folded.values() for p in support.writers}
     tensors = _stored_tensors(problem, reference, dict.fromkeys(centred, True))
@@ -227,7 +227,7 @@ def writers_of(problem: Problem, cut: Cut, reference: Candidate) -> tuple[Centre
 
 
 def rotated_tensors(
-    problem: Problem, reference: Candidate, group: FoundGroup
+    problem: Problem, reference: StoredClass, group: FoundGroup
 ) -> tuple[RotatedTensor, ...]:
     """One entry for each stored tensor of each rotated parameter, in the model's order."""
     scaled = {p: bool(group.fused and uses.writes) for p, uses in group.parameters.items()}
@@ -240,7 +240,7 @@ def rotated_tensors(
 
 
 def _stored_tensors(
-    problem: Problem, reference: Candidate, parameters: Mapping[Parameter, bool]
+    problem: Problem, reference: StoredClass, parameters: Mapping[Parameter, bool]
 ) -> dict[Parameter, list[CentredWeight]]:
     """The stored tensors of ``parameters``, which say whether a scale is fused into them."""
     names, weights = stored_in_groups(reference, problem.groups), stored_weights(reference.model)
@@ -260,12 +260,12 @@ def _stored_tensors(
     return tensors_of
 
 
-def _in_order(reference: Candidate, tensors: Iterable[Edited]) -> tuple[Edited, ...]:
+def _in_order(reference: StoredClass, tensors: Iterable[Edited]) -> tuple[Edited, ...]:
     order = {name: position for position, name in enumerate(stored_weights(reference.model))}
     return tuple(sorted(tensors, key=lambda t: (order[t.parameter], t.tensor, t.axis)))
 
 
-def _baked(problem: Problem, reference: Candidate, table: str) -> BakedNorm | None:
+def _baked(problem: Problem, reference: StoredClass, table: str) -> BakedNorm | None:
     """The norm that is baked into a table, by the names of its stored tensors."""
     norm = problem.baked.get(table)
     if norm is None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from enjoyln_cli.analysis import untying
 from enjoyln_cli.analysis.analyze import analyze_calls, calls_of
-from enjoyln_cli.analysis.stored_names import Candidate
+from enjoyln_cli.analysis.stored_names import StoredClass
 from enjoyln_cli.checkpoint.config import require_unfolded
 from enjoyln_cli.errors import NothingToFold, UnsupportedModel
 from enjoyln_cli.models.load import stored_weights
@@ -76,7 +76,7 @@ def rotate(
 def _untied_classes(model: Any) -> untying.UntiedClasses | None:
     """Untie the parameters of ``model`` in place; ``None`` if none is tied, or all stay tied."""
     weights = stored_weights(model)
-    candidate = Candidate(model, {name: (name,) for name in weights}, {}, ())
+    candidate = StoredClass(model, {name: (name,) for name in weights}, {}, ())
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     try:
         untied_classes = untying.find_untied_classes(model.config, [candidate], shapes, None)

@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from enjoyln_cli.analysis.analyze import Analysis
-from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
+from enjoyln_cli.analysis.stored_names import StoredClass, stored_in_groups
 from enjoyln_cli.checkpoint.config import set_entry
 from enjoyln_cli.checkpoint.headers import DTYPES
 from enjoyln_cli.checkpoint.reader import read_tensor
@@ -181,7 +181,7 @@ def _obstacle(edits: Float16Edits, norm: str) -> str:
     return "its stream was not found"
 
 
-def _stored_names(reference: Candidate, groups: Mapping[str, str]) -> TensorsOf:
+def _stored_names(reference: StoredClass, groups: Mapping[str, str]) -> TensorsOf:
     """A function that names the stored tensors of a parameter, under all of its tied names."""
     names, weights = stored_in_groups(reference, groups), stored_weights(reference.model)
 
@@ -210,7 +210,7 @@ def _source(plan: Plan, tensor: str) -> str:
     return next((one.stored for one in plan.untied if one.tensor == tensor), tensor)
 
 
-def _most_common(reference: Candidate) -> torch.dtype:
+def _most_common(reference: StoredClass) -> torch.dtype:
     held = reference.checkpoint
     stored = [] if held is None else [DTYPES[one.dtype] for one in held.tensors.values()]
     floating = [dtype for dtype in stored if dtype.is_floating_point]

@@ -22,7 +22,7 @@ from torch import nn
 
 from enjoyln_cli import analyze, optimize
 from enjoyln_cli.analysis.analyze import analyze_config
-from enjoyln_cli.analysis.stored_names import Candidate
+from enjoyln_cli.analysis.stored_names import StoredClass
 from enjoyln_cli.analysis.untying import find_untied_classes
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.conversion.fold import convert, prepare
@@ -259,7 +259,7 @@ class Joined(tf.GPT2PreTrainedModel):
 
 def test_a_tie_that_the_config_does_not_decide() -> None:
     model = Joined(GPT2)
-    found = Candidate(model, {"inside.weight": ("inside.weight",)}, {}, ())
+    found = StoredClass(model, {"inside.weight": ("inside.weight",)}, {}, ())
     shapes = {"inside.weight": (61, 24)}
     with pytest.raises(UnsupportedModel, match=r"ties outside\.weight to inside\.weight even if"):
         find_untied_classes(GPT2, [found], shapes, None)
