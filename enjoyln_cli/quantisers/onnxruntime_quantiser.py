@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import platform
 from collections.abc import Mapping
 from contextlib import redirect_stdout
@@ -104,14 +105,13 @@ def _in_groups(
     4.
     """
     import onnx_ir
-    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
     proto = onnx_ir.to_proto(program)
     passes = [(scheme.weight_bits, [*kept, *in_eight_bits])]
     if scheme.weight_bits < 8:
         passes.append((8, kept))
     for bits, excluded in passes:
-        quantizer = MatMulNBitsQuantizer(
+        quantizer = quantizer_in_groups()(
             proto,
             bits=bits,
             block_size=GROUP,
@@ -124,3 +124,13 @@ def _in_groups(
         quantizer.process()
         proto = quantizer.model.model
     return onnx_ir.from_proto(proto)
+
+
+def quantizer_in_groups() -> Any:
+    """onnxruntime's class. Without the log of all libraries, which its module turns on."""
+    level, handlers = logging.root.level, [*logging.root.handlers]
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+    return MatMulNBitsQuantizer

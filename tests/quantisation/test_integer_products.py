@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from enjoyln_cli.quantisers.integer_products import (
     rounded,
     scale_of,
 )
+from enjoyln_cli.quantisers.onnxruntime_quantiser import quantizer_in_groups
 from enjoyln_cli.quantisers.static_ranges import ranges_of
 
 Array = np.ndarray[Any, Any]
@@ -243,3 +246,13 @@ def test_ranges_of_inputs_of_different_lengths() -> None:
     assert {value.name for node in products for value in (node.inputs[0], node.outputs[0])} == set(
         found
     )
+
+
+def test_the_log_of_the_program_stays_as_the_user_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module of onnxruntime's quantiser shows messages of all libraries once it is imported."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    before = logging.root.level
+    name = "onnxruntime.quantization.matmul_nbits_quantizer"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    assert quantizer_in_groups().__name__ == "MatMulNBitsQuantizer"
+    assert (logging.root.level, logging.root.handlers) == (before, [])
