@@ -185,7 +185,8 @@ def round_weights(
         if _weight_of(node) in in_float:
             continue
         if node.op_type == "Gather" and _is_weight(node.inputs[0]) and _axis(node) == 0:
-            _round_table(node, rounding)
+            if _is_large(node.inputs[0]):
+                _round_table(node, rounding)
         elif products:
             _round_product(node, rounding)
     _read_integers(rounding)
@@ -200,6 +201,16 @@ def _is_weight(value: Any) -> bool:
         and value.const_value.dtype == FLOAT
         and len(value.const_value.shape) == 2
     )
+
+
+def _is_large(table: Any) -> bool:
+    """Whether a table has at least as many rows as features.
+
+    A table of fewer rows, as for the types of tokens, takes few bytes, and many tokens read the
+    same row, so that the errors of its rounding add up over them.
+    """
+    rows, features = table.const_value.shape
+    return bool(rows >= features)
 
 
 def _axis(node: Any) -> int:

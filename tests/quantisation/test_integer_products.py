@@ -117,6 +117,30 @@ def test_the_program_computes_the_rounded_function(product: str) -> None:
     np.testing.assert_allclose(computed(program), at_eight_bits(hidden) @ table.T, rtol=1e-4)
 
 
+def test_a_table_of_few_rows_stays_in_float32() -> None:
+    """Many tokens read the same row, so that the error of its rounding is in all of them."""
+    draw = np.random.default_rng(7)
+    tables = {name: draw.normal(0.3, 1, (rows, 6)) for name, rows in (("words", 6), ("types", 5))}
+    graph = """<ir_version: 9, opset_import: ["" : 20]>
+    toy (int64[N] ids) => (float[N, 6] logits) {
+        word = Gather (words, ids)
+        type = Gather (types, ids)
+        logits = Add (word, type)
+    }"""
+    model = onnx.parser.parse_model(graph)
+    for name, values in tables.items():
+        tables[name] = values.astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(tables[name], name))
+    program = onnx_ir.from_proto(model)
+    round_weights(program, products=True)
+    assert floats_of(program) == ["types"]
+    feed = onnx_ir.to_proto(program).SerializeToString()
+    ids = np.array([3, 0, 4])
+    (got,) = onnxruntime.InferenceSession(feed, session_options()).run(None, {"ids": ids})
+    exact = with_scales(tables["words"], ROWS)[ids] + tables["types"][ids]
+    np.testing.assert_allclose(got, exact, rtol=1e-5)
+
+
 def test_a_tied_table_is_stored_once() -> None:
     program, _ = toy()
     round_weights(program, products=True)
