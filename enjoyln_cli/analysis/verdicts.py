@@ -19,6 +19,7 @@ from enjoyln_cli.analysis.problem import CheckpointTraces, Statement
 from enjoyln_cli.analysis.stored_layout import Conversion
 from enjoyln_cli.analysis.stored_names import StoredClass, stored_in_groups
 from enjoyln_cli.calls.calls import input_embeddings
+from enjoyln_cli.calls.composition import composition_of
 from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.plan.axis import Axis, feature_axis
 from enjoyln_cli.plan.edited_tensors import (
@@ -104,6 +105,7 @@ def plan_of(family: CheckpointTraces, statement: Statement, cut: Cut, options: O
         settings=size_settings(widened),
         covered=covered_calls(family.traced, size_settings(widened)),
         training=any(one.training for one in family.traced),
+        composition=composition_of(reference.model),
     )
 
 

@@ -66,6 +66,18 @@ def has_replaced_forward(module: nn.Module) -> bool:
     return getattr(old, "__func__", None) is not type(module).forward
 
 
+def stock_class(cls: type) -> type:
+    """The class that a module had before norms were folded and weights parametrised.
+
+    ``torch.nn.utils.parametrize`` makes a class of its own for each module.
+    """
+    while "made_by" in vars(cls) or cls.__module__.startswith(
+        ("enjoyln_cli.", "torch.nn.utils.parametrize")
+    ):
+        cls = cls.__bases__[-1]
+    return cls
+
+
 def become(module: nn.Module, cls: type) -> None:
     """Set the class of ``module`` to ``cls``, also for the ``forward`` that accelerate calls."""
     module.__class__ = cls

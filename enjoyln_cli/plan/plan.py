@@ -7,7 +7,7 @@ achieved by centring parameters, or by an explicit centring operation.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from enjoyln_cli.plan.axis import Axis, Count
@@ -265,6 +265,11 @@ class Plan:
     """Whether the plan is proven for training mode, too."""
     dropout_rates: tuple[tuple[str, float], ...] = ()
     """The rates of dropout with which it is proven for training mode, by path and attribute."""
+    composition: Annotated[Mapping[str, Mapping[str, object]], NOT_STORED] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """What the modules of the analysed model were (see ``calls.composition``); empty for a plan
+    that was read from a file."""
 
     @property
     def folded(self) -> tuple[Verdict, ...]:

@@ -66,13 +66,14 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def plain(value: Any, without: Collection[str] = ()) -> Any:
     """The plain data of a dataclass: ``read`` gives the same dataclass again.
 
-    Fields are left out if they have their default value, or if their name is in ``without``.
+    Fields are left out if they have their default value, if they are not compared, or if their name
+    is in ``without``.
     """
     if is_dataclass(value):
         return {
             field.name: plain(getattr(value, field.name), without)
             for field in fields(value)
-            if field.name not in without and not _is_default(value, field)
+            if field.compare and field.name not in without and not _is_default(value, field)
         }
     if isinstance(value, Mapping):
         return {key: plain(item, without) for key, item in value.items()}

@@ -32,7 +32,7 @@ def dump_recipe(recipe: Recipe) -> str:
     Every name of a section has a line of its own.
     """
     lines = [_HEAD.format(model_type=recipe.model_type)]
-    data = schema.plain(recipe, {"where"})
+    data = schema.plain(recipe)
     first = {key: data.pop(key) for key in ("version", "model_type")}
     for key, value in (first | data).items():
         if value and key in SECTIONS:

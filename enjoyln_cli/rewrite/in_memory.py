@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from enjoyln_cli.calls.composition import what_changed
 from enjoyln_cli.checkpoint.config import set_entry
 from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.edits.finite import require_finite
@@ -42,9 +43,10 @@ def centre_parameters(model: nn.Module, plan: Plan, *, allow_nonfinite: bool = F
     edited, and results beyond the range of the dtype.
 
     Raises ``BadCheckpoint`` if ``model`` lacks a parameter, holds it in another shape, or if an
-    edit would write a number that is not finite; and ``UnsupportedModel`` if no call is proven, a
-    weight cannot be written, or bytes would change that another weight covers too (see
-    ``rewrite.editable``). Nothing is changed then.
+    edit would write a number that is not finite; and ``UnsupportedModel`` if no call is proven, the
+    model has changed since it was analysed (see ``calls.composition``), a weight cannot be
+    written, or bytes would change that another weight covers too (see ``rewrite.editable``).
+    Nothing is changed then.
     """
     if plan.covered is not None and (plan.centred_weights or plan.rotated):
         plan.covered.require_any(type(model).__name__)
@@ -127,8 +129,12 @@ def _require_finite(
 def require_fit(model: nn.Module, plan: Plan) -> Mapping[str, Edit]:
     """The edits of ``plan`` by parameter.
 
-    Raises ``BadCheckpoint`` if ``plan`` was made for another model than ``model``.
+    Raises ``BadCheckpoint`` if ``plan`` was made for another model than ``model``, and
+    ``UnsupportedModel`` if ``model`` has changed since it was analysed.
     """
+    known = plan.composition if type(model).__name__ == plan.model_class else {}
+    if known and (changed := what_changed(known, model)):
+        raise UnsupportedModel(f"{changed} since the model was analysed; analyse it again")
     shapes = {name: tuple(tensor.shape) for name, tensor in values_of(model).items()}
     try:
         return fitting_edits(plan, shapes, in_memory=True)

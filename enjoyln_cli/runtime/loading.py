@@ -29,12 +29,12 @@ from enjoyln_cli.models.classes import locate
 from enjoyln_cli.models.extents import identity_of
 from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.models.load import class_in
+from enjoyln_cli.models.norm_modules import stock_class
 from enjoyln_cli.plan.mean_units import copy_units, intact, set_units, spare_units
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.editable import require_editable
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.runtime.install import require_installable, run_folded
-from enjoyln_cli.runtime.modules import stock_class
 from enjoyln_cli.runtime.structure import KeepStructure
 from enjoyln_cli.runtime.weight_check import (
     FLOATS,

@@ -137,18 +137,6 @@ def rms_spelled_out(base: type, spec: LayerNormSpec) -> type:
     return make_class(f"RMS{base.__name__}", (Folded, base), rms_spelled_out, base, spec, **body)
 
 
-def stock_class(cls: type) -> type:
-    """The class that a module had before norms were folded and weights parametrised.
-
-    ``torch.nn.utils.parametrize`` makes a class of its own for each module.
-    """
-    while "made_by" in vars(cls) or cls.__module__.startswith(
-        ("enjoyln_cli.", "torch.nn.utils.parametrize")
-    ):
-        cls = cls.__bases__[-1]
-    return cls
-
-
 def affine(module: Any, spec: LayerNormSpec) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The factor and the summand that a norm applies, each of shape ``(features,)`` or ``None``."""
     weight = getattr(module, spec.weight, None) if spec.gain != "1" else None

@@ -23,10 +23,10 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from enjoyln_cli.errors import EnjoyLNError, NotCentred
-from enjoyln_cli.models.norm_modules import has_replaced_forward
+from enjoyln_cli.models.norm_modules import has_replaced_forward, stock_class
 from enjoyln_cli.plan.trusted_code import foreign_hooks
 from enjoyln_cli.runtime.adapters import added_weights, replaced_message
-from enjoyln_cli.runtime.modules import Folded, stock_class
+from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.scope import CallGuard, in_python
 from enjoyln_cli.text import first_line
 

@@ -23,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import build
+from enjoyln_cli.models.norm_modules import stock_class
 from enjoyln_cli.runtime.call_guards import call_guards
-from enjoyln_cli.runtime.modules import stock_class
 from enjoyln_cli.runtime.neutral import neutral_parameters, skip_neutral
 from enjoyln_cli.runtime.scope import CallGuard
 from enjoyln_cli.runtime.structure import (
