@@ -105,7 +105,10 @@ def plan_of(family: CheckpointTraces, statement: Statement, cut: Cut, options: O
         settings=size_settings(widened),
         covered=covered_calls(family.traced, size_settings(widened)),
         training=any(one.training for one in family.traced),
-        composition=composition_of(reference.model),
+        compositions=(
+            composition_of(reference.model),
+            *(t.left for t in traces if t.left and t.model_class == reference.name),
+        ),
     )
 
 

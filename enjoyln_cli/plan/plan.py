@@ -265,11 +265,11 @@ class Plan:
     """Whether the plan is proven for training mode, too."""
     dropout_rates: tuple[tuple[str, float], ...] = ()
     """The rates of dropout with which it is proven for training mode, by path and attribute."""
-    composition: Annotated[Mapping[str, Mapping[str, object]], NOT_STORED] = field(
-        default_factory=dict, compare=False, repr=False
+    compositions: Annotated[tuple[Mapping[str, Mapping[str, object]], ...], NOT_STORED] = field(
+        default=(), compare=False, repr=False
     )
-    """What the modules of the analysed model were (see ``calls.composition``); empty for a plan
-    that was read from a file."""
+    """What the modules of the analysed model were, and what its calls made of them, if they replace
+    some (see ``calls.composition``); empty for a plan that was read from a file."""
 
     @property
     def folded(self) -> tuple[Verdict, ...]:

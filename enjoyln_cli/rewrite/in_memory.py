@@ -132,9 +132,10 @@ def require_fit(model: nn.Module, plan: Plan) -> Mapping[str, Edit]:
     Raises ``BadCheckpoint`` if ``plan`` was made for another model than ``model``, and
     ``UnsupportedModel`` if ``model`` has changed since it was analysed.
     """
-    known = plan.composition if type(model).__name__ == plan.model_class else {}
-    if known and (changed := what_changed(known, model)):
-        raise UnsupportedModel(f"{changed} since the model was analysed; analyse it again")
+    known = plan.compositions if type(model).__name__ == plan.model_class else ()
+    changes = [what_changed(then, model) for then in known]
+    if changes and all(changes):
+        raise UnsupportedModel(f"{changes[0]} since the model was analysed; analyse it again")
     shapes = {name: tuple(tensor.shape) for name, tensor in values_of(model).items()}
     try:
         return fitting_edits(plan, shapes, in_memory=True)

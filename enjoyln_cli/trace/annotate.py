@@ -17,6 +17,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from enjoyln_cli.calls.calls import Call
+from enjoyln_cli.calls.composition import Composition, composition_of
 from enjoyln_cli.calls.input_sets import accepted_by
 from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.graph.insertion_points import ambiguous_points, blocks, insertion_points_of
@@ -91,6 +92,7 @@ def annotate(
             f for fields in returned.values() for f in fields if is_fed_back(f, accepted)
         ),
         call=this.call,
+        left=_composition_left(this),
         called_with_more=frozenset(
             naming(path_in_model(path)) for path in recording.called_with_more
         ),
@@ -102,6 +104,21 @@ def annotate(
         },
         unusable_points=frozenset((naming(path), at) for path, at in unusable_points),
     )
+
+
+def _composition_left(this: CallToTrace) -> Composition | None:
+    """What the model would consist of after the call; ``None`` if no module has another class then.
+
+    BigBird replaces an attention by a module of another class if a text is short.
+    """
+    before, after = (
+        {path: type(module) for path, module in model.named_modules()}
+        for model in (this.original, this.model)
+    )
+    if before == after:
+        return None
+    kept, made = composition_of(this.original), composition_of(this.model)
+    return {path: (kept if cls is before.get(path) else made)[path] for path, cls in after.items()}
 
 
 def _locked_by_call(

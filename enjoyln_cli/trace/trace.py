@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from enjoyln_cli.calls.calls import Call
+from enjoyln_cli.calls.composition import Composition
 from enjoyln_cli.graph.insertion_points import InsertionPoint
 from enjoyln_cli.graph.nodes import aten, packet
 
@@ -43,6 +44,8 @@ class Trace:
     fed_back: frozenset[str]
     """Output fields that a later call may take as inputs."""
     call: Call
+    left: Composition | None = None
+    """What the model consists of after the call, if the call replaces some of its modules."""
     called_with_more: frozenset[str] = frozenset()
     """Modules without children that a call passes other arguments than one tensor."""
     locked: Mapping[str, str] = field(default_factory=dict)

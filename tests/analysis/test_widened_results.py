@@ -169,7 +169,7 @@ def test_a_forced_wrong_widening_is_refuted(tmp_path: Path) -> None:
     right = BertConfig(**BERT)
     plan = analyze_config(right, model_class="BertModel", options=WIDEN).plan
     assert len(plan.widened) == 2
-    plan = replace(plan, composition={})  # which would refuse another activation
+    plan = replace(plan, compositions=())  # which would refuse another activation
     wrong = BertConfig(**BERT, hidden_act="tanh")
     live("BertModel", wrong).save_pretrained(tmp_path / "source")
     source = open_source(str(tmp_path / "source"), weights=True)

@@ -166,3 +166,38 @@ def test_the_same_change_before_the_analysis(change: Callable[[Net], None]) -> N
     for one in (model, other, model):  # the last is converted already
         fold_in_memory(one, plan)
         assert torch.allclose(one(x), expected, rtol=0, atol=1e-12)
+
+
+class Thorough(nn.Linear):
+    """A layer that its model replaces by a simpler one in a call with few rows."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + 0.0
+
+
+class Switching(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = Thorough(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) < 9 and type(self.last) is Thorough:
+            weight, bias = self.last.weight, self.last.bias
+            self.last = nn.Linear(8, 3, device="meta")
+            self.last.weight, self.last.bias = weight, bias
+        return super().forward(x)
+
+
+def test_a_layer_that_a_call_of_the_model_replaces() -> None:
+    torch.manual_seed(5)
+    model, x = moved(Switching()), torch.randn(4, 6, dtype=torch.float64)
+    plan = analyze(model, x).plan
+    assert plan.folded
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        expected = model(x)
+        folded = fold_in_memory(model, plan)
+        assert torch.allclose(folded(x), expected, rtol=1e-12)
+    other.last = Summed(8, 3)
+    with pytest.raises(UnsupportedModel, match="the class of last changed since"):
+        fold_in_memory(other, plan)
