@@ -51,7 +51,7 @@ def quantised(
             )
         modes = nncf.CompressWeightsMode
         if scheme.weight_bits == 8:
-            return nncf.compress_weights(program, mode=modes.INT8_SYM, **common)
+            return nncf.compress_weights(program, mode=modes.INT8_ASYM, **common)
         by_error = rounding != "nearest"
         symmetric = rounding != "asymmetric gptq"
         mode = modes.INT4_SYM if symmetric else modes.INT4_ASYM
