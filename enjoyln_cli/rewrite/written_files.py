@@ -30,6 +30,7 @@ from enjoyln_cli.text import listed_briefly
 from enjoyln_cli.version import versions
 
 _DIGEST = "digest"
+_ADDED = "was added"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,11 @@ class WrittenFiles:
         if not self.changes:
             return ""
         names = shlex.quote(",".join(self.changes)) if len(self.changes) <= 3 else "NAMES"
-        return f"{self.objection}; restore it, or if the change is meant pass --accept {names}"
+        advice = "undo the changes, or if they are meant"
+        if len(self.changes) == 1:
+            verb = "remove" if _ADDED in self.changes.values() else "restore"
+            advice = f"{verb} it, or if the change is meant"
+        return f"{self.objection}; {advice} pass --accept {names}"
 
 
 def written_files(result: Source, accept: Sequence[str] = ()) -> WrittenFiles:
@@ -149,7 +154,7 @@ def _change(now: str | None, before: str | None) -> str:
     """How a file has changed, from its digests; ``None`` for a file that is missing."""
     if now is None:
         return "was deleted"
-    return "was added" if before is None else "has changed since it was written"
+    return _ADDED if before is None else "has changed since it was written"
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -18,9 +18,11 @@ from stored_files import changed, rewritten
 from verify_cases import POSITIONS, D, folded, gpt2, right_plan
 
 import enjoyln_cli
+from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.comparison import batches as inputs
 from enjoyln_cli.comparison.metrics import distances
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel, VerificationFailed
+from enjoyln_cli.rewrite.written_files import written_files
 from enjoyln_cli.verification.verify import verify
 
 
@@ -90,6 +92,21 @@ def test_a_result_that_transformers_has_saved_again(out: Path, tmp_path: Path) -
     found = verify(tmp_path / "out", accept=["enjoyln_verify.json"])
     assert found.passed, found.summary
     assert verify(tmp_path / "out").passed, "the files are recorded now"
+
+
+def test_the_advice_for_files_that_changed(out: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(out, tmp_path / "out")
+
+    def advice() -> str:
+        return written_files(Source(str(other), other, None)).failure
+
+    (other / "notes.txt").write_text("mine")
+    said = "notes.txt was added; remove it, or if the change is meant pass --accept notes.txt"
+    assert advice() == said
+    (other / "generation_config.json").write_text("{}")
+    assert "; undo the changes, or if they are meant pass --accept " in advice()
+    (other / "notes.txt").unlink()
+    assert "has changed since it was written; restore it, or if the change is meant" in advice()
 
 
 # Weights that are not there.
