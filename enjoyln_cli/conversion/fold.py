@@ -212,7 +212,8 @@ def with_safe_scales(
         analyze = partial(analyze, options=Options(fold=False, rotate=True))
         analysis = analyze(opened.config)
     model = opened.load(torch.float32)
-    edits = edits_for(model, calibration_batches(opened, model, data), analysis)
+    batches = calibration_batches(opened, model, data)
+    edits = edits_for(model, batches, analysis, keeps_all=not job.folding.outputs)
     if edits.overflowing:
         plan = with_stored_scales(
             analysis, plan, opened.config, edits, analyze, writing.stored_dtype, event

@@ -139,22 +139,22 @@ class Flow:
     def steps(self, value: Value) -> Iterator[Value | Observer]:
         """For each direct consumer: its result if that is shifted too, or an observer."""
         for consumer in consumers(value.node):
-            if consumer.op == "output" and not self.is_required(value):
+            if consumer.op == "output" and not self.is_required(value.trace, value.node):
                 continue
             if self.products.get(consumer) is value.node:
                 yield Value(value.trace, consumer, value.axis)
                 continue
             for reader, read, found in outcomes(consumer, value.node, value.axis):
-                if reader.op == "output" and not self.is_required(replace(value, node=read)):
+                if reader.op == "output" and not self.is_required(value.trace, read):
                     continue
                 if isinstance(found, Opaque):
                     yield Observer(value.trace, reader, found.reason)
                 elif isinstance(found, Axis):
                     yield Value(value.trace, reader, found)
 
-    def is_required(self, value: Value) -> bool:
+    def is_required(self, trace: int, node: Node) -> bool:
         """Whether a value that the model returns must stay unchanged."""
-        fields = self.traces[value.trace].returned.get(value.node)
+        fields = self.traces[trace].returned.get(node)
         return self.required is None or fields is None or not self.required.isdisjoint(fields)
 
     @cached_property
@@ -190,9 +190,8 @@ class Flow:
         """
         found: set[Node] = set()
         for node in reversed(self.traces[at].graph.nodes):
-            value = Value(at, node, Axis(0, 0, 1, 1, 1))
             used = any(
-                self.is_required(value) if user.op == "output" else user not in found
+                self.is_required(at, node) if user.op == "output" else user not in found
                 for user in node.users
                 if not (reads_no_values(user, node) or user.meta.get("unread"))
             )

@@ -111,7 +111,7 @@ def find_readers(
             if reader not in reads or reader in flow.unneeded:
                 continue
             if reader.op == "output":
-                if flow.is_required(current):
+                if flow.is_required(current.trace, current.node):
                     return LayerObstacle("the model returns its result", "")
                 continue
             if current.node in centred:

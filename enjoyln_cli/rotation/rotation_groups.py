@@ -254,7 +254,8 @@ class _GroupSearch:
         """Visit a value that the model returns: only state such as a cache may change."""
         trace = self.flow.traces[value.trace]
         fields = trace.returned.get(value.node)
-        if not self.flow.is_required(value) or (fields and trace.fed_back.issuperset(fields)):
+        may_change = not self.flow.is_required(value.trace, value.node)
+        if may_change or (fields and trace.fed_back.issuperset(fields)):
             self.changed(value.trace, value.node)
         else:
             self.stop("the model returns it", value.trace, value.node)

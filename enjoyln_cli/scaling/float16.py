@@ -71,10 +71,15 @@ def calibration_batches(opened: OpenedModel, model: Any, data: UserData) -> list
     return batches_of(model, data, opened.source.path, torch.float32, WINDOWS).batches
 
 
-def edits_for(model: Any, batches: Sequence[Batch], analysis: Analysis) -> Float16Edits:
-    """What to scale in a float32 ``model`` for the calibration ``batches``."""
+def edits_for(
+    model: Any, batches: Sequence[Batch], analysis: Analysis, *, keeps_all: bool = True
+) -> Float16Edits:
+    """What to scale in a float32 ``model`` for the calibration ``batches``.
+
+    Without ``keeps_all``, outputs that the analysis does not protect may be at another scale.
+    """
     ranges = norm_ranges(model, calls_of_norms(analysis.problem.flow), batches)
-    return float16_edits(scaled_streams(analysis.problem), ranges)
+    return float16_edits(scaled_streams(analysis.problem, keeps_all=keeps_all), ranges)
 
 
 def float16_edits(streams: list[ScaledStream], ranges: Mapping[str, NormRange]) -> Float16Edits:

@@ -45,6 +45,7 @@ from enjoyln_cli.trace.trace import uncast
 
 DOWN = Fraction(-1)
 """The exponent of the stream itself."""
+RETURNED = "the model returns it"
 TracedNode = tuple[int, Node]
 """The index of a trace, and a node of its graph."""
 
@@ -81,8 +82,11 @@ def calls_of_norms(flow: Flow) -> dict[str, list[TracedNode]]:
     return calls
 
 
-def scaled_streams(problem: Problem) -> list[ScaledStream]:
-    """Every stream that a norm reads, in the order of the norms."""
+def scaled_streams(problem: Problem, *, keeps_all: bool = True) -> list[ScaledStream]:
+    """Every stream that a norm reads, in the order of the norms.
+
+    Without ``keeps_all``, an output that need not stay unchanged may be at another scale.
+    """
     named, nodes = parameter_nodes(problem.flow.traces, problem.groups)
     held = [frozenset(parameters_within(trace)) for trace in problem.flow.traces]
     order = _order_of(problem.flow)
@@ -92,7 +96,7 @@ def scaled_streams(problem: Problem) -> list[ScaledStream]:
     for norm, (start, *_) in calls.items():
         if start in seen:
             continue
-        search = _Search(problem, named, nodes, held, order, calls, ScaledStream(norm))
+        search = _Search(problem, keeps_all, named, nodes, held, order, calls, ScaledStream(norm))
         search.run(start)
         found.append(search.stream)
         seen |= search.stream.exponents.keys()
@@ -102,6 +106,7 @@ def scaled_streams(problem: Problem) -> list[ScaledStream]:
 @dataclass(eq=False)
 class _Search:
     problem: Problem
+    keeps_all: bool
     named: Sequence[Mapping[Node, str]]
     nodes: Mapping[str, Sequence[TracedNode]]
     held: Sequence[frozenset[Node]]
@@ -180,8 +185,9 @@ class _Search:
         exponent = self.stream.exponents[place]
         for reader in node.users:
             if reader.op == "output":
-                self.stop("the model returns it", place)
-            elif reads_no_values(reader, node) or reader.meta.get("unread"):
+                if self.keeps_all or self.flow.is_required(position, node):
+                    self.stop(RETURNED, place)
+            elif reads_no_values(reader, node) or self.is_unread(reader):
                 continue
             elif reader.meta.get("written") or node.meta.get("written"):
                 self.stop(WRITTEN, place)
@@ -279,6 +285,12 @@ class _Search:
                         (position, node),
                     )
 
+    def is_unread(self, node: Node) -> bool:
+        """Whether nothing is computed from a node but outputs that may change."""
+        if node.meta.get("unread"):
+            return True
+        return not self.keeps_all and node in self.flow.unneeded
+
     def fits(self, place: TracedNode) -> bool:
         """Whether the exponents of a node and its operands agree with its rule."""
         position, node = place
@@ -289,7 +301,7 @@ class _Search:
         if node.op != "call_function":  # a parameter, or what the call returns
             is_given = self.flow.traces[position].inputs.get(node) in self.stream.inputs
             return node.op == "output" or node in self.named[position] or is_given
-        if node.meta.get("unread"):
+        if self.is_unread(node):
             return True
         if all(reads_no_values(node, x) for x in read) and not own:
             return True

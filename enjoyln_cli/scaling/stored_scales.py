@@ -36,7 +36,7 @@ from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.rewrite.in_memory import eps_attribute
 from enjoyln_cli.scaling.degrees import NORMS, eps_of
 from enjoyln_cli.scaling.float16 import Float16Edits, TensorsOf, planned_scale, require_exact
-from enjoyln_cli.scaling.scaled_streams import ScaledStream
+from enjoyln_cli.scaling.scaled_streams import RETURNED, ScaledStream
 from enjoyln_cli.text import dtype_name, listed_briefly
 from enjoyln_cli.trace.trace import Trace
 
@@ -177,7 +177,8 @@ def _obstacle(edits: Float16Edits, norm: str) -> str:
     for stream in edits.found:
         if stream.obstacle and (norm == stream.norm or norm in stream.norms):
             where = f" (at {stream.obstacle.culprit})" if stream.obstacle.culprit else ""
-            return f"{stream.obstacle.reason}{where}"
+            way = ", which --outputs may leave out" * (stream.obstacle.reason == RETURNED)
+            return f"{stream.obstacle.reason}{where}{way}"
     return "its stream was not found"
 
 

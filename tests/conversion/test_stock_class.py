@@ -35,7 +35,9 @@ IMAGE: dict[str, Any] = {
 ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 WHOLE = {"rope_parameters": ROTARY}
 OLMO = ("OlmoForCausalLM", T.OlmoConfig, TEXT)
-COHERE2 = ("Cohere2ForCausalLM", T.Cohere2Config, {**TEXT, "sliding_window": 8})
+COHERE2 = ("Cohere2ForCausalLM", T.Cohere2Config, {
+    **TEXT, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+})  # fmt: skip
 COHERE = ("CohereForCausalLM", T.CohereConfig, TEXT)
 STABLE = ("StableLmForCausalLM", T.StableLmConfig, TEXT | WHOLE)
 STARCODER = ("Starcoder2ForCausalLM", T.Starcoder2Config, TEXT)

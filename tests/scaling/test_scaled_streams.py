@@ -69,6 +69,30 @@ def test_a_scaled_stream_computes_the_same(name: str) -> None:
     torch.testing.assert_close(outputs(model), before, rtol=within, atol=within)
 
 
+def test_an_output_that_may_change_follows_the_scale() -> None:
+    """CLIP returns its last stream beside the embedding of the picture."""
+    name = "CLIPVisionModelWithProjection"
+    config = T.CLIPVisionConfig(architectures=[name], projection_dim=16, **IMAGE)
+    torch.manual_seed(0)
+    model = getattr(T, name)(config).double().eval()
+    options, norm = Options(fold=False, rotate=True), "vision_model.encoder.layers.0.layer_norm1"
+
+    def stream(outputs: tuple[str, ...]) -> ScaledStream:
+        problem = analyze_config(config, options=options, outputs=outputs).problem
+        found = scaled_streams(problem, keeps_all=not outputs)
+        return next(each for each in found if each.norm == norm)
+
+    obstacle = stream(()).obstacle
+    assert obstacle is not None and obstacle.reason == "the model returns it"
+    (batch,) = unpadded_batches(model, ((2, 7),), torch.float64)
+    with torch.no_grad():
+        before = model(**batch)
+        scale_streams(model, {stream(("image_embeds",)): 3})
+        after = model(**batch)
+    assert torch.equal(after.image_embeds, before.image_embeds)
+    assert torch.equal(after.last_hidden_state, before.last_hidden_state / 8)
+
+
 def test_an_eps_without_an_attribute_is_refused() -> None:
     """OLMo passes a number to ``layer_norm``."""
     settings = {**TEXT, **ONES, "tie_word_embeddings": False}
