@@ -41,6 +41,7 @@ from enjoyln_cli.onnx_export.onnx_program import (
     traced_program,
 )
 from enjoyln_cli.runtime.call_guards import call_guards, input_means
+from enjoyln_cli.scaling.float16 import computed_in_parts, scaled_inputs
 from enjoyln_cli.text import dtype_name, listed_briefly
 
 FOLDER = "onnx"
@@ -89,9 +90,9 @@ def programs_of(
     it returns: names or patterns, by default all. ``opset`` is by default 23 for a model with
     folded norms, each of which becomes one ``RMSNormalization``, and otherwise 20, which every
     quantiser accepts. ``shifts`` are norms whose input is multiplied by ``2^-k`` (see
-    ``scale_norms``). Without ``cross_cache``, a decoder returns the keys and values of its cross
-    attention in each call, and is not given them. Attention is computed by its products from now
-    on.
+    ``scale_norms`` and ``scaled_inputs``). Without ``cross_cache``, a decoder returns the keys and
+    values of its cross attention in each call, and is not given them. Attention is computed by its
+    products from now on.
 
     Raises ``UnsupportedModel`` if the model cannot be exported, if it generates without a cache of
     keys and values, if a program would take only inputs of the traced sizes, or if a folded norm
@@ -103,13 +104,14 @@ def programs_of(
         opset = OPSET if any(norms.values()) else OPSET_OF_LAYER_NORMS
     if not cross_cache:
         calls = {name: replace(call, cross=()) for name, call in calls.items()}
-    with separate_parameters(model):
+    in_parts = computed_in_parts(model, shifts or {})
+    with separate_parameters(model), scaled_inputs(model, in_parts):
         weights = _weights(model)
         bare = {name: traced_program(call, opset, weights) for name, call in calls.items()}
     for name, program in bare.items():
         require_rms_norms(program.graph, model, norms[name])
-    if shifts:
-        scale_norms([program.graph for program in bare.values()], shifts)
+    whole = {norm: k for norm, k in (shifts or {}).items() if norm not in in_parts}
+    scale_norms([program.graph for program in bare.values()], whole)
     return with_weights(Programs({}, bare), model)
 
 

@@ -103,7 +103,10 @@ def quantize(
     require_target(options.target, scheme, format_name)
     settings = for_target(require_scheme(scheme, format_name), options.target, sums_saturate())
     if options.fp16_safe and format_name != ONNX:
-        raise UnsupportedModel(f"--fp16-safe works for {ONNX}, not for {format_name}")
+        raise UnsupportedModel(
+            f"--fp16-safe works for {ONNX}, not for {format_name}: only its files take a "
+            "multiplication in front of a norm"
+        )
     require_float(str(model))
     opened = open_model(str(model), opening, unfolded=True)
     source = opened.source

@@ -32,6 +32,7 @@ from enjoyln_cli.quantisers import onnxruntime_quantiser
 from enjoyln_cli.quantisers.gptq import RoundedWeight
 from enjoyln_cli.quantisers.schemes import QuantisationScheme
 from enjoyln_cli.quantisers.static_ranges import ranges_of
+from enjoyln_cli.scaling.float16 import computed_in_parts, scaled_inputs
 
 Structure = tuple[Any, ...]
 
@@ -128,8 +129,10 @@ def _one_call(model: Any, batch: Batch, shifts: Mapping[str, int]) -> Programs:
 
     leave_out_cache(model)
     config = OnnxConfig(dynamic=True)
-    program = exporting.exported(OnnxExporter(), model, batch, config).program
-    scale_norms([program.graph], shifts)
+    in_parts = computed_in_parts(model, shifts)
+    with scaled_inputs(model, in_parts):
+        program = exporting.exported(OnnxExporter(), model, batch, config).program
+    scale_norms([program.graph], {norm: k for norm, k in shifts.items() if norm not in in_parts})
     fold_transposed_weights(program)
     return Programs({MODEL: program}, {})
 

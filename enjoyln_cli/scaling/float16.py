@@ -7,9 +7,11 @@ carry: ``LN(x; eps) = LN(2^-k x; 4^-k eps)``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +22,15 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.data_files import UserData
 from enjoyln_cli.comparison.user_data import batches_of
 from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.graph.insertion_points import change_input
 from enjoyln_cli.models.load import values_of
+from enjoyln_cli.models.norm_modules import first_input
 from enjoyln_cli.plan.edited_tensors import NamedParameter, ScaledEps, ScaledTensor, StreamScale
 from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.rewrite.opened_model import OpenedModel
+from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.scaling.ranges import NormRange, norm_ranges, shifts_of
 from enjoyln_cli.scaling.scaled_streams import ScaledStream, calls_of_norms, scaled_streams
 
@@ -133,6 +138,46 @@ def scale_streams(model: nn.Module, streams: Mapping[ScaledStream, int]) -> None
     for tensor in (tensor for scale in scales for tensor in scale.tensors):
         require_exact(tensor, values[tensor.parameter])
     centre_parameters(model, Plan(name, name, (name,), (), (), (), scaled=scales))
+
+
+@contextmanager
+def scaled_inputs(model: nn.Module, shifts: Mapping[str, int]) -> Iterator[None]:
+    """Multiply the input of each norm by ``2^-k``, and its eps by ``4^-k``, inside the block.
+
+    A norm without an attribute for its eps keeps it.
+    """
+    undo: list[Callable[[], object]] = []
+    try:
+        for path, shift in shifts.items():
+            norm: Any = model.get_submodule(path)
+            first = first_input(type(norm).forward)
+
+            def scale(_: Any, args: Any, kwargs: Any, k: int = shift, name: str = first) -> Any:
+                return change_input(lambda x: x * 2.0**-k, name, args, kwargs)
+
+            undo.append(norm.register_forward_pre_hook(scale, with_kwargs=True).remove)
+            for name, eps in _eps_of(norm).items():
+                undo.append(partial(setattr, norm, name, eps))
+                setattr(norm, name, eps * 4.0**-shift)
+        yield
+    finally:
+        for step in undo:
+            step()
+
+
+def computed_in_parts(model: nn.Module, shifts: Mapping[str, int]) -> dict[str, int]:
+    """The norms of ``shifts`` that are several operators of a program, and have their own eps."""
+    norms = {path: model.get_submodule(path) for path in shifts}
+    return {
+        path: shifts[path]
+        for path, norm in norms.items()
+        if not isinstance(norm, (nn.LayerNorm, Folded)) and _eps_of(norm)
+    }
+
+
+def _eps_of(norm: nn.Module) -> dict[str, float]:
+    found = {name: vars(norm).get(name) for name in ("eps", "variance_epsilon")}
+    return {name: eps for name, eps in found.items() if isinstance(eps, float)}
 
 
 def require_exact(tensor: ScaledTensor, weight: torch.Tensor) -> None:

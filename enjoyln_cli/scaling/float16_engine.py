@@ -7,7 +7,7 @@ Products of matrices are summed in float32, as engines do. The model itself stay
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,22 +34,6 @@ def engine_in_float16(model: nn.Module) -> Iterator[None]:
     finally:
         for name, parameter in model.named_parameters():
             parameter.data = stored[name]
-
-
-def scale_inputs(model: nn.Module, shifts: Mapping[str, int]) -> None:
-    """Multiply the input of each norm by ``2^-k``, and its eps by ``4^-k``, in place.
-
-    Programs do the same (``onnx_export.onnx_program.scale_norms``).
-    """
-    for path, shift in shifts.items():
-        norm: Any = model.get_submodule(path)
-
-        def scale(_: Any, args: Any, shift: int = shift) -> Any:
-            return (args[0] * 2.0**-shift, *args[1:])
-
-        norm.register_forward_pre_hook(scale)
-        for name in {"eps", "variance_epsilon"} & vars(norm).keys():
-            setattr(norm, name, getattr(norm, name) * 4.0**-shift)
 
 
 class _RoundedOps(TorchDispatchMode):

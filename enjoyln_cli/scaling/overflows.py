@@ -29,8 +29,9 @@ from enjoyln_cli.scaling.float16 import (
     calibration_batches,
     edits_for,
     scale_streams,
+    scaled_inputs,
 )
-from enjoyln_cli.scaling.float16_engine import MASKED, engine_in_float16, scale_inputs
+from enjoyln_cli.scaling.float16_engine import MASKED, engine_in_float16
 from enjoyln_cli.scaling.ranges import FLOAT16_MAX, run_batch
 from enjoyln_cli.text import counted, number
 
@@ -120,8 +121,8 @@ def overflows_of(opened: OpenedModel, data: UserData) -> OverflowReport:
     exact = run(model, whole)
     before, cosine = _largest(model, batches, edits.ranges), _cosine(model, whole, exact)
     scale_streams(model, edits.streams)
-    scale_inputs(model, edits.norms)
-    after, cosine_after = _largest(model, batches, edits.ranges), _cosine(model, whole, exact)
+    with scaled_inputs(model, edits.norms):
+        after, cosine_after = _largest(model, batches, edits.ranges), _cosine(model, whole, exact)
     shifts = {norm: k for stream, k in edits.streams.items() for norm in stream.norms}
     shifts |= edits.norms
     norms = [
