@@ -43,8 +43,9 @@ from enjoyln_cli.scaling.float16 import (
     calibration_batches,
     edits_for,
     scale_streams,
+    scaled_inputs,
 )
-from enjoyln_cli.scaling.float16_engine import engine_in_float16, scale_inputs
+from enjoyln_cli.scaling.float16_engine import engine_in_float16
 
 MOST_TOKENS = 224
 RATE = 16000
@@ -169,11 +170,15 @@ def words_in_float16(name: str, speech: Path) -> None:
     edits = edits_for(model, batches, analysis_for(opened, model))
     print(f"overflowing: {', '.join(edits.overflowing)}\n")
     print("| in float16 | words wrong | in float32 |\n|---|---:|---:|")
-    for what in ("as it is", "with --fp16-safe"):
+
+    def measure(what: str) -> None:
         rates = word_errors(name, InFloat16(model), speech)["word_errors"]
         print(f"| {what} | {rates['quantised']:.1f} % | {rates['float32']:.1f} % |", flush=True)
-        scale_streams(model, edits.streams)
-        scale_inputs(model, edits.norms)
+
+    measure("as it is")
+    scale_streams(model, edits.streams)
+    with scaled_inputs(model, edits.norms):
+        measure("with --fp16-safe")
 
 
 def whisper(folder: str | Path) -> Any:
