@@ -14,7 +14,7 @@ import torch
 from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.simulated_rounding import linear_layers, path_of_head
-from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.events import Event
 from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.programs import save
@@ -202,16 +202,32 @@ class Workshop:
 def load_result(folder: Path, format_name: str, model_class: Any, suffix: str) -> Compute:
     """A quantised model of the class ``model_class``, in the program that runs it.
 
-    ``suffix`` ends the names of ONNX files. Raises ``BadCheckpoint`` if it cannot be loaded.
+    ``suffix`` ends the names of ONNX files. Raises ``BadCheckpoint`` if it cannot be loaded. The
+    result raises ``UnsupportedModel`` for an input with which the program fails.
     """
     try:
         if FORMATS[format_name].is_checkpoint:
-            return quantised_checkpoints.load(folder, model_class)
-        return whole_rows(programs_in(folder, format_name, suffix))
+            compute = quantised_checkpoints.load(folder, model_class)
+        else:
+            compute = whole_rows(programs_in(folder, format_name, suffix))
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # the libraries do not check files, and may raise anything
         raise BadCheckpoint(f"{folder} cannot be loaded: {first_line(error)}") from error
+    return partial(_computed, compute, format_name)
+
+
+def _computed(compute: Compute, format_name: str, batch: Batch) -> dict[str, torch.Tensor]:
+    """What ``compute`` returns for a batch with which the original runs."""
+    try:
+        return compute(batch)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # a program with fixed sizes, or without a kernel for its numbers
+        why = first_line(error)
+        raise UnsupportedModel(
+            f"{format_name} cannot run the model on inputs with which the original runs: {why}"
+        ) from error
 
 
 def programs_in(

@@ -222,6 +222,14 @@ def test_a_decoder_gets_what_the_original_generates(t5: Any, tmp_path: Path) -> 
     assert traced["decoder_input_ids"].shape[1] != 12
 
 
+def test_a_decoder_without_a_first_token_is_refused(t5: Any, tmp_path: Path) -> None:
+    t5.generation_config.decoder_start_token_id = t5.generation_config.bos_token_id = None
+    ids = tuple((at + 3, 5) for at in range(8))
+    said = "T5ForConditionalGeneration generates no tokens for its decoder: .*decoder_start_token"
+    with pytest.raises(UnsupportedModel, match=said):
+        split(t5, tmp_path, UserData(tokens=ids), 4, False)
+
+
 def test_token_ids_have_to_be_in_the_vocabulary(t5: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="token id 61: the model has ids up to 60"):
         split(t5, tmp_path, UserData(tokens=((1, 61),) * 8), 4, False)

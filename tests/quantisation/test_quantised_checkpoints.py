@@ -244,3 +244,10 @@ def test_a_damaged_result_is_refused(format_name: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"none")
     with pytest.raises(BadCheckpoint, match="cannot be loaded"):
         load_result(tmp_path, format_name, OPTForCausalLM, "")
+
+
+def test_an_input_with_which_a_result_fails_is_refused(tmp_path: Path) -> None:
+    small_opt().save_pretrained(tmp_path)
+    compute = load_result(tmp_path, "torchao", OPTForCausalLM, "")
+    with pytest.raises(UnsupportedModel, match="torchao cannot run the model on inputs with which"):
+        compute({"input_ids": torch.tensor([[10**6]])})
