@@ -42,8 +42,8 @@ _MAX_NAME_BYTES = 200
 OS_ERROR_ADVICE = {
     errno.ENOSPC: "the disk is full; free some space",
     errno.EDQUOT: "the disk quota is used up; free some space",
-    errno.EFBIG: "the file system or a limit of this shell forbids files of this size; try "
-    "--max-shard-size",
+    errno.EFBIG: "the file system or a limit of this shell forbids files of this size; "
+    "fold and rotate write smaller files with --max-shard-size",
     errno.EROFS: "the file system is read-only; choose another place",
 }
 _RESUMABLE = (KeyboardInterrupt, OSError, OutputError, ModelNotFound)
