@@ -21,6 +21,7 @@ from enjoyln_cli.onnx_export.cached_calls import (
     MODEL,
     POSITIONS,
     STATES,
+    TYPES,
 )
 from enjoyln_cli.onnx_export.call import DECODER, IDS, MASK
 from enjoyln_cli.onnx_export.cross_cache import PRESENT
@@ -81,6 +82,23 @@ def load_programs(
     }
     load = RUNTIMES[runtime]
     return {name: load(file, threads, spin) for name, file in files.items() if file.exists()}
+
+
+def require_read(
+    programs: Mapping[str, LoadedProgram], given: Mapping[str, Any], has_types: bool
+) -> None:
+    """Raise ``UnsupportedModel`` for an input that no program reads, and that would change results.
+
+    Programs that generate take no types of tokens and no mask of the decoder. ``has_types`` says
+    whether a model without types takes them for zeros, as BERT does and GPT-2 does not.
+    """
+    neutral = {TYPES: 0 if has_types else None, f"{DECODER}{MASK}": 1}
+    for name, value in neutral.items():
+        tensor = given.get(name)
+        if tensor is None or any(name in program.inputs for program in programs.values()):
+            continue
+        if value is None or bool((tensor != value).any()):
+            raise UnsupportedModel(f"the programs take no {name}; leave it out")
 
 
 def is_cached(name: str) -> bool:

@@ -46,7 +46,7 @@ from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.sampling import Runner, choose
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
-from enjoyln_cli.onnx_export.cached_calls import LOGITS, POSITIONS
+from enjoyln_cli.onnx_export.cached_calls import LOGITS, POSITIONS, TYPES
 from enjoyln_cli.onnx_export.cached_run import ENCODED_OUTPUT, STEPS
 from enjoyln_cli.onnx_export.call import (
     DECODER,
@@ -300,6 +300,8 @@ def batches_to_generate(
     batches = []
     for batch in (*pairs, *batches_of(model, ((1, longest),), dtype)):
         batch = _padded_on_the_left(batch)
+        if not prefix:
+            batch.pop(TYPES, None)  # a program of text takes none
         if prefix:  # a length of its own, and no padding: some decoders count positions by it
             ids = batch[f"{DECODER}{IDS}"][:, :-SHORTER]
             batch[f"{DECODER}{IDS}"] = torch.where(ids == (padding or 0), ids[:, -1:], ids)
@@ -319,9 +321,9 @@ def batches_to_generate(
 
 
 def _padded_on_the_left(batch: Batch) -> Batch:
-    """The batch with the padding of each row before its tokens."""
+    """A copy of the batch with the padding of each row before its tokens."""
     if MASK not in batch:
-        return batch
+        return dict(batch)
     counts = (batch[MASK] == 0).sum(1).tolist()
     return {
         name: torch.stack([row.roll(count) for row, count in zip(value, counts, strict=True)])

@@ -39,6 +39,7 @@ from enjoyln_cli.onnx_export.cached_run import (
     is_cached,
     load_programs,
     picture_features,
+    require_read,
     suffix_of,
 )
 from enjoyln_cli.onnx_export.call import DECODER, IDS, MASK
@@ -145,6 +146,7 @@ def _forward(model: Any, programs: LoadedPrograms, name: str, *args: Any, **inpu
     from transformers.utils import ModelOutput
 
     given = {**dict(zip((model.main_input_name,), args, strict=False)), **inputs}
+    require_read(programs, given, hasattr(model.config, "type_vocab_size"))
     decoder, feed, encoded = programs.get(MERGED) or programs[MODEL], given, None
     if not any(map(is_cached, decoder.inputs)):
         return ModelOutput(decoder(_ready(decoder, given)))

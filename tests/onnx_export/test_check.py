@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import MBartConfig, MBartForConditionalGeneration
-from widening_cases import BART
+from transformers import BertConfig, BertLMHeadModel, MBartConfig, MBartForConditionalGeneration
+from widening_cases import BART, BERT
 
 from enjoyln_cli.comparison.metrics import distances
 from enjoyln_cli.onnx_export.call import batches_of_other_sizes, call_to_export
@@ -14,6 +14,7 @@ from enjoyln_cli.onnx_export.check import (
     CheckedBatches,
     Reference,
     RuntimeCheck,
+    batches_to_generate,
     check_in,
 )
 from enjoyln_cli.onnx_export.runtimes import RunProgram
@@ -90,3 +91,12 @@ def test_an_encoder_and_its_decoder_have_lengths_of_their_own() -> None:
     assert len(sizes) >= 3 and call.batch["input_ids"].shape not in sizes
     padded = others[-1]["attention_mask"]
     assert 0 < int(padded[-1].sum()) < padded.shape[1] and not padded[-1, 0] and padded[-1, -1]
+
+
+def test_a_decoder_is_checked_without_token_types() -> None:
+    """Its program takes none; with random types, BERT computes something else."""
+    model = BertLMHeadModel(BertConfig(**BERT, is_decoder=True)).double().eval()
+    call = call_to_export(model, (), torch.float64)
+    assert "token_type_ids" in call.batch
+    for batch in batches_to_generate(model, call, torch.float64, 0).batches:
+        assert batch.keys() == {"input_ids", "attention_mask", "position_ids"}

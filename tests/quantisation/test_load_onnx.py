@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
+    BertLMHeadModel,
     BertModel,
     ViTConfig,
     ViTForImageClassification,
@@ -124,6 +125,30 @@ def test_an_encoder_with_its_decoder_generates(tmp_path: Path) -> None:
         steps.append(step.logits)
         encoded = BaseModelOutput(0 * encoded[0])  # the cache holds the keys of the first call
     torch.testing.assert_close(torch.cat(steps, 1), exact, rtol=1e-3, atol=1e-3)
+
+
+def test_inputs_that_no_program_reads_are_refused(gpt2: tuple[Any, Path], tmp_path: Path) -> None:
+    """Zeros are what BERT takes for types that are left out; GPT-2 adds embeddings to all types."""
+    torch.manual_seed(0)
+    original = shaken(BertLMHeadModel(BertConfig(**BERT, is_decoder=True)))
+    loaded, ids = written(original, tmp_path / "bert"), torch.tensor([[7, 5, 9, 11]])
+    types = {"token_type_ids": torch.zeros_like(ids)}
+    settings = {"max_new_tokens": 5, "do_sample": False}
+    made = original.generate(ids, **types, **settings)
+    assert torch.equal(loaded.generate(ids, **types, **settings), made)
+    said = "the programs take no token_type_ids"
+    with pytest.raises(UnsupportedModel, match=said):
+        loaded(ids, token_type_ids=torch.ones_like(ids))
+    with pytest.raises(UnsupportedModel, match=said):
+        enjoyln_cli.load_onnx(gpt2[1], "fp32")(ids, **types)
+    whisper = shaken(WhisperForConditionalGeneration(WhisperConfig(**WHISPER)))
+    loaded, features = written(whisper, tmp_path / "whisper"), torch.randn(1, 8, 40)
+    mask = torch.ones_like(ids)
+    given = {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+    assert loaded(features, **given).logits.shape[:2] == (1, 4)
+    mask[0, 0] = 0
+    with pytest.raises(UnsupportedModel, match="take no decoder_attention_mask; leave it out"):
+        loaded(features, **given)
 
 
 def test_models_that_do_not_generate(tmp_path: Path) -> None:
