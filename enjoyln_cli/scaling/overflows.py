@@ -33,22 +33,21 @@ from enjoyln_cli.scaling.float16 import (
 )
 from enjoyln_cli.scaling.float16_engine import MASKED, engine_in_float16
 from enjoyln_cli.scaling.ranges import FLOAT16_MAX, run_batch
-from enjoyln_cli.text import counted, number
+from enjoyln_cli.text import counted, listed_briefly, number
 
 OverflowKind = Literal["norm", "stream", "product", "activation"]
 _PRODUCTS = {
     aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.convolution, aten.mul,
     aten._scaled_dot_product_flash_attention_for_cpu,
 }  # fmt: skip
+_SUMS = {aten.add, aten.sub, aten.sum, aten.mean, aten.embedding}
+"""A number too large in their result belongs to a stream."""
 _MOVES = {
-    aten.add, aten.sub, aten.cat, aten.view, aten.expand, aten.permute, aten.transpose, aten.t,
-    aten.slice, aten.select, aten.clone, aten._to_copy, aten.embedding, aten.unsqueeze, aten.split,
-    aten._unsafe_view, aten.native_dropout, aten.detach, aten.alias, aten.unbind, aten.squeeze,
+    aten.cat, aten.view, aten.expand, aten.permute, aten.transpose, aten.t, aten.slice, aten.select,
+    aten.clone, aten._to_copy, aten.unsqueeze, aten.split, aten._unsafe_view, aten.native_dropout,
+    aten.detach, aten.alias, aten.unbind, aten.squeeze, aten.empty_like, aten.new_empty,
 }  # fmt: skip
-"""Ops that add or move values: a number too large in their result belongs to a stream."""
-
-_EMPTY = {aten.empty_like, aten.new_empty}
-"""Their results have no values yet."""
+"""Their results have no numbers of their own."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +99,14 @@ class OverflowReport:
             said.append(
                 "--fp16-safe of export and quantize mends it, and of fold where the weights can"
             )
-        if any(found.kind == "activation" for found in left):
-            said.append("no scale of a stream mends an activation: keep it in float32")
-        if any(found.kind in ("product", "stream") for found in left):
-            said.append("what stays too large has to be computed in float32 or bfloat16")
+        kept = [found.module for found in left if found.kind == "activation"]
+        if kept:
+            names = listed_briefly(kept)
+            said.append(f"no scale of a stream mends an activation, so keep in float32: {names}")
+        others = [found.module for found in left if found.kind in ("product", "stream")]
+        if others:
+            names = listed_briefly([*dict.fromkeys(others)])
+            said.append(f"too large even then, so compute in float32 or bfloat16: {names}")
         return said
 
 
@@ -201,8 +204,8 @@ class _Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         module, op = self.path[-1], func.overloadpacket
-        reads = any(isinstance(x, torch.Tensor) for x in args) or op is aten.cat
-        if reads and module not in self.norms and op not in _EMPTY:
+        reads = any(isinstance(x, torch.Tensor) for x in args)
+        if reads and module not in self.norms and op not in _MOVES:
             is_tanh = op is aten.gelu and (kwargs or {}).get("approximate") == "tanh"
             self.note(_kind(op), module, args[0].double() ** 3 if is_tanh else result)
         return result
@@ -217,4 +220,4 @@ class _Largest(TorchDispatchMode):
 def _kind(op: Any) -> OverflowKind:
     if op in _PRODUCTS:
         return "product"
-    return "stream" if op in _MOVES else "activation"
+    return "stream" if op in _SUMS else "activation"
