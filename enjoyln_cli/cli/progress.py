@@ -86,7 +86,8 @@ class LastLine:
         elif level == "stage":
             self.bar.start()
             if not self._is_timed:
-                self.bar.reset(self._task, total=None, description="working")
+                self.bar.reset(self._task, description="working")
+                self._forget_total()
 
     def count_bytes(self, done: int, total: int) -> None:
         """Show the bytes done."""
@@ -97,11 +98,18 @@ class LastLine:
     def count_seconds(self, done: float, total: float) -> None:
         """Show the share of the time."""
         self._is_timed = True
+        if not total:
+            self._forget_total()
         self.bar.update(self._task, completed=done, total=total or None)
 
     def end(self) -> None:
         """Remove the line."""
         self.bar.stop()
+
+    def _forget_total(self) -> None:
+        """Show an unknown length: given ``None``, ``Progress`` keeps the total of before."""
+        (task,) = self.bar.tasks
+        task.total = task.finished_time = None
 
 
 class PlainLines:

@@ -221,6 +221,22 @@ with progress.watch_job(False, "opening") as watch:
     assert not any(lines[at[-1] + 1 :]), "nothing is left of the line"
 
 
+def test_a_stage_of_unknown_length_has_no_total() -> None:
+    line = progress.LastLine()
+    (task,) = line.bar.tasks
+    line.count_bytes(2, 2)
+    line.begin("stage")
+    assert task.total is None and not task.finished
+    line.count_seconds(3.0, 3.0)
+    assert task.finished
+    line.count_seconds(9.0, 0.0)
+    assert task.total is None and not task.finished and task.completed == 9.0
+    line.begin("stage")
+    line.count_seconds(9.0, 12.0)
+    assert task.remaining == 3.0
+    line.end()
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_any_encoding_does(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.BytesIO()
