@@ -61,10 +61,22 @@ def _why_not(tensor: torch.Tensor, read_on_demand: bool) -> str:
         return f"is a {type(tensor).__name__}, not a plain tensor; edit the model before that"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "was made in torch.inference_mode(), so it cannot change; use copy.deepcopy(model)"
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    if any(size > 1 and stride == 0 for size, stride in steps):
-        return "was expanded, so its elements share memory; replace it by tensor.clone()"
+    if _repeats_memory(tensor):
+        return "its elements share memory (expanded, say); replace it by tensor.clone()"
     return ""
+
+
+def _repeats_memory(tensor: torch.Tensor) -> bool:
+    """Whether two elements of ``tensor`` may be at one address, as in expanded tensors and windows.
+
+    No two are if each stride is longer than all that the shorter strides reach.
+    """
+    reached = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reached:
+            return True
+        reached += stride * (size - 1)
+    return False
 
 
 def _edits_of_all(model: nn.Module, edits: Mapping[str, object]) -> dict[str, object]:

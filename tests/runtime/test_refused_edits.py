@@ -212,6 +212,16 @@ def expanded(model: Any) -> Any:
     return model
 
 
+def rows_overlap(model: Any) -> Any:
+    """Each row of a weight begins an element after the row before."""
+    fc2 = model.model.layers[0].mlp.fc2
+    rows, columns = fc2.weight.shape
+    torch.manual_seed(3)
+    values = torch.randn(rows + columns - 1, dtype=torch.float64)
+    fc2.weight = nn.Parameter(values.unfold(0, columns, 1))
+    return model
+
+
 def offloaded(model: Any) -> Any:
     from accelerate import cpu_offload
 
@@ -230,7 +240,8 @@ def one_on_meta(model: Any) -> Any:
     ("change", "words"),
     [
         (made_in_inference_mode, "inference_mode"),
-        (expanded, "expanded"),
+        (expanded, "elements share memory"),
+        (rows_overlap, "elements share memory"),
         (offloaded, "not in memory"),
         (one_on_meta, "not in memory"),
     ],
