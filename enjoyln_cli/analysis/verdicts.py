@@ -107,7 +107,11 @@ def plan_of(family: CheckpointTraces, statement: Statement, cut: Cut, options: O
         training=any(one.training for one in family.traced),
         compositions=(
             composition_of(reference.model),
-            *(t.left for t in traces if t.left and t.model_class == reference.name),
+            *(
+                trace.composition_after
+                for trace in traces
+                if trace.composition_after and trace.model_class == reference.name
+            ),
         ),
     )
 

@@ -122,3 +122,5 @@ def comes_along(name: str) -> bool:
 
 
 CONFIG = "config.json"
+ONNX_WEIGHTS = ".onnx_data"
+"""The suffix of a file with the weights of an ONNX program, in place of ``.onnx``."""

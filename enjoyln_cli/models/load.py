@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError
 from enjoyln_cli.models.classes import apply_experts, class_named
 from enjoyln_cli.models.offload import Offload, read_when_needed
 from enjoyln_cli.text import first_line
@@ -76,6 +76,21 @@ def load(
     if dtype == torch.float64:
         model = _in_float64(model)
     return model.eval()
+
+
+@contextmanager
+def refusing(kind: type[EnjoyLNError], words: str) -> Iterator[None]:
+    """Turn any exception of a library or of a model's code into ``kind``, inside the block.
+
+    Its message is ``words`` with the first line of the exception behind it. Only a lack of memory
+    stays what it is.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # neither checks what it is given, and both may raise anything
+        raise kind(f"{words}: {first_line(error)}") from error
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -90,7 +90,7 @@ def require_read(
     """Raise ``UnsupportedModel`` for an input that no program reads, and that would change results.
 
     Programs that generate take no types of tokens and no mask of the decoder. ``has_types`` says
-    whether a model without types takes them for zeros, as BERT does and GPT-2 does not.
+    whether the model takes types that are left out for zeros, as BERT does. GPT-2 does not.
     """
     neutral = {TYPES: 0 if has_types else None, f"{DECODER}{MASK}": 1}
     for name, value in neutral.items():

@@ -300,13 +300,13 @@ def batches_to_generate(
     batches = []
     for batch in (*pairs, *batches_of(model, ((1, longest),), dtype)):
         batch = _padded_on_the_left(batch)
-        if not prefix:
-            batch.pop(TYPES, None)  # a program of text takes none
         if prefix:  # a length of its own, and no padding: some decoders count positions by it
             ids = batch[f"{DECODER}{IDS}"][:, :-SHORTER]
             batch[f"{DECODER}{IDS}"] = torch.where(ids == (padding or 0), ids[:, -1:], ids)
-        elif {MASK, POSITIONS} <= {*batch, *accepted_by(model)}:
-            batch[POSITIONS] = generated_positions(model, batch)
+        else:
+            batch.pop(TYPES, None)  # a program of text takes none
+            if {MASK, POSITIONS} <= {*batch, *accepted_by(model)}:
+                batch[POSITIONS] = generated_positions(model, batch)
         batches.append(batch)
     generated = sum(STEPS)
     if batches[0][f"{prefix}{IDS}"].shape[1] > generated:

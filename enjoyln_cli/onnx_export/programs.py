@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from enjoyln_cli.checkpoint.file_roles import ONNX_WEIGHTS
 from enjoyln_cli.comparison.run import encoded_once
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.garbage import no_collections
@@ -47,8 +48,6 @@ from enjoyln_cli.text import dtype_name, listed_briefly
 FOLDER = "onnx"
 TRANSPOSED = ".transposed"
 """What the name of a weight ends with that is stored transposed."""
-DATA = ".onnx_data"
-"""The suffix of a file with the weights of a program."""
 LARGEST = 1_500_000_000
 """Bytes of weights that are stored in a program's file: protobuf allows 2 GB in all."""
 
@@ -176,7 +175,7 @@ def save(programs: Programs, folder: Path, suffix: str = "") -> list[Path]:
         for value in model.graph.initializers.values():
             value.metadata_props.clear()
         file = folder / FOLDER / f"{name}{suffix}.onnx"
-        data = file.with_suffix(DATA)
+        data = file.with_suffix(ONNX_WEIGHTS)
         stored = (value.const_value.nbytes for value in model.graph.initializers.values())
         is_large = sum(stored) > LARGEST
         onnx_ir.save(model, file, external_data=data.name if is_large else None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from enjoyln_cli.checkpoint.file_roles import CONFIG, is_housekeeping
+from enjoyln_cli.checkpoint.file_roles import CONFIG, ONNX_WEIGHTS, is_housekeeping
 from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE, REPORTS, VERIFY_FILE
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.errors import OutputError
@@ -119,14 +119,10 @@ def record(
 
 
 def _name_weights_beside(staged: Path) -> None:
-    """Name the programs that have weights beside them in the config, where transformers.js looks.
-
-    A file of weights in ``onnx`` is named as its program, with ``.onnx_data`` in place of
-    ``.onnx``.
-    """
-    for folder in {file.parent for file in staged.rglob("*.onnx_data")}:
+    """Name the programs with weights beside them in the config, where transformers.js looks."""
+    for folder in {file.parent for file in staged.rglob(f"*{ONNX_WEIGHTS}")}:
         place = folder.parent / CONFIG
         config, name = read_object(place), "transformers.js_config"
-        apart = {f"{file.stem}.onnx": 1 for file in sorted(folder.glob("*.onnx_data"))}
+        apart = {f"{file.stem}.onnx": 1 for file in sorted(folder.glob(f"*{ONNX_WEIGHTS}"))}
         config[name] = {**config.get(name, {}), "use_external_data_format": apart}
         place.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

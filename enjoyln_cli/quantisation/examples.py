@@ -27,7 +27,8 @@ from enjoyln_cli.comparison.user_data import OwnInputs
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.digests import digest_of_bytes
-from enjoyln_cli.text import counted, first_line
+from enjoyln_cli.models.load import refusing
+from enjoyln_cli.text import counted
 from enjoyln_cli.verification.generated_tokens import decoded
 
 TRACED_TOKENS = 12
@@ -215,11 +216,6 @@ def _with_decoder_inputs(model: Any, row: Batch) -> Batch:
     """The row with what the model generates for it, if it has a decoder of its own."""
     if not model.config.is_encoder_decoder or not model.can_generate():
         return row
-    try:
+    words = f"{type(model).__name__} generates no tokens for its decoder"
+    with refusing(UnsupportedModel, words):
         return {**row, "decoder_input_ids": decoded(model, inputs_for(model, row))}
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # transformers and a model's code may raise anything
-        raise UnsupportedModel(
-            f"{type(model).__name__} generates no tokens for its decoder: {first_line(error)}"
-        ) from error

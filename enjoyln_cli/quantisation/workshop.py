@@ -16,6 +16,7 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.simulated_rounding import linear_layers, path_of_head
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.events import Event
+from enjoyln_cli.models.load import refusing
 from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.programs import save
 from enjoyln_cli.onnx_export.runtimes import LoadedProgram
@@ -33,7 +34,6 @@ from enjoyln_cli.quantisers.speed import Speed, speeds, speeds_of_programs
 from enjoyln_cli.quantisers.traced_programs import TracedPrograms
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.scaling.smoothing import smooth, smoothing
-from enjoyln_cli.text import first_line
 from enjoyln_cli.verification.verify import compute_dtype
 
 FLOAT = "float"
@@ -205,29 +205,22 @@ def load_result(folder: Path, format_name: str, model_class: Any, suffix: str) -
     ``suffix`` ends the names of ONNX files. Raises ``BadCheckpoint`` if it cannot be loaded. The
     result raises ``UnsupportedModel`` for an input with which the program fails.
     """
-    try:
+    with refusing(BadCheckpoint, f"{folder} cannot be loaded"):
         if FORMATS[format_name].is_checkpoint:
             compute = quantised_checkpoints.load(folder, model_class)
         else:
             compute = whole_rows(programs_in(folder, format_name, suffix))
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # the libraries do not check files, and may raise anything
-        raise BadCheckpoint(f"{folder} cannot be loaded: {first_line(error)}") from error
     return partial(_computed, compute, format_name)
 
 
 def _computed(compute: Compute, format_name: str, batch: Batch) -> dict[str, torch.Tensor]:
-    """What ``compute`` returns for a batch with which the original runs."""
-    try:
+    """What ``compute`` returns for a batch with which the original runs.
+
+    A program may have fixed sizes, or lack a kernel for its numbers.
+    """
+    words = f"{format_name} cannot run the model on inputs with which the original runs"
+    with refusing(UnsupportedModel, words):
         return compute(batch)
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # a program with fixed sizes, or without a kernel for its numbers
-        why = first_line(error)
-        raise UnsupportedModel(
-            f"{format_name} cannot run the model on inputs with which the original runs: {why}"
-        ) from error
 
 
 def programs_in(

@@ -106,7 +106,9 @@ class OverflowReport:
         others = [found.module for found in left if found.kind in ("product", "stream")]
         if others:
             names = listed_briefly([*dict.fromkeys(others)])
-            said.append(f"too large even then, so compute in float32 or bfloat16: {names}")
+            said.append(
+                f"too large with --fp16-safe too, so compute in float32 or bfloat16: {names}"
+            )
         return said
 
 

@@ -92,7 +92,7 @@ def annotate(
             f for fields in returned.values() for f in fields if is_fed_back(f, accepted)
         ),
         call=this.call,
-        left=_composition_left(this),
+        composition_after=_composition_after(this),
         called_with_more=frozenset(
             naming(path_in_model(path)) for path in recording.called_with_more
         ),
@@ -106,7 +106,7 @@ def annotate(
     )
 
 
-def _composition_left(this: CallToTrace) -> Composition | None:
+def _composition_after(this: CallToTrace) -> Composition | None:
     """What the model would consist of after the call; ``None`` if no module has another class then.
 
     BigBird replaces an attention by a module of another class if a text is short.

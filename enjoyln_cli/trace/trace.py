@@ -44,7 +44,7 @@ class Trace:
     fed_back: frozenset[str]
     """Output fields that a later call may take as inputs."""
     call: Call
-    left: Composition | None = None
+    composition_after: Composition | None = None
     """What the model consists of after the call, if the call replaces some of its modules."""
     called_with_more: frozenset[str] = frozenset()
     """Modules without children that a call passes other arguments than one tensor."""

@@ -80,9 +80,9 @@ class Prompts:
 def continued(model: Any, batches: Sequence[Batch], is_decoded: bool = False) -> Prompts:
     """The inputs of ``batches`` with what ``model`` generates for them.
 
-    Each batch has one row. Behind an encoder, all tokens of the decoder are generated; if the batch
-    ``is_decoded``, it has them already (see ``decoded``). Of a text the second half is generated,
-    and of a text with pictures what comes after it.
+    Each batch has one row. Behind an encoder, all tokens of the decoder are generated; with
+    ``is_decoded``, the batches have these tokens already (see ``decoded``). Of a text the second
+    half is generated, and of a text with pictures what comes after the text.
     """
     room = positions(model.config.get_text_config(decoder=True))
     prompts, most = [], []
