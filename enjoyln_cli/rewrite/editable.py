@@ -8,13 +8,16 @@ another layout covers, or a tensor that is no parameter, may not be edited.
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.models.extents import overlapping, placed
+from enjoyln_cli.models.extents import extent_of, overlapping, placed
 from enjoyln_cli.models.load import values_of
 from enjoyln_cli.models.norm_modules import PLAIN_TENSORS, first_names
 
@@ -63,7 +66,33 @@ def _why_not(tensor: torch.Tensor, read_on_demand: bool) -> str:
         return "was made in torch.inference_mode(), so it cannot change; use copy.deepcopy(model)"
     if _repeats_memory(tensor):
         return "its elements share memory (expanded, say); replace it by tensor.clone()"
+    if _is_read_only(tensor):
+        return "its memory is read-only (a mapped file, say); replace it by tensor.clone()"
     return ""
+
+
+def _is_read_only(tensor: torch.Tensor) -> bool:
+    """Whether writing to ``tensor`` would end the process, as on ``np.load(mmap_mode="r")``.
+
+    torch cannot say this, but the operating system can: it refuses to read a pipe into such memory.
+    The byte that it reads is the byte that already stands there.
+    """
+    place = extent_of(tensor)
+    if place is None or tensor.device.type != "cpu" or not hasattr(os, "readv"):
+        return False
+    byte = (ctypes.c_char * 1).from_address(place.stop - 1)
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, byte)
+        os.readv(reader, [byte])
+    except OSError as error:
+        if error.errno != errno.EFAULT:
+            raise
+        return True
+    finally:
+        os.close(reader)
+        os.close(writer)
+    return False
 
 
 def _repeats_memory(tensor: torch.Tensor) -> bool:

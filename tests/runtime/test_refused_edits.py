@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -222,6 +224,16 @@ def rows_overlap(model: Any) -> Any:
     return model
 
 
+def on_a_map(model: Any, mode: Any = "r") -> Any:
+    """A weight on a mapped file. A write to a file that is mapped read-only ends the process."""
+    weight = model.model.layers[1].mlp.fc2.weight
+    with tempfile.TemporaryFile() as file:
+        weight.detach().numpy().tofile(file)
+        mapped = numpy.memmap(file, weight.detach().numpy().dtype, mode, shape=weight.shape)
+    weight.data = torch.from_numpy(mapped)
+    return model
+
+
 def offloaded(model: Any) -> Any:
     from accelerate import cpu_offload
 
@@ -242,6 +254,7 @@ def one_on_meta(model: Any) -> Any:
         (made_in_inference_mode, "inference_mode"),
         (expanded, "elements share memory"),
         (rows_overlap, "elements share memory"),
+        (on_a_map, "read-only"),
         (offloaded, "not in memory"),
         (one_on_meta, "not in memory"),
     ],
@@ -260,15 +273,22 @@ def test_weights_that_cannot_be_written_are_refused_first(
         edit(copy.deepcopy(model), *given)
 
 
-@pytest.mark.parametrize("change", [made_in_inference_mode, expanded, offloaded])
+@pytest.mark.parametrize("change", [made_in_inference_mode, expanded, on_a_map, offloaded])
 def test_refold_of_weights_that_cannot_be_written(
     eight: Path, change: Callable[[Any], Any]
 ) -> None:
     model = change(pair("phi", eight)[0])
     before = state_of(model)
-    with pytest.raises(UnsupportedModel, match=r"^\S+: .*(inference|expanded|not in memory)"):
+    with pytest.raises(UnsupportedModel, match=r"^\S+: .*(infer|expanded|read-only|not in)"):
         refold(model)
     assert unchanged(model, before)
+
+
+def test_a_weight_on_a_file_whose_changes_stay_in_memory() -> None:
+    model = on_a_map(model_of("phi"), mode="c")
+    expected = outputs(model, "phi")
+    assert rotate(model).rotated
+    assert far(outputs(model, "phi"), expected) < 1e-9
 
 
 @pytest.mark.parametrize("edit", [fold_in_memory, refold])
