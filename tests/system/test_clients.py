@@ -79,12 +79,18 @@ def seed() -> None:
 
 
 @pytest.fixture(scope="module")
-def transformers_js(tmp_path_factory: pytest.TempPathFactory) -> Client:
-    """Computes a request to a directory in one precision with transformers.js, in node."""
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory whose JavaScript may import transformers.js."""
     place = tmp_path_factory.mktemp("transformers_js")
     install_packages = ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", PACKAGE]
     subprocess.run(install_packages, cwd=place, check=True, capture_output=True)
-    script = shutil.copy(ROOT / "tests" / "support" / "transformers_js.mjs", place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def transformers_js(scripts: Path) -> Client:
+    """Computes a request to a directory in one precision with transformers.js, in node."""
+    script = shutil.copy(ROOT / "tests" / "support" / "transformers_js.mjs", scripts)
 
     def compute(folder: Path, request: Request, precision: str = "fp32") -> Any:
         run = subprocess.run(
@@ -342,7 +348,7 @@ def test_sentence_encoders(reader: str, readers_in_python: Client, encoder: Path
         assert float(torch.linalg.norm(found - wanted) / torch.linalg.norm(wanted)) < limit
 
 
-def test_the_snippets_of_the_page_run(older_python: Path, encoder: Path) -> None:
+def test_the_snippets_of_the_page_run(older_python: Path, scripts: Path, encoder: Path) -> None:
     here = encoder.parent
     decoder = Path(shutil.copytree(CHECKPOINTS / "gpt2", here / "gpt2-int8"))
     exact = programs_of(AutoModelForCausalLM.from_pretrained(decoder).eval(), torch.float32)
@@ -351,12 +357,21 @@ def test_the_snippets_of_the_page_run(older_python: Path, encoder: Path) -> None
     )
     (with_older_tokenizer(decoder) / "model.safetensors").unlink()
     page = (ROOT / "docs" / "run_a_result.md").read_text()
-    snippets = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    assert len(snippets) == 3 and all(code.count("\n") <= 10 for code in snippets)
-    run = [older_python, "-c", "\n".join(snippets)]
-    done = subprocess.run(run, cwd=here, env=environ(here), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "def add_argument(" in done.stdout and "(1, 9)\n[(80,)]" in done.stdout
+    snippets = re.findall(r"^```(\w+)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert all(code.count("\n") <= 10 for _, code in snippets)
+
+    def printed(kind: str, count: int, *command: str | Path) -> str:
+        codes = [code for one, code in snippets if one == kind]
+        assert len(codes) == count
+        file = scripts / f"snippets.{kind}"
+        file.write_text("\n".join(codes))
+        run = [*command, file]
+        done = subprocess.run(run, cwd=here, env=environ(here), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    text, in_python = printed("js", 1, "node"), printed("py", 3, older_python)
+    assert "def add_argument(" in text and text in in_python and "(1, 9)\n[(80,)]" in in_python
 
 
 @pytest.mark.parametrize("kind", ["SmolVLM", "Qwen2-VL"])
