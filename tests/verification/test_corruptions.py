@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from commands import enjoyln, good
@@ -15,9 +17,10 @@ from live_models import ROOT
 from safetensors.torch import load_file, save_file
 from stored_files import shallow
 
-from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.fs.whole_file import read_object
-from enjoyln_cli.rewrite.written_files import written_files
+from enjoyln_cli.publish.push import publishing_objection
+from enjoyln_cli.rewrite.written_files import record_files, written_files
 
 Corruption = Callable[[Path], object]
 EMBEDDING = "transformer.wte.weight"
@@ -85,9 +88,13 @@ def permute(vocabulary: dict[str, int]) -> None:
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
 
 
-def overwrite(data: bytearray, count: int) -> None:
-    """Put the first bytes of a file in the place of the bytes after them."""
-    data[count : 2 * count] = data[:count]
+def overwrite_weights(out: Path) -> None:
+    """The first half of the program's largest weight takes the place of the second."""
+    file = file_in(out, "*.onnx")
+    program = onnx.load(file)
+    weight = max(program.graph.initializer, key=lambda stored: len(stored.raw_data))
+    weight.raw_data = 2 * weight.raw_data[: len(weight.raw_data) // 2]
+    onnx.save(program, file)
 
 
 ANY: dict[str, Corruption] = {
@@ -165,7 +172,7 @@ QUANTISED: dict[str, Corruption] = {
     "one bit of the program": bytes_of("*.onnx", flip(0.3)),
     "one bit of a weight": bytes_of("*.onnx*", flip(0.5)),
     "one bit of the last weight": bytes_of("*.onnx*", flip(0.99999)),
-    "rows overwritten": bytes_of("*.onnx*", lambda d: overwrite(d, 4096)),
+    "rows overwritten": overwrite_weights,
     "weights truncated": bytes_of("*.onnx*", lambda d: d.__delitem__(slice(-1, None))),
     "weights deleted": deleted("*.onnx*"),
     "program truncated": bytes_of("*.onnx", lambda d: d.__delitem__(slice(500, None))),
@@ -173,6 +180,9 @@ QUANTISED: dict[str, Corruption] = {
     "another program beside it": written("model_fp16.onnx", "program"),
     "numbers: a larger limit": json_of(NUMBERS, lambda r: r["w8a8"].update(max_error=9.0)),
     "numbers: a larger error": json_of(NUMBERS, lambda r: r["w8a8"]["held_out"].update(error=9.0)),
+    "numbers: a smaller error": json_of(
+        NUMBERS, lambda r: r["w8a8"]["held_out"].update(error=r["w8a8"]["held_out"]["error"] / 2)
+    ),
     "numbers: no outputs": json_of(NUMBERS, lambda r: r["w8a8"].update(outputs=[])),
     "numbers: other halves": json_of(NUMBERS, lambda r: r["w8a8"].update(chosen_by=[])),
     "numbers: another source": json_of(NUMBERS, lambda r: r["w8a8"].update(source="gpt2")),
@@ -220,6 +230,8 @@ def test_a_changed_file_is_found(results: Results, kind: str, name: str, tmp_pat
     (named, *_) = found.changes
     assert (out / named).exists() == (found.changes[named] not in ("is missing", "was deleted"))
     assert named in found.failure and "--accept" in found.failure
+    objection = publishing_objection(open_source(str(out)))
+    assert objection == ("its verification failed: None" if "verdict" in name else found.objection)
 
 
 @pytest.mark.slow
@@ -234,6 +246,19 @@ def test_verify_refuses_a_changed_file(
     assert result.exit_code == 1 and "Traceback" not in result.output
     assert "error: " in result.stderr
     assert read_object(record).get("sha256") == before, "verify never records a digest"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rows overwritten", "numbers: a smaller error"])
+def test_the_measured_error_is_compared(results: Results, name: str, tmp_path: Path) -> None:
+    """Even if the digests were adapted to the change."""
+    out = corrupted(results, "quantize", name, tmp_path)
+    record_files(Source(str(out), out, None), {"passed": True})
+    assert publishing_objection(Source(str(out), out, None)) == ""
+    result = enjoyln("verify", out, *TEXT, "--quiet")
+    assert result.exit_code == 1
+    assert re.search(r"above the limit of \S+: error \S+ .* was measured on", result.stderr)
+    assert "its verification failed" in enjoyln("push", out, "me/x", "--dry-run").stderr
 
 
 @pytest.mark.parametrize(
