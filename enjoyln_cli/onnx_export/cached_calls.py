@@ -223,6 +223,12 @@ def _layers(model: Any, cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     if cache is None or not getattr(cache, "layers", None):
+        if not getattr(model.config, "is_decoder", True):
+            raise UnsupportedModel(
+                f"{type(model).__name__} cannot be exported: it generates, but keeps no cache, "
+                "since its config has is_decoder false; set it to true, or let architectures name "
+                "a class that does not generate"
+            )
         raise _other_cache(model, "is empty")
     for layer in cache.layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):

@@ -84,15 +84,23 @@ def load_programs(
     return {name: load(file, threads, spin) for name, file in files.items() if file.exists()}
 
 
+def leaves_types_out(config: Any) -> bool:
+    """Whether leaving out the types of tokens is the same to a model as zeros.
+
+    So it is for BERT and its relatives. GPT-2 adds embeddings to all types, zeros included.
+    """
+    return hasattr(config, "type_vocab_size")
+
+
 def require_read(
-    programs: Mapping[str, LoadedProgram], given: Mapping[str, Any], has_types: bool
+    programs: Mapping[str, LoadedProgram], given: Mapping[str, Any], config: Any
 ) -> None:
     """Raise ``UnsupportedModel`` for an input that no program reads, and that would change results.
 
-    Programs that generate take no types of tokens and no mask of the decoder. ``has_types`` says
-    whether the model takes types that are left out for zeros, as BERT does. GPT-2 does not.
+    Programs that generate take no types of tokens and no mask of the decoder. ``config`` is the
+    model's.
     """
-    neutral = {TYPES: 0 if has_types else None, f"{DECODER}{MASK}": 1}
+    neutral = {TYPES: 0 if leaves_types_out(config) else None, f"{DECODER}{MASK}": 1}
     for name, value in neutral.items():
         tensor = given.get(name)
         if tensor is None or any(name in program.inputs for program in programs.values()):

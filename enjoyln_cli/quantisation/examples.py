@@ -28,6 +28,8 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.digests import digest_of_bytes
 from enjoyln_cli.models.load import refusing
+from enjoyln_cli.onnx_export.cached_calls import TYPES
+from enjoyln_cli.onnx_export.cached_run import leaves_types_out
 from enjoyln_cli.text import counted
 from enjoyln_cli.verification.generated_tokens import decoded
 
@@ -108,6 +110,21 @@ def require_every_input(model: Any, folder: Path, example: Example) -> None:
                 f"{type(model).__name__} also takes {name}, and a program made from these data "
                 f"would not: pass {option} as well, or --format torchao"
             )
+    require_no_types(model, example)
+
+
+def require_no_types(model: Any, example: Example) -> None:
+    """Raise ``UnsupportedModel`` if a program would lack the types of tokens in the example.
+
+    Programs that generate take none, as in the layout that clients read.
+    """
+    is_decoder = model.can_generate() and not model.config.is_encoder_decoder
+    if is_decoder and TYPES in example.batch and not leaves_types_out(model.config):
+        raise UnsupportedModel(
+            f"the tokenizer returns {TYPES}, which {type(model).__name__} adds to its embeddings, "
+            "and programs that generate take none; if the model was trained without them, take "
+            "them out of model_input_names in tokenizer_config.json"
+        )
 
 
 def _is_prepared(name: str, folder: Path) -> bool:

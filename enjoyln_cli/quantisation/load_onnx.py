@@ -146,7 +146,7 @@ def _forward(model: Any, programs: LoadedPrograms, name: str, *args: Any, **inpu
     from transformers.utils import ModelOutput
 
     given = {**dict(zip((model.main_input_name,), args, strict=False)), **inputs}
-    require_read(programs, given, hasattr(model.config, "type_vocab_size"))
+    require_read(programs, given, model.config)
     decoder, feed, encoded = programs.get(MERGED) or programs[MODEL], given, None
     if not any(map(is_cached, decoder.inputs)):
         return ModelOutput(decoder(_ready(decoder, given)))

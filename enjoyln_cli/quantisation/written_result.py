@@ -37,7 +37,7 @@ from enjoyln_cli.onnx_export.call import MASK
 from enjoyln_cli.onnx_export.export import SUFFIXES
 from enjoyln_cli.onnx_export.requirements import require_packages
 from enjoyln_cli.publish.precisions import needs_data, records
-from enjoyln_cli.quantisation.examples import Example, split
+from enjoyln_cli.quantisation.examples import Example, require_no_types, split
 from enjoyln_cli.quantisation.load_onnx import load_onnx
 from enjoyln_cli.quantisation.measure import (
     Compute,
@@ -47,7 +47,7 @@ from enjoyln_cli.quantisation.measure import (
     perplexity_in,
 )
 from enjoyln_cli.quantisation.workshop import load_result
-from enjoyln_cli.quantisers.schemes import ONNX, require_scheme
+from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, require_scheme
 from enjoyln_cli.rewrite.opened_model import OpenedModel, open_model
 from enjoyln_cli.rewrite.written_files import record_verdict, written_files
 from enjoyln_cli.text import counted, dtype_name, number
@@ -228,6 +228,8 @@ def _measured(
     source, trusted = opened.source, opened.trust_remote_code
     if inputs:
         examples, is_same = _to_measure_on(inputs(record.most_inputs), record)
+        if not FORMATS[record.format].is_checkpoint:
+            require_no_types(original, examples[0])
     else:
         seeded = seeded_batches(original, MOST_INPUTS, 0, torch.float32, at_once=1)
         examples = [

@@ -294,6 +294,11 @@ def test_a_model_that_differs_with_a_cache_is_refused() -> None:
         program_calls(small("FSMTForConditionalGeneration", FSMT), torch.float32)
 
 
+def test_a_model_that_keeps_no_cache_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="keeps no cache, since its config has is_decoder"):
+        program_calls(small("BertLMHeadModel", BERT), torch.float32)
+
+
 def test_a_directory_that_exists_is_kept(outs: Outs, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     line = refused("export", outs["gpt2"], "-o", tmp_path / "mine")

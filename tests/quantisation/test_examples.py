@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 from live_models import CHECKPOINTS, ROOT
-from tiny_models import WHISPER
+from tiny_models import BERT, WHISPER
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
+    BertConfig,
+    BertLMHeadModel,
     GPT2LMHeadModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -34,12 +36,14 @@ from transformers.utils.import_utils import (
 )
 from vision_language import PATCHES, pictures, vision_language_model
 
+from enjoyln_cli import export
 from enjoyln_cli.calls.processed_inputs import cannot_read, from_audio
 from enjoyln_cli.comparison.data_files import UserData, read_user_data, token_lists
 from enjoyln_cli.comparison.text_scores import NOT_PREDICTED
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.quantisation.examples import require_every_input, split, traced_batch
 from enjoyln_cli.quantisation.measure import exact_outputs
+from enjoyln_cli.quantisation.written_result import verify_quantised
 
 LICENCE = (ROOT / "LICENSE").read_text()
 
@@ -89,6 +93,27 @@ def test_inputs_are_what_the_tokenizer_returns(returns_types: bool, tmp_path: Pa
     (tmp_path / "none").mkdir()
     (example, *_), _ = split(model, tmp_path / "none", UserData(tokens=SHORT), 4, False)
     assert set(example.batch) == {"input_ids", "attention_mask"}
+
+
+def test_types_that_a_program_lacks_are_refused(tmp_path: Path) -> None:
+    """Zeros are what BERT takes for types that are left out; GPT-2 adds embeddings to all types."""
+    bert = BertLMHeadModel(BertConfig(**BERT, is_decoder=True))
+    gpt2 = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2")
+    for returned in (["input_ids"], ["input_ids", "token_type_ids"]):
+        folder = Path(shutil.copytree(CHECKPOINTS / "gpt2", tmp_path / str(len(returned))))
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        config["model_input_names"] = returned
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        (example, *_), _ = split(gpt2, folder, UserData(LICENCE), 4, False)
+        assert set(example.batch) == {*returned}
+        require_every_input(bert, folder, example)
+        if len(returned) == 1:
+            require_every_input(gpt2, folder, example)
+    with pytest.raises(UnsupportedModel, match="returns token_type_ids, which GPT2LMHeadModel"):
+        require_every_input(gpt2, folder, example)
+    export(folder, tmp_path / "onnx", verify=False)
+    with pytest.raises(UnsupportedModel, match="take them out of model_input_names"):
+        verify_quantised(tmp_path / "onnx", UserData(LICENCE))
 
 
 def test_a_program_keeps_its_picture_input(tmp_path: Path) -> None:
