@@ -7,7 +7,6 @@ if they pass.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -18,8 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from enjoyln_cli.checkpoint.config import MARKER
-from enjoyln_cli.checkpoint.file_roles import CONFIG
 from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.checkpoint.reader import other_files, pipeline_files
 from enjoyln_cli.checkpoint.result_files import REPORTS
@@ -46,7 +43,14 @@ from enjoyln_cli.onnx_export.runtimes import RunProgram, installed
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.option_field import keywords_of
 from enjoyln_cli.publish.card import display_name
-from enjoyln_cli.publish.precisions import MadeFrom, can_add, keep_files, record, require_addition
+from enjoyln_cli.publish.precisions import (
+    MadeFrom,
+    can_add,
+    keep_files,
+    record,
+    require_addition,
+    write_config,
+)
 from enjoyln_cli.publish.written_card import write_quantised_card
 from enjoyln_cli.recipe.read import tried_to_fuse
 from enjoyln_cli.rewrite.directory import copy_files
@@ -251,9 +255,7 @@ def _write_beside(opened: OpenedModel, model: Any, staged: Path) -> None:
     copy_files(copied, source.path, inner)
     around = [name for name in pipeline_files(opened.checkpoint) if name not in REPORTS]
     copy_files(around, source.root, staged)
-    config = {**opened.checkpoint.raw_config, "architectures": [type(model).__name__]}
-    config.pop(MARKER, None)
-    (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_config(inner, opened.checkpoint.raw_config, type(model).__name__)
     if model.can_generate() and GENERATION_CONFIG not in copied:
         model.generation_config.save_pretrained(inner)
 

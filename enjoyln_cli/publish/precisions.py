@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from enjoyln_cli.checkpoint.config import MARKER
 from enjoyln_cli.checkpoint.file_roles import CONFIG, ONNX_WEIGHTS, is_housekeeping
 from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE, REPORTS, VERIFY_FILE
 from enjoyln_cli.checkpoint.source import Source
@@ -105,6 +106,19 @@ def keep_files(out: Path, staged: Path) -> None:
             shutil.copyfile(file, staged / name)
 
 
+def write_config(folder: Path, original: Mapping[str, Any], model_class: str) -> None:
+    """Write the config of the ONNX programs in ``folder``, whose ``original`` has another.
+
+    Programs with weights beside them are named there, where transformers.js looks.
+    """
+    config = {**original, "architectures": [model_class]}
+    config.pop(MARKER, None)
+    if files := sorted(folder.glob(f"onnx/*{ONNX_WEIGHTS}")):
+        apart, name = {f"{file.stem}.onnx": 1 for file in files}, "transformers.js_config"
+        config[name] = {**config.get(name, {}), "use_external_data_format": apart}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def record(
     staged: Path, precision: str, entry: Mapping[str, Any], verdict: Mapping[str, Any]
 ) -> None:
@@ -112,17 +126,6 @@ def record(
 
     ``verdict`` is empty for a precision that was not checked.
     """
-    _name_weights_beside(staged)
     text = json.dumps({**records(staged), precision: entry}, indent=2) + "\n"
     (staged / PRECISIONS_FILE).write_text(text, encoding="utf-8")
     record_files(Source(str(staged), staged, None), verdict)
-
-
-def _name_weights_beside(staged: Path) -> None:
-    """Name the programs with weights beside them in the config, where transformers.js looks."""
-    for folder in {file.parent for file in staged.rglob(f"*{ONNX_WEIGHTS}")}:
-        place = folder.parent / CONFIG
-        config, name = read_object(place), "transformers.js_config"
-        apart = {f"{file.stem}.onnx": 1 for file in sorted(folder.glob(f"*{ONNX_WEIGHTS}"))}
-        config[name] = {**config.get(name, {}), "use_external_data_format": apart}
-        place.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

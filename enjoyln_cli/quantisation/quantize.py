@@ -9,7 +9,6 @@ What is compared is what users would run; only the order in which layers get mor
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli.checkpoint.file_roles import CONFIG
 from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.checkpoint.reader import other_files
 from enjoyln_cli.checkpoint.result_files import require_float
@@ -38,6 +36,7 @@ from enjoyln_cli.publish.precisions import (
     keep_files,
     record,
     require_addition,
+    write_config,
 )
 from enjoyln_cli.publish.written_card import write_quantised_card
 from enjoyln_cli.quantisation.candidates import (
@@ -286,9 +285,8 @@ def store(
     checkpoint = work.original.checkpoint
     others = other_files(checkpoint)
     copy_files([file for file in others if file not in written], checkpoint.source.path, staged)
-    if CONFIG not in written:
-        config = {**checkpoint.raw_config, "architectures": [result.model_class]}
-        (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if not FORMATS[result.format].is_checkpoint:
+        write_config(staged, checkpoint.raw_config, result.model_class)
     if result.format == OPENVINO:
         write_tokenizer(staged, event)
     if prompts:

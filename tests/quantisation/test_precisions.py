@@ -27,6 +27,7 @@ from enjoyln_cli.publish.precisions import (
     record,
     records,
     require_addition,
+    write_config,
 )
 from enjoyln_cli.quantisation.load_onnx import load_onnx
 from enjoyln_cli.verification.generated_tokens import Agreement, agreement, continued
@@ -124,17 +125,17 @@ def test_a_failed_addition_leaves_the_directory_as_it_was(tmp_path: Path) -> Non
 
 
 def test_the_config_names_programs_with_weights_beside_them(tmp_path: Path) -> None:
-    (tmp_path / "0_Transformer" / "onnx").mkdir(parents=True)
-    config = tmp_path / "0_Transformer" / "config.json"
-    config.write_text('{"n_layer": 2}')
-    record(tmp_path, "w8a8", ENTRY, {})
-    assert json.loads(config.read_text()) == {"n_layer": 2}
+    (tmp_path / "onnx").mkdir()
+    original = {"n_layer": 2, "enjoyln": {"version": 1}, "architectures": ["GPT2Model"]}
+    written = {"n_layer": 2, "architectures": ["GPT2LMHeadModel"]}
+    write_config(tmp_path, original, "GPT2LMHeadModel")
+    assert json.loads((tmp_path / "config.json").read_text()) == written
     for suffix in ("_quantized", "_q4"):
-        (config.parent / "onnx" / f"model{suffix}.onnx_data").write_bytes(b"weights")
-        record(tmp_path, "w8a8", ENTRY, {})
+        (tmp_path / "onnx" / f"model{suffix}.onnx_data").write_bytes(b"weights")
+    write_config(tmp_path, original, "GPT2LMHeadModel")
     named = {"model_quantized.onnx": 1, "model_q4.onnx": 1}
     beside = {"transformers.js_config": {"use_external_data_format": named}}
-    assert json.loads(config.read_text()) == {"n_layer": 2} | beside
+    assert json.loads((tmp_path / "config.json").read_text()) == written | beside
 
 
 def test_the_tokens_that_may_be_lost() -> None:
