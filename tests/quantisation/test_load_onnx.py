@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from custom_code import custom_checkpoint
 from live_models import CHECKPOINTS, shaken
-from tiny_models import BERT, VIT, WHISPER
+from tiny_models import BERT, WHISPER
 from transformers import (
+    AutoImageProcessor,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
     BertLMHeadModel,
-    BertModel,
-    ViTConfig,
-    ViTForImageClassification,
     WhisperConfig,
+    WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
+    WhisperTokenizer,
     pipeline,
 )
 from transformers.modeling_outputs import BaseModelOutput
@@ -151,22 +156,54 @@ def test_inputs_that_no_program_reads_are_refused(gpt2: tuple[Any, Path], tmp_pa
         loaded(features, **given)
 
 
-def test_models_that_do_not_generate(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "name", "kind"),
+    [
+        ("feature-extraction", "bert", AutoModel),
+        ("text-classification", "bert", AutoModelForSequenceClassification),
+        ("image-classification", "vit", AutoModelForImageClassification),
+    ],
+)
+def test_pipelines_of_models_that_do_not_generate(
+    task: str, name: str, kind: Any, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
-    encoder = shaken(BertModel(BertConfig(**BERT)))
-    ids = torch.tensor([[5, 6, 7, 8], [9, 3, 0, 0]])
-    mask = (ids > 0).long()
-    with torch.no_grad():
-        exact = encoder(ids, attention_mask=mask).last_hidden_state
-    found = written(encoder, tmp_path / "bert")(ids, attention_mask=mask).last_hidden_state
+    original = shaken(kind.from_pretrained(CHECKPOINTS / name), 0.1)
+    loaded = written(original, tmp_path)
+    if name == "bert":
+        inputs, parts = TEXTS, {"tokenizer": AutoTokenizer.from_pretrained(CHECKPOINTS / name)}
+    else:
+        image = pytest.importorskip("PIL.Image")
+        inputs = [image.effect_noise((40, 50), 80).convert("RGB") for _ in TEXTS]
+        parts = {"image_processor": AutoImageProcessor.from_pretrained(CHECKPOINTS / name)}
+    both = [pipeline(task, model=model, **parts) for model in (original, loaded)]
+    exact, found = (torch.tensor(numbers(run(inputs))) for run in both)
+    assert len(exact) > 1
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
-    classifier = shaken(ViTForImageClassification(ViTConfig(**VIT)))
-    size = classifier.config.image_size
-    pixels = torch.randn(2, classifier.config.num_channels, size, size)
-    with torch.no_grad():
-        exact = classifier(pixels).logits
-    found = written(classifier, tmp_path / "vit")(pixel_values=pixels).logits
-    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+
+
+def numbers(results: Any) -> list[float]:
+    """All numbers in the results of a pipeline."""
+    if isinstance(results, float):
+        return [results]
+    inner = results.values() if isinstance(results, dict) else results
+    return [x for one in inner if not isinstance(one, str) for x in numbers(one)]
+
+
+def test_the_pipeline_of_speech(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    original = shaken(WhisperForConditionalGeneration(WhisperConfig(**WHISPER)))
+    model = json.loads((CHECKPOINTS / "gpt2" / "tokenizer.json").read_text())["model"]
+    tokenizer = WhisperTokenizer(vocab=model["vocab"], merges=[*map(tuple, model["merges"])])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|notimestamps|>"]})
+    extractor = WhisperFeatureExtractor(8, chunk_length=1, hop_length=400)
+    parts = {"tokenizer": tokenizer, "feature_extractor": extractor, "max_new_tokens": 9}
+    sound = np.random.default_rng(0).standard_normal(16000)
+    exact, found = (
+        pipeline("automatic-speech-recognition", model=one, **parts)(sound)["text"]
+        for one in (original, written(original, tmp_path))
+    )
+    assert found == exact and len({*exact}) > 2
 
 
 OWN = """

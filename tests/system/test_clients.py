@@ -218,21 +218,28 @@ def tokens(rows: int, count: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("largest", [programs.LARGEST, 1000])
 def test_an_exported_gpt2_writes_the_same_text(
-    largest: int, transformers_js: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    largest: int,
+    transformers_js: Client,
+    readers_in_python: Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Large weights are a file of their own."""
+    """Its norms are operators of opset 23. Large weights are a file of their own."""
     monkeypatch.setattr(programs, "LARGEST", largest)
     fold(CHECKPOINTS / "gpt2", tmp_path / "out", verify=False, options=Options(merge="bias"))
-    found = export(tmp_path / "out", tmp_path / "onnx", verify=False)
-    assert len(found.files) == (2 if largest == 1000 else 1)
+    exported = export(tmp_path / "out", tmp_path / "onnx", verify=False)
+    assert len(exported.files) == (2 if largest == 1000 else 1) and exported.opset == 23
     text, options = "You may copy and", {"max_new_tokens": NEW, "do_sample": False}
     request = {"task": "text-generation", "text": text, "options": options}
     (made,) = transformers_js(tmp_path / "onnx", request)
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "gpt2")
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2")
-    ids = model.generate(**tokenizer(text, return_tensors="pt"), **options)
+    inputs = tokenizer(text, return_tensors="pt")
+    ids = model.generate(**inputs, **options)
     assert made["generated_text"] == tokenizer.decode(ids[0])
     assert len(made["generated_text"]) > len(text)
+    request = {"class": "AutoModelForCausalLM", "inputs": tensors(inputs), "options": options}
+    assert torch.equal(values(readers_in_python(tmp_path / "onnx", request)), ids)
 
 
 @every_precision
