@@ -142,7 +142,8 @@ def quantize(
         if not FORMATS[format_name].is_checkpoint:
             require_every_input(float_model, source.path, choosing.examples[0])
             event("stage", f"exporting {name}")
-            work.trace(float_model, choosing.examples, event, shifts)
+            examples = [*choosing.examples, *held_out.examples]
+            work.trace(float_model, examples, event, shifts)
         del float_model
         tried = candidates(
             plan, range(options.rotations), settings.rounds_untied_heads(format_name)

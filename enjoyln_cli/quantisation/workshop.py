@@ -87,9 +87,10 @@ class Workshop:
 
         The input of each norm in ``shifts`` is multiplied by ``2^-k`` in them.
         """
-        sample, traced = examples[0].batch, traced_batch(model, examples[0])
+        samples = [example.batch for example in examples]
+        traced = traced_batch(model, examples[0])
         cross_cache = self.format == ONNX
-        self.traced = TracedPrograms(sample, traced, event, shifts or {}, cross_cache=cross_cache)
+        self.traced = TracedPrograms(samples, traced, event, shifts or {}, cross_cache=cross_cache)
         self.traced.programs(model, None)
 
     def model(self, candidate: Candidate) -> Any:

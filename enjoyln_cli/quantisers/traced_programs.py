@@ -41,10 +41,10 @@ Structure = tuple[Any, ...]
 class TracedPrograms:
     """The programs of the candidates of one model."""
 
-    sample: Batch
-    """One input of the model."""
+    samples: Sequence[Batch]
+    """Inputs of the model, of all their shapes."""
     traced_sample: Batch
-    """The same, as a whole call is traced."""
+    """The first, as a whole call is traced."""
     event: Event
     shifts: Mapping[str, int] = field(default_factory=dict)
     """Norms whose input is multiplied by ``2^-k`` (see ``onnx_program.scale_norms``)."""
@@ -68,11 +68,11 @@ class TracedPrograms:
         if self.is_one_call:
             return _one_call(model, self.traced_sample, self.shifts)
         try:
-            _require_same_inputs(model, self.sample)
+            _require_same_inputs(model, self.samples)
             made = programs_of(
                 model, torch.float32, shifts=self.shifts, cross_cache=self.cross_cache
             )
-            _require_sizes(made, self.sample)
+            _require_sizes(made, self.samples)
             if VISION in made.bare and not self.cross_cache:
                 raise UnsupportedModel("OpenVINO takes a model of pictures and text as a whole")
         except UnsupportedModel as error:
@@ -91,35 +91,45 @@ class TracedPrograms:
             (group.online_rotation, group.size) for group in plan.rotated if group.online_rotation
         )
         if plan.settings and plan.settings not in self.harmless:
-            if not _same_outputs(model, plan.settings, self.sample):
+            if not _same_outputs(model, plan.settings, self.samples[0]):
                 return (*online_rotations, *plan.settings)
             self.harmless.add(plan.settings)
         return online_rotations
 
 
-def _require_same_inputs(model: Any, sample: Batch) -> None:
+def _require_same_inputs(model: Any, samples: Sequence[Batch]) -> None:
     """Raise ``UnsupportedModel`` if a model that generates nothing reads other inputs of the user.
 
-    Its programs take the inputs that its config tells.
+    Its programs take the inputs that its config tells, and pictures of the size that it tells.
     """
     if model.can_generate():
         return
-    told = {*call_to_export(model, (), torch.float32).batch}
-    if told != {*sample}:
-        raise UnsupportedModel(f"the data have {', '.join(sample)}")
+    call = call_to_export(model, (), torch.float32)
+    if {*call.batch} != {*samples[0]}:
+        raise UnsupportedModel(f"the data have {', '.join(samples[0])}")
+    for name, value in call.batch.items():
+        told = [call.axes[name].get(axis, size) for axis, size in enumerate(value.shape)]
+        _require_size(name, told, samples)
 
 
-def _require_sizes(programs: Programs, sample: Batch) -> None:
+def _require_sizes(programs: Programs, samples: Sequence[Batch]) -> None:
     """Raise ``UnsupportedModel`` if pictures of the user have other sizes than a program takes."""
     if VISION not in programs.bare:
         return
     taken = {value.name: value.shape for value in programs.bare[VISION].graph.inputs}
-    for name, value in image_inputs(taken, sample).items():
-        pairs = zip(taken[name], value.shape, strict=True)
+    samples = [image_inputs(taken, sample) for sample in samples]
+    for name in samples[0]:
+        sizes = [size if isinstance(size, int) else str(size.value) for size in taken[name]]
+        _require_size(name, sizes, samples)
+
+
+def _require_size(name: str, taken: Sequence[int | str], samples: Sequence[Batch]) -> None:
+    """Raise ``UnsupportedModel`` if an input has another fixed size than the ``taken`` sizes."""
+    for shape in (sample[name].shape for sample in samples):
+        pairs = zip(taken, shape, strict=True)
         if any(isinstance(fixed, int) and fixed != size for fixed, size in pairs):
             raise UnsupportedModel(
-                f"{name} of the data has shape {list(value.shape)}, and its program takes "
-                f"{[size if isinstance(size, int) else str(size.value) for size in taken[name]]}"
+                f"{name} of the data has shape {list(shape)}, and its program takes {[*taken]}"
             )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from live_models import shaken
+from rounding import relative
 from tiny_models import GPT2
 from torch import nn
 from transformers import (
@@ -16,11 +18,14 @@ from transformers import (
     LongcatFlashForCausalLM,
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
+    YolosConfig,
+    YolosForObjectDetection,
 )
 
 from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.exporting import exporting
-from enjoyln_cli.onnx_export.programs import programs_of
+from enjoyln_cli.onnx_export.programs import programs_of, save
 from enjoyln_cli.quantisers.traced_programs import TracedPrograms
 
 
@@ -97,7 +102,7 @@ def test_experts_in_a_loop_are_refused(make: Any, capfd: pytest.CaptureFixture[s
     if model.config.is_encoder_decoder:
         batch["decoder_input_ids"] = ids[:, :4]
     said: list[str] = []
-    forms = TracedPrograms(batch, batch, lambda kind, text: said.append(text))
+    forms = TracedPrograms([batch], batch, lambda kind, text: said.append(text))
     with pytest.raises(UnsupportedModel) as caught:
         forms.programs(model, None)
     line = str(caught.value)
@@ -105,3 +110,26 @@ def test_experts_in_a_loop_are_refused(make: Any, capfd: pytest.CaptureFixture[s
         "; --format torchao quantises a model without exporting it"
     )
     assert "make sure" not in line and not said and capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [32, 48])
+def test_pictures_of_another_size_than_the_config_says(width: int, tmp_path: Path) -> None:
+    """Also if only some have another size; then the program takes all sizes."""
+    config = YolosConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        image_size=[32, 32], patch_size=8, num_detection_tokens=4, num_labels=3,
+    )  # fmt: skip
+    model = shaken(YolosForObjectDetection(config))
+    torch.manual_seed(0)
+    samples = [{"pixel_values": torch.randn(1, 3, 32, size)} for size in (32, 32, width)]
+    forms = TracedPrograms(samples, {"pixel_values": torch.randn(2, 3, 32, 32)}, lambda *said: None)
+    save(forms.programs(model, None), tmp_path)
+    assert forms.is_one_call == (width != 32)
+    compute = whole_rows(load_programs(tmp_path))
+    for sample in samples:
+        with torch.no_grad():
+            exact = model(**sample)
+        found = compute(sample)
+        for name in ("logits", "pred_boxes"):
+            assert relative(found[name], exact[name]) < 1e-5

@@ -46,7 +46,7 @@ def test_the_product_in_an_onnx_file_stays_in_float32(tmp_path: Path) -> None:
         return float((logits - exact).norm() / exact.norm())
 
     assert max(map(error, others)) < 1e-5
-    static, traced, keys = SCHEMES["w8a8-static"], TracedPrograms(batch, batch, ignore), []
+    static, traced, keys = SCHEMES["w8a8-static"], TracedPrograms([batch], batch, ignore), []
     for candidate in (original, rotated, added):
         model = opened.as_class(name).load(torch.float32, candidate.plan)
         small = quantised(traced.programs(model, candidate.plan), static, [batch], {})
