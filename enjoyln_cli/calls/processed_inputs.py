@@ -7,6 +7,7 @@ as many placeholders as the picture needs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,10 @@ def joined(batches: Sequence[Prepared], at_once: int) -> list[Prepared]:
 
 
 def _preparation(model: Any, folder: Path, has_texts: bool, trusted: bool) -> Prepare:
-    """How the checkpoint prepares a picture, or a picture with a text."""
+    """How the checkpoint prepares a picture, or a picture with a text.
+
+    A processor that cuts a person out of the picture (of a pose model) gets the whole picture.
+    """
     from transformers import AutoImageProcessor, AutoProcessor
 
     if has_texts or ("input_ids" in accepted_by(model) and image_token(model.config) is not None):
@@ -190,7 +194,9 @@ def _preparation(model: Any, folder: Path, has_texts: bool, trusted: bool) -> Pr
                 f"images with text need a processor of both, and {folder} contains none"
             )
     images: Any = AutoImageProcessor.from_pretrained(folder, trust_remote_code=trusted)
-    return lambda image, _: images(images=[image], return_tensors="pt")
+    if "boxes" not in inspect.signature(images.preprocess).parameters:
+        return lambda image, _: images(images=[image], return_tensors="pt")
+    return lambda image, _: images([image], [[(0, 0, *image.size)]], return_tensors="pt")
 
 
 def image_token(config: Any) -> int | None:

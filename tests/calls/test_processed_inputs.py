@@ -11,6 +11,7 @@ import torch
 from live_models import CHECKPOINTS, shaken
 from tiny_models import BERT
 from transformers import (
+    AutoImageProcessor,
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
@@ -202,6 +203,28 @@ def test_a_shape_that_the_model_does_not_take_is_refused(tmp_path: Path) -> None
             continue
         with pytest.raises(UnsupportedModel, match=r"cannot run on pixel_values.*48"):
             check()
+
+
+class OfPersons(ViTImageProcessorPil):
+    """Cuts each box out of its picture, as the processor of a pose model does."""
+
+    def preprocess(self, images: Any, boxes: Any, **others: Any) -> Any:
+        cut = [images[0].crop((x, y, x + w, y + h)) for x, y, w, h in boxes[0]]
+        return super().preprocess(cut, **others)
+
+
+def test_the_whole_picture_is_a_person(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that takes boxes is given the whole picture; other processors are given none."""
+    model = ViTForImageClassification(ViTConfig(**SIZES, image_size=32, patch_size=8))
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    data = read_user_data(images=[pictures(tmp_path / "images", 2, widen=16)])
+    expected = read(model, tmp_path, data)
+    processor = OfPersons.from_pretrained(tmp_path)
+    monkeypatch.setattr(AutoImageProcessor, "from_pretrained", lambda *args, **given: processor)
+    found = read(model, tmp_path, data)
+    assert len(found) == 2
+    for batch, other in zip(found, expected, strict=True):
+        assert torch.equal(batch["pixel_values"], other["pixel_values"])
 
 
 def test_a_text_model_takes_no_pictures(tmp_path: Path) -> None:
