@@ -10,7 +10,8 @@ from enjoyln_cli.onnx_export.exporting import quiet
 from enjoyln_cli.quantisers.schemes import QuantisationScheme, RoundingMethod
 
 GROUP = 32
-"""Weights of 4 bits share a scale in groups of this many."""
+"""Weights of 4 bits share a scale in groups of this many; a weight whose width is no multiple of it
+gets 8 bits."""
 NO_SMOOTHING = -1
 
 
@@ -56,7 +57,8 @@ def quantised(
         symmetric = rounding != "asymmetric gptq"
         mode = modes.INT4_SYM if symmetric else modes.INT4_ASYM
         parameters = nncf.AdvancedCompressionParameters(
-            gptq_params=nncf.AdvancedGPTQParameters(subset_size=max(1, len(samples)))
+            group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST,
+            gptq_params=nncf.AdvancedGPTQParameters(subset_size=max(1, len(samples))),
         )
         return nncf.compress_weights(
             program,

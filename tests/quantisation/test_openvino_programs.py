@@ -165,12 +165,14 @@ def test_nncf_rounds_all_layers_but_layers_to_keep(
 ) -> None:
     openvino = pytest.importorskip("openvino")
     pytest.importorskip("nncf")
-    model = shaken(GPT2LMHeadModel(GPT2Config(**{**GPT2, "n_embd": 64, "n_head": 4})), 0.1)
+    sizes = {"n_embd": 64, "n_head": 4, "n_inner": 72}  # 72 is no multiple of 32
+    model = shaken(GPT2LMHeadModel(GPT2Config(**{**GPT2, **sizes})), 0.1)
     programs = programs_of(model, torch.float32, cross_cache=False)
     given = {"input_ids": IDS}
     with torch.no_grad():
         exact = model(**given).logits
     errors, floats = [], []
+    stored: list[tuple[str, tuple[int, ...]]] = []
     for bits in ({}, {"*.mlp.*": FLOAT_BITS}):
         made = quantised(programs, SCHEMES[scheme], rounding, [given], bits, False)
         save(made, tmp_path)
@@ -183,7 +185,11 @@ def test_nncf_rounds_all_layers_but_layers_to_keep(
             if node.get_type_name() == "MatMul" and node.get_attributes()["transpose_b"]
         ]
         floats.append(sum(one.get_type_name() == "Constant" for one in weights))
+        constants = [node for node in nodes if node.get_type_name() == "Constant"]
+        stored += [(one.get_element_type().to_string(), (*one.shape,)) for one in constants]
     assert 0 < errors[1] < errors[0] < 0.3, errors
+    if scheme == "w4a16":  # each layer by itself
+        assert ("u4", (72, 2, 32)) in stored and ("u8", (64, 72)) in stored, stored
     assert floats == [0, 2 * model.config.n_layer]
 
 
