@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from eight_models import AddsNumbers, far, given, pair, replace_dropout, run, source
-from live_models import computed_rms
+from live_models import computes_rms
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -118,11 +118,6 @@ def difference(model: Any, stock: Any, name: str) -> float:
     return far(*outputs)
 
 
-def computes_rms(model: Any, name: str) -> bool:
-    (computes,) = set(computed_rms(model, lambda: run(model, given(name))))
-    return computes
-
-
 PAIRS = [
     (add_bias, "opt"), (append_block, "gpt2"), (remove_block, "bert"), (add_hook, "vit"),
     (add_hook_before_norm, "clip"), (add_hook_to_model, "gpt2"), (replace_dropout, "bloom"),
@@ -137,11 +132,11 @@ def test_an_edited_model_computes_what_the_stock_class_does(
 ) -> None:
     """An edit after the model's first call."""
     model, stock = pair(name, eight)
-    assert difference(model, stock, name) < 1e-9 and computes_rms(model, name)
+    assert difference(model, stock, name) < 1e-9 and computes_rms(model, **given(name))
     assert edit(model) and edit(stock)
     with pytest.warns(UserWarning, match="computing LayerNorm: "):
         assert difference(model, stock, name) < 1e-9
-    assert not computes_rms(model, name)
+    assert not computes_rms(model, **given(name))
 
 
 def test_a_hook_of_every_module(eight: Path) -> None:
@@ -156,7 +151,7 @@ def test_a_hook_of_every_module(eight: Path) -> None:
             assert difference(model, stock, "phi") < 1e-9
     finally:
         handle.remove()
-    assert computes_rms(model, "phi")
+    assert computes_rms(model, **given("phi"))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -189,7 +184,7 @@ def test_an_edit_before_the_model_is_optimized(
 
 def test_an_undone_edit_computes_rms_norm_again(eight: Path) -> None:
     model, stock = pair("bert", eight)
-    assert computes_rms(model, "bert")
+    assert computes_rms(model, **given("bert"))
     layer = model.encoder.layer[0].output
     kept, layer.dropout = layer.dropout, AddsNumbers().eval()
     with pytest.warns(
@@ -197,7 +192,7 @@ def test_an_undone_edit_computes_rms_norm_again(eight: Path) -> None:
     ):
         run(model, given("bert"))
     layer.dropout = kept
-    assert computes_rms(model, "bert") and difference(model, stock, "bert") < 1e-9
+    assert computes_rms(model, **given("bert")) and difference(model, stock, "bert") < 1e-9
 
 
 @pytest.mark.parametrize("name", ["clip", "whisper"])
@@ -217,7 +212,7 @@ def test_a_hook_after_a_norm_with_a_weight(eight: Path) -> None:
     for one in (model, stock):
         norm = next(m for m in one.modules() if isinstance(m, nn.LayerNorm))
         norm.register_forward_hook(lambda m, args, out: out + torch.arange(16.0))
-    assert computes_rms(model, "gpt2") and difference(model, stock, "gpt2") < 1e-9
+    assert computes_rms(model, **given("gpt2")) and difference(model, stock, "gpt2") < 1e-9
 
 
 @pytest.mark.parametrize("layer", ["q_proj", "fc2"])
@@ -225,23 +220,23 @@ def test_a_lora_adapter_means_layer_norm_until_refold(eight: Path, layer: str) -
     """Both on a layer that reads the stream and on a centred layer."""
     peft = pytest.importorskip("peft")
     model, stock = pair("phi", eight)
-    assert computes_rms(model, "phi")
+    assert computes_rms(model, **given("phi"))
     for one in (model, stock):
         torch.manual_seed(1)
         config = peft.LoraConfig(target_modules=[layer], r=2, init_lora_weights=False)
         peft.inject_adapter_in_model(config, one).double().eval()
     with pytest.warns(UserWarning, match=rf"{layer}: has an adapter .* call enjoyln_cli.refold"):
         assert difference(model, stock, "phi") < 1e-9
-    assert not computes_rms(model, "phi")
+    assert not computes_rms(model, **given("phi"))
     refold(model)
-    assert computes_rms(model, "phi") and difference(model, stock, "phi") < 1e-9
+    assert computes_rms(model, **given("phi")) and difference(model, stock, "phi") < 1e-9
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter += 0.1
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert computes_rms(model, "phi") == (layer == "q_proj")
+        assert computes_rms(model, **given("phi")) == (layer == "q_proj")
     assert bool(said) == (layer == "fc2")
 
 
@@ -260,7 +255,7 @@ def test_an_adapter_that_is_merged_without_a_call(eight: Path, way: str) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert difference(*norms, "phi") < 1e-9
-    assert computes_rms(model, "phi") == (way == "unloaded")
+    assert computes_rms(model, **given("phi")) == (way == "unloaded")
 
 
 def test_refold_leaves_an_edited_model_alone(eight: Path) -> None:
@@ -320,7 +315,7 @@ class Beside(nn.Module):
 @pytest.mark.parametrize("way", ["adds", "scales", "divides"])
 def test_an_adapter_of_another_library(eight: Path, way: str) -> None:
     model, stock = pair("phi", eight)
-    assert computes_rms(model, "phi")
+    assert computes_rms(model, **given("phi"))
     for one in (model, stock):
         mlp = one.model.layers[0].mlp
         mlp.fc2 = Beside(mlp.fc2, way).eval()

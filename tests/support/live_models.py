@@ -59,6 +59,14 @@ def computed_rms(model: nn.Module, call: Callable[[], Any]) -> list[bool]:
     return seen
 
 
+def computes_rms(model: nn.Module, *args: Any, **kwargs: Any) -> bool:
+    """Whether the folded norms computed RMSNorm in this call; asserts that all or none did."""
+    with torch.no_grad():
+        found = {*computed_rms(model, lambda: model(*args, **kwargs))}
+    assert len(found) < 2
+    return found == {True}
+
+
 def literally() -> AbstractContextManager[Any]:
     """In the block, folded norms compute RMSNorm even where LayerNorm is as good.
 
