@@ -8,7 +8,16 @@ import math
 import pytest
 import torch
 
-from enjoyln_cli.comparison.metrics import COARSE, GROSS, Distance, Ratio, distances, ratios, worst
+from enjoyln_cli.comparison.metrics import (
+    COARSE,
+    GROSS,
+    Distance,
+    Ratio,
+    distances,
+    ratios,
+    relative,
+    worst,
+)
 
 SIZE = 1e-6
 Errors = dict[str, Distance]
@@ -109,3 +118,26 @@ def test_incomparable_outputs_are_no_chance() -> None:
     assert one_ratio(wrong, own).least == math.inf
     both = {"x": own["y"], "y": wrong["y"]}
     assert worst(ratios(both, both, torch.float32)).least == math.inf
+
+
+def test_relative_errors_are_pooled_and_respect_infinities() -> None:
+    exact = [{"a": torch.tensor([[3.0, 4.0], [math.inf, math.nan]])}, {"a": torch.zeros(1, 2)}]
+    got = [{"a": torch.tensor([[3.0, 4.5], [math.inf, math.nan]])}, {"a": torch.zeros(1, 2)}]
+    assert relative(distances(got, exact)) == {"a": pytest.approx(0.1)}
+    got[0]["a"][1, 0] = -math.inf
+    assert relative(distances(got, exact)) == {"a": math.inf}
+    assert relative(distances([{}, {}], exact)) == {"a": math.inf}
+
+
+def one_error(size: float, rows: int = 4) -> dict[str, Distance]:
+    exact = torch.ones(rows, 3, dtype=torch.float64)
+    return distances([{"a": exact * (1 + size)}], [{"a": exact}])
+
+
+def test_ratio_has_a_floor() -> None:
+    (found,) = ratios(one_error(3e-7), one_error(2e-7), torch.float32).values()
+    assert found.value == pytest.approx(1.5)
+    (found,) = ratios(one_error(1e-9), one_error(0.0), torch.float32).values()
+    assert found.value < 0.02
+    (found,) = ratios(one_error(math.nan), one_error(1.0), torch.float32).values()
+    assert found.least == math.inf

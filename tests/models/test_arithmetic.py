@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import layer_norm
 
-from enjoyln_cli.models.arithmetic import VALUE, decision
+from enjoyln_cli.models.arithmetic import VALUE, Float64, decision
 
 WIDTH, EPS = 5, 3e-6
 
@@ -63,3 +63,14 @@ def test_sums_and_products_are_one_formula_for_all_inputs(kind: str) -> None:
 def test_whatever_may_be_another_formula_elsewhere_is_named(kind: str) -> None:
     formula, reason = DECIDED[kind]
     assert reason in (decision(Computing(formula), (6, 3, WIDTH), {2}) or "")
+
+
+def test_float32_means_float64_in_an_exact_run() -> None:
+    x = torch.randn(3, 5, dtype=torch.float64)
+    with Float64():
+        soft = torch.nn.functional.softmax(x, dim=-1, dtype=torch.float32)
+        values = (soft, x.float(), x.to(torch.float32), torch.ones(2, dtype=torch.float32))
+        values += (torch.full((), 0.1), torch.full((), torch.finfo(x.dtype).min), torch.ones(2))
+    assert {v.dtype for v in values} == {torch.float64}
+    assert torch.equal(soft, x.softmax(-1))
+    assert x.float().dtype == torch.ones(2).dtype == torch.float32

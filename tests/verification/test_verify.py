@@ -15,44 +15,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from live_models import CHECKPOINTS
-from packaging.version import Version
 from rounding import TIMES
 from safetensors.torch import load_file
 from stored_files import changed, with_marker
-from tiny_models import BERT, VIT
-from torch.nn.functional import cross_entropy
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    PreTrainedTokenizerFast,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTForMaskedImageModeling,
-)
-from verify_cases import (
-    FAMILIES,
-    LAYERS,
-    VOCABULARY,
-    D,
-    feature_axis,
-    folded,
-    gpt2,
-    proven,
-    randomised,
-    right_plan,
-)
+from verify_cases import LAYERS, VOCABULARY, D, feature_axis, folded, gpt2, right_plan
 
 import enjoyln_cli
 from enjoyln_cli.checkpoint.reader import open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
-from enjoyln_cli.comparison import batches as inputs
-from enjoyln_cli.comparison.data_files import read_user_data
-from enjoyln_cli.comparison.metrics import Distance, distances, ratios, relative
-from enjoyln_cli.comparison.run import run
-from enjoyln_cli.comparison.text_scores import perplexity
 from enjoyln_cli.errors import AlreadyFolded, BadCheckpoint, ModelNotFound, UnsupportedModel
-from enjoyln_cli.models.arithmetic import Float64
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.plan.edited_tensors import CentredWeight
 from enjoyln_cli.rewrite.directory import fold_checkpoint
@@ -289,90 +260,6 @@ def test_no_such_dtype(outs: dict[str, Path]) -> None:
         verify(outs["float32"], dtype="int8")
 
 
-# Distances.
-
-
-def test_relative_errors_are_pooled_and_respect_infinities() -> None:
-    exact = [{"a": torch.tensor([[3.0, 4.0], [math.inf, math.nan]])}, {"a": torch.zeros(1, 2)}]
-    got = [{"a": torch.tensor([[3.0, 4.5], [math.inf, math.nan]])}, {"a": torch.zeros(1, 2)}]
-    assert relative(distances(got, exact)) == {"a": pytest.approx(0.1)}
-    got[0]["a"][1, 0] = -math.inf
-    assert relative(distances(got, exact)) == {"a": math.inf}
-    assert relative(distances([{}, {}], exact)) == {"a": math.inf}
-
-
-def one_error(size: float, rows: int = 4) -> dict[str, Distance]:
-    exact = torch.ones(rows, 3, dtype=torch.float64)
-    return distances([{"a": exact * (1 + size)}], [{"a": exact}])
-
-
-def test_ratio_has_a_floor() -> None:
-    (found,) = ratios(one_error(3e-7), one_error(2e-7), torch.float32).values()
-    assert found.value == pytest.approx(1.5)
-    (found,) = ratios(one_error(1e-9), one_error(0.0), torch.float32).values()
-    assert found.value < 0.02
-    (found,) = ratios(one_error(math.nan), one_error(1.0), torch.float32).values()
-    assert found.least == math.inf
-
-
-def test_float32_means_float64_in_an_exact_run() -> None:
-    x = torch.randn(3, 5, dtype=torch.float64)
-    with Float64():
-        soft = torch.nn.functional.softmax(x, dim=-1, dtype=torch.float32)
-        values = (soft, x.float(), x.to(torch.float32), torch.ones(2, dtype=torch.float32))
-        values += (torch.full((), 0.1), torch.full((), torch.finfo(x.dtype).min), torch.ones(2))
-    assert {v.dtype for v in values} == {torch.float64}
-    assert torch.equal(soft, x.softmax(-1))
-    assert x.float().dtype == torch.ones(2).dtype == torch.float32
-
-
-# Inputs.
-
-
-def test_seeded_tokens() -> None:
-    model = gpt2()
-    model.config.pad_token_id, model.config.image_token_id = 5, 6
-    batches = inputs.seeded_batches(model, 11, 0, torch.float32)
-    assert [len(batch["input_ids"]) for batch in batches] == [8, 3]
-    for batch in batches:
-        ids, mask = batch["input_ids"], batch["attention_mask"]
-        assert ids.min() >= 0 and ids.max() < VOCABULARY
-        assert torch.equal(ids == 5, mask == 0) and not (ids == 6).any()
-        assert mask[:-1].all() and 0 < mask[-1].sum() < mask.shape[1]
-    again = inputs.seeded_batches(model, 11, 0, torch.float32)
-    assert all(
-        torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(batches, again, strict=True)
-    )
-
-
-class OneImage(transformers.ViTModel):
-    def forward(self, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
-        return super().forward(pixel_values.view(1, 1, 16, 16), **kwargs)
-
-
-def test_a_model_that_takes_one_image_at_a_time_is_given_one() -> None:
-    config = ViTConfig(**{**VIT, "image_size": 16, "patch_size": 8}, num_channels=1)
-    batches = inputs.seeded_batches(OneImage(config), 3, 0, torch.float32)
-    assert [batch["pixel_values"].shape for batch in batches] == [(1, 1, 16, 16)] * 3
-    (batch,) = inputs.seeded_batches(transformers.ViTModel(config), 3, 0, torch.float32)
-    assert batch["pixel_values"].shape == (3, 1, 16, 16)
-
-
-def test_masked_patches_are_tried_where_the_class_takes_them() -> None:
-    config = ViTConfig(**{**VIT, "image_size": 16, "patch_size": 8, "encoder_stride": 8})
-    for cls, takes in ((ViTForMaskedImageModeling, True), (ViTForImageClassification, False)):
-        model = randomised(cls(config))
-        (batch,) = inputs.seeded_batches(model, 3, 0, torch.bfloat16)
-        assert batch["pixel_values"].shape == (3, 3, 16, 16)
-        assert batch["pixel_values"].dtype == torch.bfloat16
-        masked = inputs.with_masked_patches(model, batch, 0)
-        assert (masked is not None) == takes
-        if masked is not None:
-            plain, hidden = run(model, [batch, masked])
-            assert plain["reconstruction"].shape == hidden["reconstruction"].shape
-            assert not torch.equal(plain["reconstruction"], hidden["reconstruction"])
-
-
 CUSTOM = """
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -431,153 +318,9 @@ def test_a_model_that_refuses_float64_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_inputs_that_cannot_be_generated() -> None:
-    model = gpt2()
-    model.main_input_name = "spectrogram"
-    with pytest.raises(UnsupportedModel, match="spectrogram"):
-        inputs.seeded_batches(model, 2, 0, torch.float32)
-
-
-# Perplexity, against the loss of transformers itself.
-
-
-def ids(rows: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(2)
-    return torch.randint(5, VOCABULARY, (rows, 30), generator=generator)
-
-
-def test_perplexity_of_a_causal_head() -> None:
-    model = gpt2().double()
-    batches = [{"input_ids": ids(4)}]
-    found, tokens = perplexity(model, batches, None, 0)
-    with torch.no_grad():
-        output = model(input_ids=ids(4), labels=ids(4))
-    loss = cross_entropy(output.logits[:, :-1].mT, ids(4)[:, 1:])
-    assert tokens == 4 * 29 and found == pytest.approx(float(loss.exp()), rel=1e-11)
-    step = torch.finfo(torch.float32).eps  # transformers computes its loss in float32
-    assert float(output.loss) == pytest.approx(float(loss), rel=64 * step)
-
-
-def test_perplexity_of_a_masked_head() -> None:
-    config = BertConfig(**{**BERT, "vocab_size": VOCABULARY})
-    model = randomised(BertForMaskedLM(config)).double()
-    batch = {"input_ids": ids(40)}
-    found, tokens = perplexity(model, [batch], 4, 0)
-    hidden, chosen = inputs.mask_tokens(batch, 4, 0)
-    assert tokens == int(chosen.sum()) and 0.12 < chosen.double().mean() < 0.20
-    assert chosen.any(1).all() and (hidden["input_ids"][chosen] == 4).all()
-    with torch.no_grad():
-        logits = model(**hidden).logits[chosen]
-        expected = cross_entropy(logits, batch["input_ids"][chosen]).exp()
-    assert found == pytest.approx(float(expected), rel=1e-11)
-    with pytest.raises(UnsupportedModel, match="no mask token"):
-        perplexity(model, [batch], None, 0)
-
-
-def words() -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocabulary = {f"w{i}": i for i in range(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")
-
-
-def test_verify_on_a_text(outs: dict[str, Path], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(outs["float32"], out)
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"w{i % 90}" for i in range(200)))
-    with pytest.raises(UnsupportedModel, match="tokenizer"):
-        verify(out, text=text)
-    words().save_pretrained(out)
-    found = verify(out, text=text, write=False, accept=["tokenizer*"])
-    assert found.passed, found.summary
-    assert found.perplexity is not None
-    assert found.perplexity["tokens"] == 5 * 37
-    assert found.perplexity["folded"] == pytest.approx(
-        found.perplexity["original"], rel=4 * TIMES * found.original_error
-    )
-    text.write_text("w1")
-    with pytest.raises(UnsupportedModel, match="fewer than two tokens"):
-        verify(out, text=text)
-
-
-def test_a_text_that_is_not_utf_8_is_refused_first(outs: dict[str, Path], tmp_path: Path) -> None:
-    text, stages = tmp_path / "latin1.txt", []
-    text.write_bytes("w1 w2 Grüße".encode("latin-1"))
-    with pytest.raises(UnsupportedModel, match="latin1.txt is not UTF-8 .* at byte 8") as caught:
-        verify(outs["float32"], text=text, device_map="disk", on_event=lambda *e: stages.append(e))
-    assert "\n" not in str(caught.value)
-    assert not stages, "loading would have told what it does"
-    text.write_text("w1 w2 Grüße", encoding="utf-8")
-    with pytest.raises(UnsupportedModel, match="tokenizer"):
-        verify(outs["float32"], text=text, device_map="disk", on_event=lambda *e: stages.append(e))
-    assert stages
-
-
-def test_a_run_leaves_the_cache_and_the_loss_out() -> None:
-    (output,) = run(gpt2(), [{"input_ids": ids(2), "labels": ids(2)}])
-    assert list(output) == ["logits"]
-
-
-@pytest.mark.slow
-def test_verify_on_images(tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
-    if Version(transformers.__version__) < Version("5.23"):
-        pytest.importorskip("torchvision")  # which processors need there
-    source = CHECKPOINTS / "vit"
-    out = folded(source, tmp_path / "out", proven(source, FAMILIES["vit"]))
-    files = [tmp_path / f"{index}.png" for index in range(3)]
-    for index, file in enumerate(files):
-        image.effect_noise((40 + index, 50), 80).convert("RGB").save(file)
-    found = verify(out, images=files, write=False)
-    assert found.passed, found.summary
-    assert found.rows > 3
-    assert found.runtime_error != verify(out, write=False).runtime_error
-    files[0].write_text("no image")
-    with pytest.raises(UnsupportedModel, match=f"{files[0]} cannot be read"):
-        verify(out, images=files)
-
-
-def test_data_of_another_kind_than_the_model_takes(outs: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="takes input_ids, so it cannot run on images"):
-        verify(outs["float32"], images=["x.png"])
-    with pytest.raises(UnsupportedModel, match="no directory .*none with recordings"):
-        verify(outs["float32"], audio=tmp_path / "none")
-    with pytest.raises(UnsupportedModel, match=r"none.txt cannot be read: No such file"):
-        verify(outs["float32"], text=tmp_path / "none.txt")
-    assert read_user_data(images="x.png").images == ("x.png",)
-    (tmp_path / "a.wav").touch()
-    with pytest.raises(UnsupportedModel, match="recordings need a feature extractor, and .* none"):
-        verify(outs["float32"], audio=tmp_path)
-    vit, text, ids = CHECKPOINTS / "vit", tmp_path / "text.txt", tmp_path / "ids.jsonl"
-    text.write_text("A licence is short.")
-    ids.write_text("[1, 2, 3]")
-    out = folded(vit, tmp_path / "out", proven(vit, FAMILIES["vit"]))
-    for option, file, kind in (("text", text, "texts"), ("tokens", ids, "token ids")):
-        with pytest.raises(UnsupportedModel, match=f"takes pixel_values, .* cannot run on {kind}"):
-            verify(out, **{option: file})
-
-
-def test_text_and_tokens_at_once(outs: dict[str, Path]) -> None:
-    with pytest.raises(UnsupportedModel, match="choose one of them"):
-        verify(outs["float32"], text="some.txt", tokens="ids.jsonl")
-
-
 def test_a_result_is_not_its_own_original(outs: dict[str, Path]) -> None:
     with pytest.raises(AlreadyFolded):
         verify(outs["float32"], against=outs["float32"])
-
-
-@pytest.mark.slow
-def test_a_text_without_a_language_head(tmp_path: Path) -> None:
-    """The outputs are compared, but no perplexity is computed."""
-    source = CHECKPOINTS / "bert"
-    out = folded(source, tmp_path / "out", proven(source, "BertModel"))
-    found = verify(out, text=Path(__file__), write=False)
-    assert found.passed and found.perplexity is None and 0 < found.own_rows <= found.rows
-    assert found == verify(out, text=str(__file__), write=False)
 
 
 @pytest.mark.parametrize("hidden", [True, False])
