@@ -40,7 +40,8 @@ MODULES = (
     "runtime.weight_check",
 )  # fmt: skip
 TESTS = (
-    "tests/proof/test_rules.py", "tests/proof/test_any_operands.py",
+    "tests/proof/test_rules.py", "tests/proof/test_pulls_and_pushes.py",
+    "tests/proof/test_any_operands.py",
     "tests/runtime/test_allowed_means.py", "tests/proof", "tests/runtime/test_edited_models.py",
 )  # fmt: skip
 SECONDS = 600.0

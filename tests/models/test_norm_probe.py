@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,59 +11,20 @@ import torch
 from folding_live import Computing
 from live_models import literally
 from rounding import as_exact, exactly
+from spelled_norms import WIDTH, Block, Formula, Spelled, eps_outside, normed, plain
 from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
-from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.norm_probe import LayerNormSpec, computes_rms_norm, examine
 from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
-
-WIDTH = 13
 
 
 def layer_norm_spec(module: nn.Module) -> LayerNormSpec | None:
     """How ``module`` computes LayerNorm; ``None`` if it does not, or not for all inputs."""
     found = examine(module, {})
     return found if isinstance(found, LayerNormSpec) else None
-
-
-Formula = Callable[..., torch.Tensor]
-
-
-class Spelled(nn.Module):
-    """A norm that computes a formula of itself and of its input."""
-
-    def __init__(self, formula: Formula, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.formula, self.tiny = formula, eps
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.formula(self, x)
-
-
-def same(value: torch.Tensor) -> torch.Tensor:
-    return value
-
-
-def normed(m: Any, x: torch.Tensor, dim: int = -1, variance: Any = same) -> torch.Tensor:
-    centred = x - x.mean(dim, keepdim=True)
-    return centred / (variance(centred.pow(2).mean(dim, keepdim=True)) + m.tiny).sqrt()
-
-
-def plain(
-    m: Any, x: torch.Tensor, variance: Any = same, weight: Any = same, bias: Any = same
-) -> torch.Tensor:
-    """LayerNorm; other functions of its variance, weight and bias make it something else."""
-    return weight(m.weight) * normed(m, x, variance=variance) + bias(m.bias)
-
-
-def eps_outside(m: Any, x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return m.weight * centred / (centred.pow(2).mean(-1, keepdim=True).sqrt() + eps) + m.bias
 
 
 FORMULAS: dict[str, Formula] = {
@@ -248,20 +208,6 @@ def test_an_rms_norm_is_found_by_its_values() -> None:
     assert not computes_rms_norm(nn.LayerNorm(WIDTH, bias=False))
 
 
-class Block(nn.Module):
-    """A writer, a norm and a reader, with features last, or with channels before positions."""
-
-    def __init__(self, norm: nn.Module, positions: int = 0) -> None:
-        super().__init__()
-        kind: Any = (nn.Linear, nn.Conv1d, nn.Conv2d)[positions]
-        more = (1,) if positions else ()
-        self.norm = norm
-        self.write, self.read = kind(WIDTH, WIDTH, *more), kind(WIDTH, WIDTH, *more)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.read(self.norm(self.write(x)))
-
-
 def test_a_norm_may_be_a_layer_norm_for_some_ranks_only() -> None:
     torch.manual_seed(0)
     model = Block(Either(WIDTH)).double().eval()
@@ -295,98 +241,7 @@ def test_a_group_norm_of_rows_normalises_each_alone(groups: int, listed: str) ->
     assert analyze_module(images, torch.randn(2, 5, 4, 4)).plan.norms == ()  # over positions too
 
 
-class Trap(Spelled):
-    """Computes LayerNorm for common inputs, and something else for others."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(TRAPS[kind][0], 0.0 if kind == "eps outside" else 1e-6)
-
-
-def looped(m: Any, x: torch.Tensor) -> torch.Tensor:
-    parts = [x[:, i] for i in range(x.shape[1])] if x.ndim > 2 else []
-    return plain(m, torch.stack(parts, 1) if parts else x)
-
-
-def written(m: Any, x: torch.Tensor) -> torch.Tensor:
-    y = plain(m, x)
-    x.copy_(y)
-    return y
-
-
-MORE = "which is not part of a LayerNorm"
 VALUES, ROWS = "reads values of its input", "branches on the number of rows"
-EXTREME = "not compute LayerNorm of rows that are tiny, huge or constant"
-PARAMETERS = "where its parameters are"
-TRAPS: dict[str, tuple[Formula, str]] = {
-    "by value": (lambda m, x: x if x.max() > 1e9 else plain(m, x), VALUES),
-    "by item": (lambda m, x: x if float(x.sum()) == 12345.0 else plain(m, x), VALUES),
-    "by length": (lambda m, x: x if x.ndim > 2 and x.shape[1] > 512 else plain(m, x), ROWS),
-    "by rows": (lambda m, x: x if x.numel() > 1_000_000 else plain(m, x), ROWS),
-    "one token": (lambda m, x: x * 2 if x.ndim > 2 and x.shape[1] == 1 else plain(m, x), ROWS),
-    "loop": (looped, ROWS),
-    "half": (
-        lambda m, x: x.clamp(-3, 3) if x.dtype == torch.bfloat16 else plain(m, x),
-        f"computes clamp, {MORE}",
-    ),
-    "input clamped": (lambda m, x: plain(m, x.clamp(-1e7, 1e7)), f"computes clamp, {MORE}"),
-    "finite": (lambda m, x: plain(m, torch.nan_to_num(x)), f"computes nan_to_num, {MORE}"),
-    "no small variance": (
-        lambda m, x: plain(m, x, variance=lambda v: v.clamp_min(1e-14)),
-        f"computes clamp_min, {MORE}",
-    ),
-    "chosen variance": (
-        lambda m, x: plain(
-            m, x, variance=lambda v: torch.where(v > 1e-20, v, torch.ones_like(v))
-        ),
-        MORE,
-    ),
-    "rows together": (
-        lambda m, x: plain(m, x, variance=lambda v: v + 1e-13 * v.mean()), EXTREME,
-    ),
-    "eps outside": (lambda m, x: eps_outside(m, x, 1e-12), EXTREME),
-    "weight clamped": (
-        lambda m, x: plain(m, x, weight=lambda w: w.clamp(-50, 50)), f"computes clamp, {MORE}",
-    ),
-    "weight absolute": (lambda m, x: plain(m, x, weight=lambda w: w.square().sqrt()), ""),
-    "weight relu": (
-        lambda m, x: plain(m, x, weight=lambda w: (w + w.square().sqrt()) / 2), "",
-    ),
-    "weight shifted": (lambda m, x: plain(m, x, weight=lambda w: w + 1e-8), PARAMETERS),
-    "constant": (lambda m, x: plain(m, x, bias=lambda b: b + 1e-8), PARAMETERS),
-    "scaled": (
-        lambda m, x: plain(m, x, weight=lambda w: w * (1 + 3e-6)), "not compute LayerNorm of",
-    ),
-    "saturates": (
-        lambda m, x: 1e12 * (plain(m, x) / 1e12).tanh(), f"computes tanh, {MORE}",
-    ),
-    "writes": (written, f"computes copy_, {MORE}"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", TRAPS)
-def test_a_layer_norm_for_common_inputs_only_is_none(kind: str) -> None:
-    torch.manual_seed(0)
-    found = examine(Trap(kind), {})
-    assert not isinstance(found, LayerNormSpec) and TRAPS[kind][1] in (found or "")
-
-
-OF_EVERY_ANSWER = [
-    "by value", "one token", "half", "rows together", "weight absolute", "weight shifted",
-    "writes",
-]  # fmt: skip
-"""An analysis and an installation read no more than what is asserted above."""
-
-
-@pytest.mark.parametrize("kind", OF_EVERY_ANSWER)
-def test_a_layer_norm_for_common_inputs_only_is_kept(kind: str) -> None:
-    torch.manual_seed(0)
-    model, reason = Block(Trap(kind)).double(), TRAPS[kind][1]
-    if kind != "by value":  # with which no graph can be captured
-        norms = analyze_module(model, torch.randn(2, 5, WIDTH).double()).plan.norms
-        assert [v.status for v in norms] == ["stays_layernorm"] * bool(reason)
-        assert all(reason in v.reason for v in norms)
-    with pytest.raises(UnsupportedModel, match="norm: Trap does not compute LayerNorm"):
-        install(model, ["norm"], ())
 
 
 class Gain(Spelled):
