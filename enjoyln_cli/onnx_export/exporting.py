@@ -2,7 +2,8 @@
 
 ``torch.onnx`` traces a captured graph a second time, to write it in operators that it translates
 and without writing in place. That takes longer than capturing it. Most models use only operators
-that it translates, beside some that are renamed here. Their graphs are translated as they are.
+that it translates, beside some that are renamed here. Their graphs are translated as they are, and
+traced again if that fails.
 """
 
 from __future__ import annotations
@@ -112,6 +113,19 @@ def captured(
 
     program.run_decompositions = run_decompositions
     return program
+
+
+def translated(program: ExportedProgram, **options: Any) -> Any:
+    """The ``torch.onnx.ONNXProgram`` of a captured graph; ``options`` are torch's.
+
+    Operators such as ``numpy_T`` are composed of others, and in no table of decompositions. If
+    ``torch.onnx`` does not translate the graph as it is, it is traced again.
+    """
+    try:
+        return torch.onnx.export(program, **options)  # type: ignore[arg-type]
+    except torch.onnx.OnnxExporterError:
+        del program.run_decompositions
+        return torch.onnx.export(program, **options)  # type: ignore[arg-type]
 
 
 def _rename(graph: torch.fx.Graph) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export.call import ProgramCall
 from enjoyln_cli.onnx_export.cross_cache import keep_cross_cache
-from enjoyln_cli.onnx_export.exporting import captured, exporting
+from enjoyln_cli.onnx_export.exporting import captured, exporting, translated
 from enjoyln_cli.runtime.call_guards import call_guards
 
 OPSET = 23
@@ -50,7 +50,7 @@ def traced_program(call: ProgramCall, opset: int, parameters: Container[str]) ->
     dims = tuple(dict(call.axes[name]) for name in call.batch)
     kind = type(call.module.model).__name__
     with exporting(call.module.model, "torch.onnx"):
-        program: Any = torch.onnx.export(
+        program: Any = translated(
             captured(call.module, tuple(call.batch.values()), dims),
             input_names=list(call.batch),
             output_names=list(call.outputs),

@@ -46,7 +46,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         {**BERT, "hidden_size": 24, "ffn_dim": 33, "word_embed_proj_dim": 24},
     ),
     "BLOOM": ("BloomForCausalLM", {**TOKENS, "n_layer": 2, "n_head": 4, "hidden_size": 24}),
-    "Falcon, rotary": ("FalconForCausalLM", FALCON),
+    "Falcon, rotary": ("FalconForCausalLM", {**FALCON, "parallel_attn": False}),
     "Falcon, ALiBi": ("FalconForCausalLM", {**FALCON, "alibi": True}),
     "Llama": ("LlamaForCausalLM", LLAMA),
     "XGLM": ("XGLMForCausalLM", XGLM),
