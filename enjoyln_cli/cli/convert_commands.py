@@ -174,7 +174,7 @@ def _convert(
         without = "--dry-run" if dry_run else "--no-verify"
         raise click.UsageError(f"{used[0]} needs the check; drop {without}.")
     require_model(model, require_convertible)
-    own = read_data(data)
+    own = read_data(data, model)
     if out:
         require_new_folder(out, model, force=writing.force, resume=writing.resume)
     from enjoyln_cli.cli.progress import watch_job
@@ -286,7 +286,7 @@ def export(
     require_one_source(data, is_needed=fp16_safe)
     if data.sources and not fp16_safe:
         raise click.UsageError(f"{data.sources[0]} needs --fp16-safe.")
-    own = read_data(data) if fp16_safe else None
+    own = read_data(data, model) if fp16_safe else None
     from enjoyln_cli.cli.progress import watch_job
     from enjoyln_cli.onnx_export.requirements import require_export
 

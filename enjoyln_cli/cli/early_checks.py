@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from enjoyln_cli.checkpoint import config
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE
-from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.comparison.data_files import (
     SAMPLES_FILE,
     DataFiles,
@@ -28,6 +29,12 @@ from enjoyln_cli.fs.staging import check_place, learning_state
 from enjoyln_cli.plan.fold_options import Options, WriteOptions
 from enjoyln_cli.rotation_search.choice_options import ChoiceOptions
 
+PREPARED_BY = {
+    "text": ("a tokenizer", ("*token*", "*vocab*", "*.model", "merges.txt", "*bpe*")),
+    "images": ("an image processor", ("*processor_config.json",)),
+    "recordings": ("a feature extractor", ("*processor_config.json",)),
+}
+"""For each kind of data, what a directory needs for it, and patterns of the names of its files."""
 EarlyCheck = Callable[[Mapping[str, Any], str], None]
 """Refuses a model by its config and its name."""
 
@@ -126,11 +133,31 @@ def require_plan_options(options: Options) -> None:
         raise click.UsageError(f"{used[0]} needs --rotate.")
 
 
-def read_data(data: DataFiles) -> UserData:
-    """The user's own inputs. Refuses files that cannot be read, or that no package here reads."""
+def read_data(data: DataFiles, model: str | Path | None) -> UserData:
+    """The user's own inputs. Refuses files that cannot be read, or that no package here reads.
+
+    A directory ``model`` has to contain what prepares them.
+    """
     own = data.read()
     require_readable(own)
+    if model is not None and local_folder(str(model)) is not None:
+        _require_prepared(own, open_source(str(model)))
     return own
+
+
+def _require_prepared(data: UserData, source: Source) -> None:
+    """Refuse data for which ``source`` has no tokenizer, processor or feature extractor."""
+    names = [path.name for path in source.path.iterdir()]
+    has_own = "pretrained_cfg" in config.raw_config(source)  # timm's way to prepare images
+    given = {
+        "text": data.text is not None or bool(data.texts),
+        "images": bool(data.images) and not has_own,
+        "recordings": bool(data.audio),
+    }
+    for what, (needed, patterns) in PREPARED_BY.items():
+        found = any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+        if given[what] and not found:
+            raise UnsupportedModel(f"reading {what} needs {needed}, and {source.path} has none")
 
 
 def require_one_source(data: DataFiles, *, is_needed: bool = False) -> None:

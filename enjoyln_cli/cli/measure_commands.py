@@ -77,7 +77,7 @@ def verify(
     require_model(options.against)
     if not is_quantised:
         require_folded(out)
-    own = read_data(data)
+    own = read_data(data, None if is_quantised else out)
     if is_quantised and needs_data(out):
         require_halves(own)
     with watch_job(quiet or as_json, f"verifying {with_origin(out)}") as watch:
@@ -142,7 +142,7 @@ def quantize(
     require_new_folder(out, model, force=options.force or adds)
     require_scheme(options.scheme, format_name)
     require_target(options.target, options.scheme, format_name)
-    own = read_data(data)
+    own = read_data(data, model)
     require_halves(own)
     with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:
         look_up(model, opening, config.require_unquantised)

@@ -165,7 +165,7 @@ def _report_overflows(
 ) -> None:
     """Print where ``model`` overflows in float16 on the data."""
     require_model(model, require_convertible)
-    own = read_data(data)
+    own = read_data(data, model)
     from enjoyln_cli.cli.progress import watch_job
 
     with watch_job(as_json, f"running {with_origin(model)}"):

@@ -68,6 +68,8 @@ STARTS = {
 
 
 ONNX = ["export", GPT2, "-o"]
+VIT = GPT2.replace("gpt2", "vit")
+NO_TOKENIZER = f"reading text needs a tokenizer, and {VIT} has none"
 NOT_FOLDED = f"error: {GPT2} was not folded: its config.json has no enjoyln entry"
 
 
@@ -135,7 +137,11 @@ WRONG_DATA = [
     ([*QUANTIZE, "--audio", "full"], "error: full/notes.txt cannot be read: "),
     ([*QUANTIZE, "--image", "full"], "error: full/notes.txt cannot be read: it is no image"),
     ([*QUANTIZE, "--image", SPACE], "error: full/notes.txt cannot be read: it is no image"),
-    ([*QUANTIZE, "--image", "dot.png"], "error: too little data: 1 input, but 8 are needed"),
+    ([*QUANTIZE, "--image", "dot.png"], "error: reading images needs an image processor, and "),
+    (["quantize", VIT, "-o", "new", "--image", "dot.png"], "error: too little data: 1 input, but"),
+    (["quantize", VIT, "-o", "new", "--text", "folded/config.json"], f"error: {NO_TOKENIZER}"),
+    (["fold", VIT, "-o", "new", "--text", "folded/config.json"], f"error: {NO_TOKENIZER}"),
+    (["report", VIT, "--fp16", "--text", "folded/config.json"], f"error: {NO_TOKENIZER}"),
     ([*QUANTIZE, "--tokens", "folded/config.json"], "error: folded/config.json, line 1: not a"),
     ([*QUANTIZE, "--tokens", SPACE], "error: full/notes.txt contains no token ids"),
     ([*QUANTIZE, "--text", SPACE], "error: full/notes.txt contains no text"),
