@@ -63,8 +63,13 @@ def why_no_text(path: str) -> str:
 
 
 def first_line(error: object) -> str:
-    """The first line of an error or of a text without colours, cut to ``MAX_QUOTED_CHARS``."""
-    return COLOURS.sub("", str(error)).strip().split("\n")[0][:MAX_QUOTED_CHARS]
+    """The first line of an error or of a text without colours, cut to ``MAX_QUOTED_CHARS``.
+
+    If it ends with a colon, the next line follows.
+    """
+    first, *rest = COLOURS.sub("", str(error)).strip().split("\n")
+    line = f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first
+    return line[:MAX_QUOTED_CHARS]
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:

@@ -173,7 +173,7 @@ def write_fold(report: ModelReport, result: Mapping[str, Any]) -> None:
         done = counted(result["resumed"], "weight file")
         say(f"{done} had been finished by an earlier run")
     say(f"verified: {checked['summary']}" if checked else "not verified (--no-verify)")
-    if plan.rotated:
+    if plan.rotated and "stored_as" not in result:
         dtype = checked["compute_dtype"] if checked else ""
         _say_before_quantising(dtype, "matrices" in result, plan.model_class)
     if len(plan.kept) > len(plan.folded) > 0 and not (plan.widened or plan.untied):

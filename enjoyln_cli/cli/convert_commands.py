@@ -99,7 +99,7 @@ def fold(folding: FoldOptions, options: Options, **others: Any) -> None:
 @help.command()
 @model_argument
 @out_option
-@options_of(FoldOptions, "folding", without=("stored_as",))
+@options_of(FoldOptions, "folding", without=("stored_as", "compress"))
 @options_of(Options, "options", only=("untie", "values", "seed", "matrix"), rotate=True, fold=False)
 @options_of(ChoiceOptions, "choice")
 @like_option

@@ -36,7 +36,7 @@ printing = partial(option, group="Printing")
 @click.argument("models", nargs=-1, metavar="MODEL...", shell_complete=help.folders)
 @printing("--why", metavar="NORM", help="Show why this norm becomes RMSNorm or stays LayerNorm.")
 @printing("--paper", is_flag=True, help="Add the count of Algorithm 1 of the Enjoy-LN paper.")
-@options_of(FoldOptions, "folding", without=("recipe", "stored_as"))
+@options_of(FoldOptions, "folding", without=("recipe", "stored_as", "compress"))
 @options_of(Options, "options")
 @option(
     "--model-type",

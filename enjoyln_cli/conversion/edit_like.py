@@ -31,7 +31,7 @@ def edit_like(
     the edits need. The new directory appears whole or not at all.
 
     Raises as ``edit_adapter`` and ``edit_draft`` do, ``BadCheckpoint`` if ``like`` was not
-    converted, ``UnsupportedModel`` if it is stored as a class whose tensors have other names,
+    converted, ``UnsupportedModel`` if its tensors have other names or sizes than the original's,
     ``ModelNotFound`` if the original cannot be found, and ``OutputError`` if ``out`` cannot be
     written.
     """
@@ -44,6 +44,11 @@ def edit_like(
         )
     original = original_of(result, marker, opening)
     plan = plan_of_result(result.checkpoint, marker)
+    if any(group.compressed for group in plan.rotated):
+        raise UnsupportedModel(
+            f"{like} has one feature less than its original; merge {model} into the original and "
+            "fold the result"
+        )
     edited: Adapter | Draft
     if (Path(model).expanduser() / ADAPTER_CONFIG).is_file():
         edited = edit_adapter(model, plan, original)

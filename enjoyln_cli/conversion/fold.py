@@ -114,7 +114,7 @@ def prepare(
     from enjoyln_cli.recipe.compare import require_same
     from enjoyln_cli.recipe.read import load_recipe
     from enjoyln_cli.recipe.stock_targets import target_for
-    from enjoyln_cli.rewrite.stock_class import require_all_folded, target_config
+    from enjoyln_cli.rewrite.stock_class import compressed_plan, require_all_folded, target_config
 
     event = on_event or default_listener
     folder = local_folder(str(model))
@@ -148,13 +148,16 @@ def prepare(
     if folding.stored_as:
         target = target_for(analysis.plan.model_class, folding.stored_as)
         options = replace(options, **target.options)
+        if folding.compress:
+            options = replace(options, rotate=True, values=options.rotate and options.values)
         found = {"options": options, "outputs": outputs or target.outputs}
         if any(keywords[name] != value for name, value in found.items()):
             keywords |= found
             analysis = analyze_config(config, **keywords)
         require_all_folded(analysis.plan)
-        target_config(target, config, analysis.plan)  # refused before anything is written
-    plan = analysis.plan
+    plan = compressed_plan(analysis.plan) if folding.compress else analysis.plan
+    if target is not None:
+        target_config(target, config, plan)  # refused before anything is written
     if recipe is not None:
         require_same(recipe, plan, config=config)
     if options.matrix:

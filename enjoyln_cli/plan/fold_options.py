@@ -81,6 +81,9 @@ class FoldOptions:
         flags=("--as",),
         metavar="NAME",
     )
+    compress: bool = plan_option(
+        False, "With --as: leave out the feature that streams of zero mean do not need."
+    )
     options: Options = keyword(CENTRING_ONLY, "What may be changed besides centring.")
     recipe: str | Path | None = plan_option(
         None, "Refuse if the proof gives other edits than this recipe has.", path="file"
@@ -90,9 +93,11 @@ class FoldOptions:
     )
 
     def __post_init__(self) -> None:
-        """Take one name for ``outputs``."""
+        """Take one name for ``outputs``. Raise ``EnjoyLNError`` for options that do not fit."""
         names = self.outputs
         object.__setattr__(self, "outputs", (names,) if isinstance(names, str) else tuple(names))
+        if self.compress and not self.stored_as:
+            raise EnjoyLNError("compress needs a class to store the model as; pass stored_as")
 
 
 FOLD_DEFAULTS = FoldOptions()

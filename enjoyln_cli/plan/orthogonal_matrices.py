@@ -12,13 +12,17 @@ and the circulant fix ``1``; the matrix of order 2 is left out then. No entry of
 ``1 / sqrt(d)`` is the least possible.
 
 A product with a vector takes ``O(d log d)`` operations.
+
+Where the last feature is to be left out, ``H Q`` takes the place of a ``Q`` with ``Q 1 = 1``: the
+reflection ``H = I - v v' / (1 - 1/sqrt(d))`` with ``v = 1/sqrt(d) - e`` exchanges ``1/sqrt(d)``
+with the last axis ``e``, so the last of the new features is the sum of the old by ``sqrt(d)``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -55,6 +59,8 @@ class Rotation:
     """Whether ``Q 1 = 1``."""
     given: GivenMatrix | None = None
     """The matrix, if it is not made from the seed."""
+    mean_last: bool = False
+    """Whether the last feature becomes ``1' x / sqrt(size)``, instead of ``Q 1 = 1``."""
 
 
 def rotate(x: torch.Tensor, axis: Axis, rotation: Rotation) -> torch.Tensor:
@@ -83,6 +89,13 @@ def product(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
     ``x`` is float64, of shape (n, size, m). The result is a new tensor, not always contiguous.
     """
+    if rotation.mean_last:
+        x = product(x, replace(rotation, mean_last=False))
+        root = math.sqrt(rotation.size)
+        last = x[:, -1:] - x.sum(1, keepdim=True) / root
+        x = x + last / (root - 1)
+        x[:, -1:] -= last * (root / (root - 1))
+        return x
     if rotation.given is not None:
         dense = rotation.given.values
         return (x.squeeze(2) @ dense.T).unsqueeze(2) if x.shape[2] == 1 else dense @ x

@@ -164,15 +164,30 @@ class RotationGroup:
     online_rotation: Annotated[str, NOT_STORED] = ""
     """Path of the block whose first input is multiplied by the matrix, since nothing linear writes
     this stream. Only a live model or a program can do that; empty if it is not needed."""
+    compressed: bool = False
+    """Whether the last feature becomes the mean, which is zero, and is left out."""
 
     @property
     def is_rotated(self) -> bool:
         """Whether it can be rotated."""
         return not self.reason
 
+    @property
+    def why_not_compressed(self) -> str:
+        """Why no feature can be left out, though the mean is zero; empty if one can."""
+        if self.reason:
+            where = self.culprit or self.name
+            return f"{self.name} needs all of its features: {self.reason} (at {where})"
+        for tensor in self.tensors:
+            axis = tensor.module_axis or tensor.axis
+            if axis.outer != 1 or axis.length != self.size or tensor.reads and tensor.writes:
+                return f"{tensor.parameter} holds features of the stream beside others, or twice"
+        return ""
+
     def rotation(self, seed: int) -> Rotation:
         """The matrix that the user gave, or the matrix for ``seed``."""
-        return Rotation(self.size, seed, self.name, self.fixes_ones, self.given)
+        matrix = (self.size, seed, self.name, self.fixes_ones, self.given)
+        return Rotation(*matrix, mean_last=self.compressed)
 
 
 @dataclass(frozen=True)

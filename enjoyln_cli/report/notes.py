@@ -140,6 +140,8 @@ def _rotated_lines(plan: Plan) -> list[str]:
         for kind in ("residual", "heads", "values")
         if any(group.kind == kind for group in plan.rotated)
     ]
+    if any(group.compressed for group in plan.rotated):
+        lines.append("  leave out the feature that is the mean of the stream then, and zero")
     left = (group for group in plan.rotation_groups if group.reason)
     for (kind, reason), kept in grouped(left, attrgetter("kind", "reason")).items():
         lines.append(f"  not rotated: {_groups_in_words(kept, kind)}: {reason}")

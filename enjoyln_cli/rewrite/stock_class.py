@@ -3,12 +3,19 @@
 Every engine then takes its own path of RMSNorm. Which classes fit is data
 (``templates/stock_rms_norm.yaml``). The target gets the tensors of the folded model. Refused is any
 tensor that only one class has, and a config entry that the target might not follow.
+
+``--compress`` leaves out the last feature of a stream, which a rotation has made its mean, so zero.
+``x / sqrt(|x|^2 / d + eps)`` of ``d`` features is ``sqrt(d / (d-1))`` times the RMSNorm of the
+``d - 1`` others with ``eps d / (d-1)``: the weights of the norms and the config have both factors.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -20,8 +27,9 @@ from enjoyln_cli.checkpoint.file_roles import CONFIG
 from enjoyln_cli.checkpoint.marker import marker
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import class_named
+from enjoyln_cli.models.load import refusing
 from enjoyln_cli.plan.fold_options import WriteOptions
-from enjoyln_cli.plan.plan import Plan, size_settings
+from enjoyln_cli.plan.plan import Plan, RotationGroup, size_settings
 from enjoyln_cli.recipe.stock_targets import StockTarget
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.text import listed_briefly, number
@@ -35,6 +43,25 @@ def require_all_folded(plan: Plan) -> None:
         if verdict.status != "in_weights":
             why = verdict.reason or "its mean can only be subtracted by an added operation; --untie"
             raise UnsupportedModel(f"{verdict.norm} would stay LayerNorm: {why}")
+
+
+def compressed_plan(plan: Plan) -> Plan:
+    """``plan``, which rotates, with a residual stream of one feature less.
+
+    Raises ``UnsupportedModel`` if there are several streams, or the stream needs all its features.
+    """
+    streams = [g for g in plan.rotation_groups if g.kind == "residual" and g.fixes_ones]
+    heads = [g.name for g in plan.rotation_groups if g.kind == "heads"]
+    if len(streams) != 1 or heads:
+        what = f"{len(streams)} streams" if not heads else f"norms of heads ({heads[0]})"
+        raise UnsupportedModel(
+            f"{plan.model_class} has {what}, but one width and eps in its config"
+        )
+    (stream,) = streams
+    if stream.why_not_compressed:
+        raise UnsupportedModel(stream.why_not_compressed)
+    groups = (replace(g, compressed=g is stream) for g in plan.rotation_groups)
+    return replace(plan, rotation_groups=tuple(groups))
 
 
 def target_plan(target: StockTarget, plan: Plan) -> Plan:
@@ -91,8 +118,16 @@ def target_config(target: StockTarget, config: Any, plan: Plan) -> Any:
         entries[name] = held[dividend] // held[divisor]
     layers = int(held["num_hidden_layers"])
     entries |= {name: [value] * layers for name, value in target.per_layer.items()}
+    entries |= target.given
     cls: Any = class_named(target.target)
-    made = cls.config_class(**entries, **target.given)
+    if stream := _compressed(plan):
+        if "head_dim" in cls.config_class().to_dict():
+            entries.setdefault("head_dim", stream.size // held["num_attention_heads"])
+        entries["hidden_size"] = stream.size - 1
+        for name in entries.keys() & {"rms_norm_eps", "layer_norm_eps"}:
+            entries[name] *= stream.size / (stream.size - 1)
+    with refusing(UnsupportedModel, f"{target.target} of {entries['hidden_size']} features"):
+        made = cls.config_class(**entries)
     made.architectures = [target.target]
     return made
 
@@ -104,15 +139,38 @@ def _entry(config: Any, name: str) -> Any:
     return config
 
 
-def stock_model(target: StockTarget, config: Any, folded: Any) -> Any:
-    """The target with the tensors of the ``folded`` model, in the same dtype.
+def _compressed(plan: Plan) -> RotationGroup | None:
+    """The stream that has one feature less, if any."""
+    return next((group for group in plan.rotated if group.compressed), None)
+
+
+def _smaller(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """The tensors of a model that was folded by ``plan``, without the feature that is left out.
+
+    A bias of a norm keeps its size: it has no place in any target unless it is zero.
+    """
+    stream = _compressed(plan)
+    if stream is None:
+        return tensors
+    norms, smaller = {verdict.norm for verdict in plan.norms}, dict(tensors)
+    for tensor in stream.tensors:
+        name, dim = tensor.parameter, (tensor.module_axis or tensor.axis).dim
+        if name.rpartition(".")[0] not in norms:
+            smaller[name] = smaller[name].narrow(dim, 0, stream.size - 1)
+    for name in {f"{norm}.weight" for norm in norms} & smaller.keys():
+        smaller[name] = smaller[name][:-1]
+    return smaller
+
+
+def stock_model(target: StockTarget, config: Any, folded: Any, plan: Plan) -> Any:
+    """The target with the tensors of a model that was ``folded`` by ``plan``, in the same dtype.
 
     Raises ``UnsupportedModel`` if only one class has a tensor, unless it is a bias of zeros or
     listed in the data.
     """
     cls: Any = class_named(target.target)
     made = cls(config).to(next(folded.parameters()).dtype).eval()
-    state, wanted = _named_as_in(target, folded.state_dict()), made.state_dict()
+    state, wanted = _named_as_in(target, _smaller(plan, folded.state_dict())), made.state_dict()
     for name in wanted.keys() - state.keys():
         if not _matches(name, target.ones):
             raise UnsupportedModel(
@@ -133,6 +191,11 @@ def stock_model(target: StockTarget, config: Any, folded: Any) -> Any:
         for name in state:
             if fnmatchcase(name, pattern):
                 state[name] = (state[name].double() + constant).to(state[name].dtype)
+    if stream := _compressed(plan):
+        factor = math.sqrt(stream.size / (stream.size - 1))
+        norms = {f"{verdict.norm}.weight": torch.tensor(0.0) for verdict in plan.norms}
+        for name in _named_as_in(target, norms):
+            state[name] = (state[name].double() * factor).to(state[name].dtype)
     made.load_state_dict(state)
     if folded.can_generate():
         made.generation_config = folded.generation_config
@@ -152,7 +215,7 @@ def write_stock_class(
     Returns the result's config with the marker. The model is in memory as a whole.
     """
     config = target_config(target, opened.config, plan)
-    made = stock_model(target, config, opened.load(dtype, plan))
+    made = stock_model(target, config, opened.load(dtype, plan), plan)
     limit = {"max_shard_size": options.max_shard_size} if options.max_shard_size else {}
     made.save_pretrained(out, **limit)
     saved: dict[str, Any] = json.loads((out / CONFIG).read_text(encoding="utf-8"))
@@ -160,7 +223,9 @@ def write_stock_class(
     return {**saved, MARKER: marker(left, opened.source, nonfinite, plan.model_class)}
 
 
-def _named_as_in(target: StockTarget, tensors: Any) -> dict[str, torch.Tensor]:
+def _named_as_in(
+    target: StockTarget, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The tensors under their names in the target."""
     named = {}
     for name, tensor in tensors.items():

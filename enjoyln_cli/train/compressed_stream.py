@@ -186,15 +186,8 @@ def _require_streams(plan: Plan, name: str) -> list[RotationGroup]:
     for group in streams:
         if other := next((norm for norm in group.norms if norm not in folded), None):
             raise UnsupportedModel(f"{other} on the stream is no LayerNorm")
-        if group.reason:
-            where = group.culprit or group.name
-            raise UnsupportedModel(f"{name} needs all of its features: {group.reason} (at {where})")
-        for tensor in group.tensors:
-            axis = tensor.module_axis or tensor.axis
-            if axis.outer != 1 or axis.length != group.size or tensor.reads and tensor.writes:
-                raise UnsupportedModel(
-                    f"{tensor.parameter} holds features of the stream beside others, or twice"
-                )
+        if why := group.why_not_compressed:
+            raise UnsupportedModel(why)
     return streams
 
 

@@ -199,7 +199,7 @@ def _run(
         if run.weights == "original":
             centre_parameters(model, pair.plan, allow_nonfinite=True)
             if pair.target:
-                model = stock_model(pair.target, pair.folded.config, model)
+                model = stock_model(pair.target, pair.folded.config, model, pair.plan)
         install_plan(model, pair.marker.plan)
     batches, outputs = examples.batches, results.outputs.setdefault(run.name, [])
     if run.name == "exact":

@@ -15,7 +15,7 @@ from tiny_models import live
 
 from enjoyln_cli.conversion.edit_like import edit_like
 from enjoyln_cli.conversion.fold import convert
-from enjoyln_cli.errors import AlreadyFolded, UnsupportedModel
+from enjoyln_cli.errors import AlreadyFolded, EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.classes import class_named
 from enjoyln_cli.publish import push
 from enjoyln_cli.publish.push_options import PushOptions
@@ -43,6 +43,8 @@ STABLE = ("StableLmForCausalLM", T.StableLmConfig, TEXT | WHOLE)
 STARCODER = ("Starcoder2ForCausalLM", T.Starcoder2Config, TEXT)
 NEMOTRON = ("NemotronForCausalLM", T.NemotronConfig, TEXT | WHOLE)
 VIT = ("ViTModel", T.ViTConfig, {**IMAGE, "intermediate_size": 48})
+OF_33: dict[str, Any] = {"hidden_size": 33, "head_dim": 8}
+OF_36: dict[str, Any] = {"hidden_size": 36, "num_attention_heads": 1, "num_key_value_heads": 1}
 DINO = ("Dinov2Model", T.Dinov2Config, {**IMAGE, "mlp_ratio": 2})
 
 
@@ -93,6 +95,52 @@ def test_the_target_computes_the_same(kind: Any, target: str, zeros: str, tmp_pa
     entry = json.loads((out / "config.json").read_text())["enjoyln"]
     assert entry["stored_from"] == kind[0] and not entry["plan"].get("norms")
     assert f"stored by `enjoyln` as a `{target_for(kind[0], target).target}`" in _card(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "target", "zeros", "sizes"),
+    [
+        (OLMO, "llama", "", OF_33),
+        (COHERE2, "cohere2_moe", "", {**OF_33, "layer_norm_eps": 0.1}),
+        (COHERE, "cohere2_moe", "", {**OF_36, "num_attention_heads": 2}),
+        (STABLE, "llama", "norm.bias", OF_36),
+        (STARCODER, "arcee", "model.norm.bias", OF_36),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_the_target_has_a_feature_less(
+    kind: Any, target: str, zeros: str, sizes: Any, tmp_path: Path
+) -> None:
+    """Heads keep their size; the weights of norms, and an eps that counts, have a factor."""
+    source, out = stored(kind, tmp_path / "model", zeros=zeros, **sizes), tmp_path / "out"
+    result = made(source, out, target, compress=True)
+    assert result.verification and result.verification.identity_error < 1e-6
+    loaded = T.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64).eval()
+    original = T.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).eval()
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        got, want = loaded(ids).logits, original(ids).logits
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert loaded.get_input_embeddings().weight.shape == (99, sizes["hidden_size"] - 1)
+    assert verify(out).passed and "--compress" in _card(out)
+
+
+@pytest.mark.slow
+def test_a_stream_that_needs_all_features_stays(tmp_path: Path) -> None:
+    def refusal(kind: Any, name: str, message: str, **more: Any) -> None:
+        source = stored(kind, tmp_path / message[:12], zeros="norm.bias", **more)
+        with pytest.raises(UnsupportedModel, match=message):
+            made(source, tmp_path / "out", name, compress=True, verify=False)
+
+    refusal(OLMO, "llama", "of 31 features: .*not a multiple of the number of attention heads")
+    refusal(OLMO, "llama", "added operation; --untie", **OF_33, tie_word_embeddings=True)
+    refusal(NEMOTRON, "arcee", "norm whose weight or bias is not a parameter", **OF_33)
+    refusal(VIT, "internvl_vision", "needs all of its features: .*layernorm", hidden_size=36)
+    with pytest.raises(EnjoyLNError, match="pass stored_as"):
+        convert(tmp_path, tmp_path / "out", compress=True)
+    said = refused("fold", tmp_path, "-o", tmp_path / "out", "--compress")
+    assert "pass stored_as" in said and not (tmp_path / "out").exists()
 
 
 def _card(out: Path) -> str:
@@ -167,6 +215,9 @@ def test_an_adapter_follows_if_names_stay(tmp_path: Path) -> None:
     assert not torch.allclose(logits(out, lora), before, rtol=1e-2, atol=1e-2)
     coder = stored(STARCODER, tmp_path / "coder", zeros="model.norm.bias")
     made(coder, tmp_path / "arcee", "arcee", verify=False)
+    made(stored(OLMO, tmp_path / "olmo33", **OF_33), tmp_path / "less", "llama", compress=True)
+    with pytest.raises(UnsupportedModel, match="has one feature less than its original"):
+        edit_like(lora, tmp_path / "less", tmp_path / "x")
     with pytest.raises(UnsupportedModel, match="other names than those of Starcoder2"):
         edit_like(adapter(coder, ["c_fc"]), tmp_path / "arcee", tmp_path / "x")
 

@@ -32,6 +32,16 @@ def test_every_matrix_is_orthogonal(size: int, fixes_ones: bool) -> None:
         assert float(abs(exact.sum(1) - 1).max()) <= 1e-14
 
 
+def test_the_mean_becomes_the_last_feature() -> None:
+    for size in (s for s in SIZES if s > 1):
+        q = replace(of(size), mean_last=True)
+        exact = matrix(q).numpy().astype(numpy.longdouble)
+        assert float(abs(exact @ exact.T - numpy.eye(size)).max()) <= 1e-14, size
+        wanted = numpy.ones(size) / math.sqrt(size)
+        assert float(abs(exact[-1] - wanted).max()) <= 1e-14, size
+        assert float(abs(exact[:-1].sum(1)).max()) <= 1e-13, size
+
+
 @pytest.mark.parametrize("fixes_ones", [True, False], ids=["fixes ones", "any"])
 def test_every_feature_is_spread_over_all(fixes_ones: bool) -> None:
     for size in (s for s in SIZES if s > 2):
