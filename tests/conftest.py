@@ -12,7 +12,8 @@ import inductor
 import pytest
 import torch
 import transformers
-from hub_server import Hub, connected, serving
+from hub_repositories import Hub
+from hub_server import connected, serving
 from live_models import CHECKPOINTS
 
 from enjoyln_cli import Options, fold

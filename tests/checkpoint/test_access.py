@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-from hub_server import TOKEN
+from hub_repositories import TOKEN
 
 from enjoyln_cli.checkpoint.open_options import (
     OPENED_PLAINLY,

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from commands import good, refused
-from hub_server import TOKEN, Hub, connected, sha256
+from hub_repositories import TOKEN, Hub, sha256
+from hub_server import connected
 from live_models import CHECKPOINTS
 from safetensors.torch import load_file, save
 from transformers import GPT2Config, GPT2LMHeadModel

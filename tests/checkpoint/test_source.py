@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_server import Hub, connected, nobody, serving
+from hub_repositories import Hub
+from hub_server import connected, nobody, serving
 
 from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.checkpoint.source import Source, open_source

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from click.testing import CliRunner, Result
-from hub_server import TOKEN
+from hub_repositories import TOKEN
 from live_models import CHECKPOINTS
 
 from enjoyln_cli.cli.main import main

@@ -34,7 +34,7 @@ import click
 import inductor
 import pytest
 from click.testing import CliRunner
-from hub_server import TOKEN, Hub
+from hub_repositories import TOKEN, Hub
 from live_models import ROOT
 
 import enjoyln_cli

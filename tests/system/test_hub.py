@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from commands import good, refused, running
-from hub_server import TOKEN, Hub, connected, nobody, sha256
+from hub_repositories import TOKEN, Hub, sha256
+from hub_server import connected, nobody
 from huggingface_hub import ModelCard
 from live_models import CHECKPOINTS
 from rounding import TIMES, relative
