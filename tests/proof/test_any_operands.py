@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  (registers its grouped product)
-from random_ops import FAMILIES, axes
+from random_calls import axes
+from random_ops import FAMILIES
 from torch.fx import Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from captured_ops import captured, values
-from random_ops import axes
+from random_calls import axes
 from rounding import as_exact
 from torch.fx import Graph
 
