@@ -3,123 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from recipe_plans import bert_plan, gpt2_config, gpt2_plan, heads_config, heads_plan
 
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.edited_tensors import CentredWeight
 from enjoyln_cli.plan.fold_options import CENTRING_ONLY, Options
-from enjoyln_cli.plan.plan import MeanSubtraction, Plan, Verdict
+from enjoyln_cli.plan.plan import Plan, Verdict
 from enjoyln_cli.recipe.compare import differences, require_same
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.model import Recipe
-from enjoyln_cli.recipe.read import load_recipe, parse_recipe
+from enjoyln_cli.recipe.read import parse_recipe
 from enjoyln_cli.recipe.write import dump_recipe
-
-AFFINE = "its input holds the output of a LayerNorm with weight and bias, whose mean is not zero"
-
-
-def gpt2_config(layers: int, width: int = 48, tied: bool = True) -> dict[str, Any]:
-    return {
-        "n_embd": width,
-        "n_head": 4,
-        "n_layer": layers,
-        "n_positions": 32,
-        "tie_word_embeddings": tied,
-    }
-
-
-def gpt2_plan(layers: int = 3, width: int = 48, tied: bool = True, stored: str = "") -> Plan:
-    """A pre-LN plan; with ``tied``, an operation centres the embedding's output.
-
-    ``stored="base"``: the tensors are stored without the prefix ``transformer.``.
-    """
-
-    def writer(name: str, *shape: int) -> CentredWeight:
-        tensor = name.removeprefix("transformer.") if stored == "base" else name
-        dim = len(shape) - 1
-        return CentredWeight(name, Axis(dim, 0, 1, width, 1), shape, tensor)
-
-    writers = [writer("transformer.wpe.weight", 32, width)]
-    if not tied:
-        writers.append(writer("transformer.wte.weight", 99, width))
-    ops = ("transformer.wte",) if tied else ()
-    status = "with_subtraction" if tied else "in_weights"
-    norms: list[Verdict] = []
-    for i in range(layers):
-        h = f"transformer.h.{i}"
-        norms.append(Verdict(f"{h}.ln_1", status, ops, tuple(w.parameter for w in writers)))
-        writers.append(writer(f"{h}.attn.c_proj.weight", width, width))
-        writers.append(writer(f"{h}.attn.c_proj.bias", width))
-        norms.append(Verdict(f"{h}.ln_2", status, ops, tuple(w.parameter for w in writers)))
-        writers.append(writer(f"{h}.mlp.c_proj.weight", 4 * width, width))
-        writers.append(writer(f"{h}.mlp.c_proj.bias", width))
-    norms.append(Verdict("transformer.ln_f", status, ops, tuple(w.parameter for w in writers)))
-    centring = MeanSubtraction(
-        "transformer.wte", "output", Axis(-1, 0, 1, width, 1), "the head reads it"
-    )
-    return Plan(
-        "gpt2",
-        "GPT2LMHeadModel",
-        ("GPT2LMHeadModel", "GPT2Model"),
-        tuple(norms),
-        tuple(writers),
-        (centring,) if tied else (),
-        ("inputs_embeds",),
-        ("cross_attn_head_mask",),
-    )
-
-
-def bert_plan(layers: int = 3) -> Plan:
-    """A post-LN plan: each kept norm names the norm before it, often one layer below."""
-    norms = [
-        Verdict("embeddings.LayerNorm", "in_weights", (), ("embeddings.word_embeddings.weight",))
-    ]
-    before = "embeddings.LayerNorm"
-    for i in range(layers):
-        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
-            norm = f"encoder.layer.{i}.{name}"
-            norms.append(Verdict(norm, "stays_layernorm", reason=AFFINE, culprit=before))
-            before = norm
-    writer = CentredWeight(
-        "embeddings.word_embeddings.weight",
-        Axis(1, 0, 1, 32, 1),
-        (99, 32),
-        "bert.embeddings.word_embeddings.weight",
-    )
-    return Plan("bert", "BertModel", ("BertModel",), tuple(norms), (writer,), ())
-
-
-def heads_plan(layers: int = 2, heads: int = 4, head_dim: int = 8, groups: int = 2) -> Plan:
-    """Query and key norms over each head: split and fused projections, grouped keys."""
-    norms: list[Verdict] = []
-    writers: list[CentredWeight] = []
-    width = heads * head_dim
-    for i in range(layers):
-        q, k = f"model.layers.{i}.q_proj.weight", f"model.layers.{i}.k_proj.weight"
-        fused = f"model.layers.{i}.cross.qkv.weight"
-        writers += [
-            CentredWeight(q, Axis(0, 0, heads, head_dim, 1), (width, width)),
-            CentredWeight(k, Axis(0, 0, groups, head_dim, 1), (groups * head_dim, width)),
-            CentredWeight(fused, Axis(0, width, heads, head_dim, 1), (3 * width, width)),
-        ]
-        norms += [
-            Verdict(f"model.layers.{i}.q_norm", "in_weights", (), (q,)),
-            Verdict(f"model.layers.{i}.k_norm", "in_weights", (), (k, fused)),
-        ]
-    return Plan("phi", "PhiForCausalLM", ("PhiForCausalLM",), tuple(norms), tuple(writers), ())
-
-
-def heads_config(heads: int = 4, head_dim: int = 8, groups: int = 2) -> dict[str, Any]:
-    return {
-        "hidden_size": heads * head_dim,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "max_position_embeddings": heads * head_dim,
-    }
 
 
 def through_text(recipe: Recipe) -> Recipe:
@@ -332,9 +230,6 @@ def test_a_line_that_keeps_a_norm_the_proof_keeps_is_the_same() -> None:
         require_same(parse_recipe(asked, where="mine.yaml"), bert_plan())
 
 
-# Differences.
-
-
 def test_differences_name_every_edit() -> None:
     config = gpt2_config(3)
     tied, untied = gpt2_plan(), gpt2_plan(tied=False)
@@ -379,9 +274,6 @@ def test_a_transformers_config_serves_as_well() -> None:
     require_same(recipe_of(plan, config=Config()), plan, config=Config())
 
 
-# Hostile text.
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -398,89 +290,3 @@ def test_a_recipe_remembers_the_options(options: Options, text: str) -> None:
     recipe = recipe_of(gpt2_plan(), config=gpt2_config(3), options=options)
     assert text in dump_recipe(recipe) and ("options" in dump_recipe(recipe)) == bool(text)
     assert through_text(recipe).options == options
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("unty: true", "options: unknown key 'unty'; did you mean untie?"),
-        ("untie: 1", "options.untie: 1 instead of true or false"),
-        ("merge: both", "options.merge: 'both' instead of 'bias' or 'affine'"),
-        ("widen_to: 0", "options.widen_to: 0 instead of a number from 1 to"),
-        ("widen_mlp: null", "options.widen_mlp: nothing instead of true or false"),
-    ],
-)
-def test_an_option_that_nobody_knows_is_refused(option: str, message: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(GOOD + f"options: {{{option}}}\n", where="mine.yaml")
-    assert str(caught.value).startswith(f"mine.yaml: {message}")
-
-
-GOOD = dump_recipe(recipe_of(gpt2_plan(), config=gpt2_config(3)))
-BODY = "version: 1\nmodel_type: gpt2\nmodel_class: A\nnorms: "
-HOSTILE = {
-    "nothing": ("", "nothing instead of a mapping with version, model_type"),
-    "not a mapping": ("[1]", "a list instead of a mapping"),
-    "not YAML": ("a: [1", "not YAML: "),
-    "control characters": ("a: \x00", "not YAML"),
-    "too long": ("a" * 1_000_001, "longer than"),
-    "too deep": ("[" * 5000, "nest"),
-    "an anchor": ("a: &x 1\nb: *x", "anchors"),
-    "a tag": (
-        "a: !!python/object/apply:os.system [ls]",
-        "not YAML: could not determine a constructor",
-    ),
-    "a tag of YAML": (GOOD + "outputs: !!set {logits}\n", "a value that JSON does not have"),
-    "a key twice": ("version: 1\nversion: 1", "'version' occurs twice"),
-    "a fusion": ("<<: {version: 1}", "unknown key '<<'"),
-    "an unknown key": (GOOD + "optons: {}\n", "unknown key 'optons'; did you mean options?"),
-    "another version": (
-        GOOD.replace("version: 1", "version: 2"),
-        "version: 2 is not 1, the only version",
-    ),
-    "a version that is true": (
-        GOOD.replace("version: 1", "version: true"),
-        "version: True instead of a whole number",
-    ),
-    "a huge number": (
-        f"version: 0x{'f' * 9000}\nmodel_type: a\nmodel_class: A\nnorms: {{}}",
-        "thousands of digits",
-    ),
-    "no norms": ("version: 1\nmodel_type: gpt2\nmodel_class: A", "the key norms is missing"),
-    "lines in a key": (BODY + '{"a\\nb": fold}', "'a\\nb' instead of one line of text"),
-    "a long name": (BODY + "{" + "a" * 1010 + ": fold}", "instead of one line of text"),
-    "a name for messages": (GOOD + "where: elsewhere\n", "where: 'elsewhere'"),
-    "lines in a reason": (
-        BODY + '{a: {keep: "a\\nb"}}',
-        "norms.a: 'a\\nb' instead of one line",
-    ),
-    "no version": ("model_type: gpt2\nmodel_class: A\nnorms: {}", "the key version is missing"),
-    "a nested condition": (
-        GOOD.replace("tie_word_embeddings: true", "tie_word_embeddings: [1]"),
-        "when.tie_word_embeddings: [1] instead of one line of text",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_text_gets_one_line(name: str) -> None:
-    text, message = HOSTILE[name]
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(text, where="bad.yaml")
-    assert message in str(caught.value)
-    assert str(caught.value).startswith("bad.yaml: ")
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 400
-
-
-def test_load_recipe(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(GOOD, encoding="utf-8")
-    assert load_recipe(path) == parse_recipe(GOOD, where="x")
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RecipeError, match="mine.yaml: cannot be read as text"):
-        load_recipe(path)
-    with pytest.raises(RecipeError, match="cannot be read as text"):
-        load_recipe(tmp_path / "none.yaml")
-    with pytest.raises(RecipeError, match="cannot be read as text"):
-        load_recipe(tmp_path)

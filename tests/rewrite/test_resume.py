@@ -23,7 +23,6 @@ from stored_files import contents, opened
 
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, OutputError
 from enjoyln_cli.fs.staging import count_finished, staged_output, work_of
-from enjoyln_cli.fs.whole_file import write_whole
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 
 SUPPORT = ROOT / "tests" / "support"
@@ -374,9 +373,6 @@ def test_a_disk_that_fills_up_during_the_write(tmp_path: Path) -> None:
     assert after == "['out']"
 
 
-# The source.
-
-
 @pytest.mark.parametrize("name", [SHARDS[0], "config.json"])
 def test_a_source_that_changes_while_it_is_read(source: Path, out: Path, name: str) -> None:
     checkpoint = opened(source)
@@ -400,74 +396,3 @@ def test_a_source_that_changes_between_its_header_and_its_data(source: Path, out
     with pytest.raises((EnjoyLNError, OSError)):
         fold_checkpoint(checkpoint, plan_for(shapes, EDITS), out, recipe_text="r")
     assert os.listdir(source.parent) == ["model"]
-
-
-# The place.
-
-
-def test_what_was_moved_aside_by_a_killed_run_is_put_back(source: Path, out: Path) -> None:
-    work = work_of(out)
-    (work / "replaced").mkdir(parents=True)
-    (work / "replaced" / "mine").write_text("text")
-    with (
-        pytest.raises(OutputError, match="--force"),
-        staged_output(out, source=source, force=False),
-    ):
-        pytest.fail("the block must not run")
-    assert (out / "mine").read_text() == "text"
-    assert sorted(os.listdir(out.parent)) == ["model", "out"]
-
-
-def test_what_a_killed_run_has_half_removed_is_not_put_back(
-    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed while it removes the replaced result; then the new result is moved away."""
-    out.mkdir()
-    (out / "mine").write_text("text")
-
-    def killed(*_arguments: Any, **_keywords: Any) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr("enjoyln_cli.fs.staging.shutil.rmtree", killed)
-        with pytest.raises(Killed), staged_output(out, source=source, force=True) as staged:
-            (staged / "new").touch()
-    assert os.listdir(out) == ["new"]
-    out.rename(out.with_name("elsewhere"))
-    with staged_output(out, source=source, force=False) as staged:
-        (staged / "newer").touch()
-    assert os.listdir(out) == ["newer"]
-    assert sorted(os.listdir(out.parent)) == ["elsewhere", "model", "out"]
-
-
-class Killed(BaseException):
-    """An exception that nothing handles."""
-
-
-def test_a_link_in_place_of_the_work_directory(source: Path, out: Path, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    (victim / "file").write_text("text")
-    work_of(out).symlink_to(victim)
-    with (
-        pytest.raises(OutputError, match="is a symbolic link; remove it"),
-        staged_output(out, source=source, force=True),
-    ):
-        pytest.fail("the block must not run")
-    assert (victim / "file").read_text() == "text" and not out.exists()
-
-
-def test_a_link_in_place_of_a_file_that_is_begun(tmp_path: Path) -> None:
-    (tmp_path / "victim").write_text("text")
-    (tmp_path / "report.json.begun").symlink_to(tmp_path / "victim")
-    write_whole(tmp_path / "report.json", "{}")
-    assert (tmp_path / "victim").read_text() == "text"
-    assert (tmp_path / "report.json").read_text() == "{}"
-    assert sorted(os.listdir(tmp_path)) == ["report.json", "victim"]
-
-
-def test_a_long_name(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / ("é" * 120)
-    with staged_output(out, source=source, force=False) as staged:
-        assert len(os.fsencode(staged.parent.name)) < 100
-    assert out.is_dir()
