@@ -268,3 +268,31 @@ def test_what_is_copied_elsewhere_is_not_written(how: str, dynamic: bool) -> Non
 def test_what_is_seen_in_a_copy_or_written_stays(how: str, dynamic: bool, what: str) -> None:
     found = fold_in_place(randomised(Copying(how, dynamic, what)), ids())
     assert found.error < 1e-12 and not found.folded
+
+
+class CastBack(nn.Module):
+    """A norm that computes in float32; in a float32 model its casts change nothing."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given, x = x.dtype, x.to(torch.float32)
+        mean = x.mean(-1, keepdim=True)
+        x = (x - mean) * torch.rsqrt((x - mean).pow(2).mean(-1, keepdim=True) + 1e-5)
+        return (self.weight.to(torch.float32) * x).to(given)
+
+
+def test_a_norm_that_casts_back_is_found_in_a_decomposed_graph() -> None:
+    """A write to memory that two tensors share has to be decomposed."""
+
+    def run(m: Any, ids: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros(*ids.shape, 5)
+        result.transpose(0, 1).copy_(m.head(m.norm(m.emb(ids))).transpose(0, 1))
+        result.view(-1).add_(1.0)
+        return result
+
+    parts = {"emb": nn.Embedding(20, 12), "norm": CastBack(12), "head": nn.Linear(12, 5)}
+    plan = analyze_module(Computing(run, **parts).eval(), torch.arange(12).reshape(2, 6)).plan
+    assert [verdict.norm for verdict in plan.folded] == ["norm"]

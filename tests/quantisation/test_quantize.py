@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -286,38 +286,14 @@ def test_the_first_line_says_what_is_slower_or_larger(
 
 
 def a_result(measured: Differences) -> Quantised:
-    return Quantised(
-        out="out",
-        source="model",
-        revision=None,
-        model_class="BertModel",
-        outputs=tuple(measured.outputs),
-        format="onnx",
-        scheme="w8a8",
-        target=None,
-        suffix="_quantized",
-        chosen="original",
-        candidates=(Compared("original", measured, 10_000),),
-        held_out=measured,
-        plain=measured,
-        inputs=4,
-        most_inputs=4,
-        chosen_by=(),
-        measured_on=(),
-        perplexity=None,
-        size=10_000,
-        float_size=40_000,
-        speed=None,
-        float_speed=None,
-        threads=1,
-        max_error=0.1,
-        max_size=None,
-        generated=None,
-        kept=(),
-        finer=(),
-        scaled_norms=(),
-        seconds=1.0,
-    )
+    """A result with these differences; nothing else than what is shown of it is set."""
+    values: dict[str, Any] = dict.fromkeys(field.name for field in fields(Quantised))
+    values |= dict.fromkeys(("kept", "finer", "scaled_norms", "chosen_by", "measured_on"), ())
+    values |= {"source": "model", "model_class": "BertModel", "format": "onnx", "scheme": "w8a8"}
+    values |= {"outputs": tuple(measured.outputs), "held_out": measured, "plain": measured}
+    values |= {"chosen": "original", "candidates": (Compared("original", measured, 10_000),)}
+    values |= {"inputs": 4, "size": 10_000, "float_size": 40_000, "threads": 1, "max_error": 0.1}
+    return Quantised(**values | {"out": "out", "suffix": "_quantized", "seconds": 1.0})
 
 
 def test_what_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:

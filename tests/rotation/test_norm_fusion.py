@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import copy
-import json
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from fold_cases import written
 from folding_live import Computing
-from live_models import CHECKPOINTS, moved
-from rounding import as_exact, in_float64
+from live_models import moved
 from tiny_models import BERT, GPT2, PHI, TOKENS, calls, converted, error, live
 from torch import nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING
 
-from enjoyln_cli import fold, from_pretrained, refold
 from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
-from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.fold_options import Options
-from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.modules import RMSNorm
 
 AFFINE, BIAS = Options(merge="affine"), Options(merge="bias")
 NO_BIAS = "a linear layer that reads it has no bias to fuse its bias into"
@@ -394,39 +385,6 @@ def test_another_model_is_left_alone() -> None:
         assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
-# Checkpoints.
-
-
-@pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan]:
-    folder = tmp_path_factory.mktemp("fused") / "phi"
-    plan = fold(
-        CHECKPOINTS / "phi", folder, model_class="PhiForCausalLM", options=AFFINE, verify=False
-    ).plan
-    return folder, plan
-
-
-def test_what_is_stored(out: tuple[Path, Plan]) -> None:
-    folder, plan = out
-    before, after = written(CHECKPOINTS / "phi"), written(folder)
-    head = plan.fused[-1].readers[0]
-    gain, add = (before[f"model.final_layernorm.{name}"].double() for name in ("weight", "bias"))
-    weight, bias = before[head.weight.tensor].double(), before["lm_head.bias"].double()
-    assert torch.equal(after["lm_head.weight"], (weight * gain).float())
-    step = torch.finfo(torch.float32).eps  # rounded once
-    expected = bias + weight @ add
-    torch.testing.assert_close(after["lm_head.bias"].double(), expected, rtol=step, atol=1e-15)
-    for one in plan.fused:
-        assert torch.equal(after[one.weight], torch.ones_like(after[one.weight]))
-        assert torch.equal(after[one.bias], torch.zeros_like(after[one.bias]))
-
-
-def test_the_marker_says_what_an_engine_may_leave_out(out: tuple[Path, Plan]) -> None:
-    config = json.loads((out[0] / "config.json").read_text())
-    found = [(one.norm, bool(one.weight), bool(one.bias)) for one in read_marker(config).plan.fused]
-    assert found == [(one.norm, True, True) for one in out[1].fused] and len(found) == 5
-
-
 def test_the_proof_says_where_things_go() -> None:
     model = tiny(lambda m, y: (m.up(y), m.conv(y)))
     found = analyze_module(model, rows(), options=AFFINE).why("norm")
@@ -437,23 +395,3 @@ def test_the_proof_says_where_things_go() -> None:
     last = analyze_module(model, rows(), options=BIAS).why("norm").children[-1]
     assert last.text == f"nothing is fused: {NO_BIAS} (bare.weight)" and not last.zero_mean
     assert "fused" not in str(analyze_module(model, rows()).why("norm"))
-
-
-def test_what_a_norm_learns_to_add_after_a_fusion_counts(out: tuple[Path, Plan]) -> None:
-    model = from_pretrained(out[0], dtype=torch.float32)
-    norm = model.model.layers[1].input_layernorm
-    ids = torch.arange(12).view(1, 12) + 20
-    with torch.no_grad():
-        same = model(ids).logits
-        assert isinstance(norm, RMSNorm) and not norm.bias.any()
-        model.train()
-        norm.bias += 0.7
-        model.model.layers[0].mlp.fc2.bias += 0.5
-        model.eval()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            learned, exact = model(ids).logits, in_float64(model)(ids).logits
-        assert float((learned - same).abs().max()) > 1e-2
-        refold(model)
-        assert as_exact(model(ids).logits, learned, exact)
-        assert not norm.shifted and float(norm.bias.min()) > 0.6

@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 import transformers
-from folding_live import Computing
+from folding_live import Computing, error
 from live_models import computes_rms, moved
 from tiny_models import converted
 from torch import nn
@@ -80,12 +80,6 @@ def of_kind(kind: str) -> Any:
 
 def x(rows: int = 2, tokens: int = 7) -> torch.Tensor:
     return torch.randn(rows, tokens, 5, dtype=torch.float64)
-
-
-def error(folded: Any, model: Any, *args: Any, **kwargs: Any) -> float:
-    with torch.no_grad():
-        got, expected = folded(*args, **kwargs), model(*args, **kwargs)
-    return float((got - expected).norm() / expected.norm())
 
 
 CASES: list[tuple[str, tuple[Any, ...], dict[str, Any], list[Any], list[Any]]] = [

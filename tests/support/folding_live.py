@@ -87,6 +87,12 @@ def fold_in_place(model: nn.Module, *given: Any, others: Any = None) -> Outcome:
     return Outcome(frozenset(v.norm for v in plan.folded), reasons, error)
 
 
+def error(folded: nn.Module, model: nn.Module, *given: Any, **named: Any) -> float:
+    """The largest distance of any output of a call from the model's, relative to its norm."""
+    with torch.no_grad():
+        return _distance(_opened(model(*given, **named)), _opened(folded(*given, **named)))
+
+
 def _results(model: nn.Module, calls: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     _forget(model)

@@ -15,7 +15,6 @@ import torch
 from commands import good, refused, running
 from hub_repositories import TOKEN, Hub, sha256
 from hub_server import connected, nobody
-from huggingface_hub import ModelCard
 from live_models import CHECKPOINTS
 from rounding import TIMES, relative
 from stored_files import rewritten
@@ -24,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from enjoyln_cli import from_pretrained, load_recipe
 from enjoyln_cli.runtime.modules import RMSNorm
-from enjoyln_cli.text import number
 
 pytestmark = pytest.mark.usefixtures("quiet_hub")
 
@@ -231,16 +229,10 @@ def test_a_hub_that_cannot_be_reached_is_one_line(home: Path, out: Path) -> None
     [
         (["me/x"], "needs a token; run `hf auth login`"),
         (["me/x", "--token", "hf_unknown"], "does not know the token"),
-        (
-            ["org/gpt2", "--token", TOKEN],
-            "the token may not write to org/gpt2 (You don't have",
-        ),
+        (["org/gpt2", "--token", TOKEN], "the token may not write to org/gpt2 (You don't have"),
         (["org/new", "--token", TOKEN], "may not write to org/new"),
         (["no/such/name", "--token", TOKEN], "not a repository name"),
-        (
-            ["me/none", "--create-pr", "--token", TOKEN],
-            "me/none cannot be found by this token",
-        ),
+        (["me/none", "--create-pr", "--token", TOKEN], "me/none cannot be found by this token"),
         (
             ["me/none", "--revision", "refs/pr/1", "--token", TOKEN],
             "me/none cannot be found by this token",
@@ -388,52 +380,6 @@ def test_no_result_and_a_link_out_of_a_result_are_not_pushed(hub: Hub, out: Path
     ):
         assert reason in no_push(folder, "me/x", "--yes", "--force")
     assert "me/x" not in hub.repositories
-
-
-@pytest.mark.slow
-def test_a_push_tells_where_a_local_source_lay(tmp_path: Path) -> None:
-    good("fold", GPT2, "-o", tmp_path / "out", "--samples", 1)
-    words = (tmp_path / "out", "me/local", "--dry-run", "--json")
-    (warning,) = json.loads(push(*words))["warnings"]
-    files = "config.json, enjoyln_verify.json"
-    assert warning == f"{files} would publish the path {GPT2}"
-    telling = [
-        path for path in (tmp_path / "out").iterdir() if str(GPT2).encode() in path.read_bytes()
-    ]
-    assert sorted(path.name for path in telling) == files.split(", "), "no other file tells it"
-    (tmp_path / "out" / "enjoyln_verify.json").write_text('{"source": "~/secret/gpt2"}')
-    assert json.loads(push(*words, "--force"))["warnings"] == [
-        f"config.json would publish the path {GPT2}",
-        "enjoyln_verify.json would publish the path ~/secret/gpt2",
-    ]
-    assert str(GPT2.parent) not in (tmp_path / "out" / "README.md").read_text()
-
-
-@pytest.mark.slow
-def test_a_quantised_result_has_a_card_and_is_pushed(hub: Hub, home: Path, tmp_path: Path) -> None:
-    out, text = tmp_path / "gpt2-int8", ("--text", GPT2.parents[2] / "LICENSE")
-    few = ("--rotations", 0, "--inputs", 4, "--token", TOKEN, "--quiet")
-    good("quantize", "org/gpt2", "-o", out, *text, *few)
-    card = ModelCard.load(out / "README.md")
-    assert card.data.base_model == "org/gpt2" and card.data.license == "mit"
-    assert card.data.base_model_relation == "quantized"
-    assert card.data.tags == ["tiny", "enjoyln", "onnx", "transformers.js"]
-    record = json.loads((out / "enjoyln_precisions.json").read_text())["w8a8"]
-    measured = f"| error | {number(record['held_out']['error'])} |"
-    for words in (measured, "on 4 inputs", '"gpt2-int8")', "--scheme w8a8", "Trained on a licence"):
-        assert words in card.text, words
-    push(out, "me/gpt2-int8", "--yes")
-    there = hub.repositories["me/gpt2-int8"].files()
-    written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
-    assert set(there) - {".gitattributes"} == written
-    assert '"me/gpt2-int8")' in there["README.md"].decode()
-    (out / "tokenizer.json").write_text("{}")
-    error = no_push(out, "me/changed", "--yes")
-    assert "tokenizer.json has changed since it was written; run `enjoyln verify" in error
-    assert "with your data, or push it anyway with --force" in error
-    push(out, "me/changed", "--yes", "--force")
-    there = hub.repositories["me/changed"].files()
-    assert "--force`**: tokenizer.json has changed" in there["README.md"].decode()
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from folding_live import Computing, floats, fold_in_place, randomised
 from torch import nn
 
 from enjoyln_cli import analyze
+from enjoyln_cli.errors import TraceFailed
 
 WIDTH = 14
 Step = Callable[[torch.Tensor], torch.Tensor]
@@ -105,3 +106,22 @@ def test_a_transformer_decoder_takes_a_mask() -> None:
     inputs = floats(2, 7, 5), floats(2, 7, WIDTH), MASKS["causal"]
     found = fold_in_place(randomised(Stream("Decoder")), *inputs, others=[inputs])
     assert len(found.folded) == 7 and found.error < 1e-12 and not found.reasons
+
+
+def branch(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = m.write(x)
+    z = torch.cond(x.sum() > 0, lambda y: m.norm(y.exp()), lambda y: y.sin(), (x,))
+    return m.norm(y) + z
+
+
+def loop(m: Any, x: torch.Tensor) -> torch.Tensor:
+    begin = torch.zeros((), dtype=torch.int64), x
+    z = torch.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 1.5), begin)[1]
+    return m.norm(m.write(x)) + z
+
+
+@pytest.mark.parametrize("run", [branch, loop])
+def test_a_model_with_a_higher_order_operator_is_refused(run: Any) -> None:
+    model = Computing(run, write=nn.Linear(WIDTH, WIDTH), norm=nn.LayerNorm(WIDTH))
+    with pytest.raises(TraceFailed, match=f"{run.__name__}, line .* control flow operator"):
+        analyze(randomised(model), floats(2, 5, WIDTH))

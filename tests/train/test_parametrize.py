@@ -14,13 +14,7 @@ from live_models import moved
 from tiny_models import GPT2, VIT, calls, live, outputs
 from torch import nn
 from torch.nn.utils import parametrize
-from training import (
-    OPTIMIZERS,
-    differences,
-    language_loss,
-    square_loss,
-    train,
-)
+from training import OPTIMIZERS, differences, language_loss, square_loss, train
 
 from enjoyln_cli import analyze, fold_in_memory
 from enjoyln_cli.errors import EnjoyLNError, NothingToFold, UnsupportedModel
