@@ -29,18 +29,28 @@ import resource
 import threading
 import time
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from census_config import sketched
+from census_models import built
+from census_runs import (
+    differing,
+    is_lost,
+    outputs_of,
+    proof_runs,
+    rounded,
+    seeded_runs,
+    untied,
+    without_cache,
+    without_outputs,
+)
 
 FORK = multiprocessing.get_context("fork")
-SEEDS = (0, 1, 2)
 MODES = ("options", "rotate")
 """Ways to convert besides a plain fold; rows name the one that they were made with."""
 HEADS = (
@@ -74,173 +84,6 @@ def classes_of(model_type: str) -> list[str]:
         entry = getattr(modeling_auto, table, {}).get(model_type, ())
         names.update(dict.fromkeys((entry,) if isinstance(entry, str) else entry))
     return list(names)
-
-
-def built(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
-    """A small float64 model with random weights, its config, and whether inputs are known."""
-    import torch
-    import transformers
-
-    from enjoyln_cli.models.classes import apply_experts
-
-    config, _, accepted = sketched(model_class, model_type)
-    torch.manual_seed(0)
-    model = getattr(transformers, model_class)(copy.deepcopy(config)).eval()
-    apply_experts(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                inputs = parameter.numel() // max(parameter.shape[:1], default=1)
-                spread = 0.3 if parameter.dim() < 2 else max(inputs, 1) ** -0.5
-                start = 1.0 if parameter.dim() < 2 else 0.3 * spread
-                parameter.copy_(start + spread * torch.randn_like(parameter))
-        stored = model.state_dict().keys()
-        for name, buffer in model.named_buffers():  # codebooks that are zero before training
-            table = name in stored and buffer.is_floating_point() and buffer.dim() > 1
-            if table and not buffer.any():
-                buffer.copy_(torch.randn_like(buffer))
-    return model.double(), config, accepted
-
-
-Run = Callable[[Any], Any]
-"""Runs a model on fixed inputs, and returns its outputs."""
-
-
-def seeded_runs(model: Any, dtype: Any) -> dict[Run, list[Any]]:
-    """A run for each seed and batch, and its outputs; text has two rows, one of them padded."""
-    from enjoyln_cli.calls.input_sets import accepted_by
-    from enjoyln_cli.comparison.batches import seeded_batches
-
-    rows = 2 if "input_ids" in accepted_by(model) else 1
-    batches = (batch for seed in SEEDS for batch in seeded_batches(model, rows, seed, dtype))
-    runs: list[Run] = [lambda m, b=batch: m(**b) for batch in batches]
-    return {run: outputs_of(run, model, dtype) for run in runs}
-
-
-def without_cache(model: Any) -> None:
-    """Make and return no caches: what a rotated model stores there is rotated as well."""
-    from transformers import Cache
-
-    for module in model.modules():
-        if getattr(getattr(module, "config", None), "use_cache", None):
-            module.config.use_cache = False
-
-    leave_out(model, lambda name, value: isinstance(value, Cache))  # some return one in any case
-
-
-def without_outputs(model: Any, fields: Iterable[str]) -> None:
-    """Return none of the outputs that hold ``fields``, which a rotation changes."""
-    changed = {field.partition(".")[0] for field in fields}
-    leave_out(model, lambda name, value: name in changed)
-
-
-def leave_out(model: Any, chosen: Callable[[str, Any], bool]) -> None:
-    """Make ``model`` return none of its named outputs for which ``chosen(name, value)`` holds."""
-
-    def hook(model: Any, inputs: Any, output: Any) -> Any:
-        if not hasattr(output, "items"):
-            return output
-        return type(output)(**{k: v for k, v in output.items() if not chosen(k, v)})
-
-    model.register_forward_hook(hook)
-
-
-def proof_runs(model: Any, dtype: Any, omitted: Container[str] | None = None) -> list[Run]:
-    """Every call that a proof covers, with random real inputs.
-
-    These are prefill and decoding with the cache, and the optional inputs. For a rotated model,
-    ``omitted`` has the inputs to leave out: inputs that have to be rotated, as caches are, and
-    inputs for which the result refuses calls.
-    """
-    import torch
-    from torch.utils import _pytree as pytree
-
-    from enjoyln_cli.models.meta_device import without_weights
-    from enjoyln_cli.trace.capture import Recorder
-    from enjoyln_cli.trace.steps import Steps
-    from enjoyln_cli.trace.traced_calls import accepted_calls
-
-    generator, runs = torch.Generator().manual_seed(7), []
-
-    def filled(value: Any) -> Any:
-        if not value.is_floating_point():
-            return value
-        return torch.randn(value.shape, generator=generator).to(dtype)
-
-    for call in accepted_calls(Recorder(without_weights(model))) or []:
-        cached = len(call.steps) > 1 or call.flags.get("use_cache")
-        names = {*call.steps[0][1], *call.flags}
-        if omitted is not None and (cached or any(name in omitted for name in names)):
-            continue
-        steps = pytree.tree_map_only(torch.Tensor, filled, call.steps)
-
-        def run(model: Any, call: Any = call, steps: Any = steps) -> Any:
-            own = pytree.tree_map_only(torch.Tensor, torch.clone, steps)  # a model may write there
-            return Steps(model, call.flags, None)(*own)[: len(own)]  # without its state
-
-        runs.append(run)
-    return runs
-
-
-def outputs_of(run: Run, model: Any, dtype: Any) -> list[Any]:
-    """Every tensor that ``model`` returns in this run; exact if ``dtype`` is float64."""
-    import torch
-
-    from enjoyln_cli.models.arithmetic import Float64
-    from enjoyln_cli.models.outputs import tensors_in
-    from enjoyln_cli.runtime.call_guards import call_guards
-
-    for _, guard in call_guards(model):
-        guard.state.literal = True  # an input with a mean has to show
-    torch.manual_seed(0)
-    with torch.no_grad(), Float64() if dtype == torch.float64 else nullcontext():
-        return [tensor.clone() for tensor in tensors_in(run(model))]
-
-
-def differing(found: list[Any], expected: list[Any]) -> float:
-    """The largest difference of any tensor, relative to that tensor's largest element."""
-    import torch
-
-    worst = 0.0
-    for a, b in zip(found, expected, strict=True):
-        if not b.is_floating_point() or not b.numel():
-            continue
-        finite = torch.isfinite(b)
-        if not torch.equal(finite, torch.isfinite(a)):
-            return float("inf")
-        if finite.any():
-            scale = b[finite].abs().max().clamp_min(1e-30)
-            worst = max(worst, float((a - b)[finite].abs().max() / scale))
-    return worst
-
-
-def is_lost(runs: Iterable[list[Any]]) -> bool:
-    """Whether some tensor is all NaN. A tensor with some NaN, from padding, is still compared."""
-    return any(bool(t.isnan().all()) for outputs in runs for t in outputs if t.numel())
-
-
-def rounded(model: Any) -> Any:
-    """A copy with every weight off by up to one unit in the last place."""
-    import torch
-
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            if parameter.is_floating_point():
-                off = (
-                    torch.rand_like(parameter).sub_(0.5).mul_(2 * torch.finfo(parameter.dtype).eps)
-                )
-                parameter.mul_(1 + off)
-    return copied
-
-
-def untied(model: Any, plan: Any) -> Any:
-    """A copy in which the weights that ``plan`` unties are separate; nothing else differs."""
-    from enjoyln_cli.rewrite.in_memory import centre_parameters
-
-    copied = copy.deepcopy(model)
-    centre_parameters(copied, replace(plan, centred_weights=(), widened=(), fused=(), settings=()))
-    return copied
 
 
 def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]:
