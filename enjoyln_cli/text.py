@@ -92,3 +92,10 @@ def number(value: float | None) -> str:
     if 1e-3 <= abs(value) < 1e4:
         return f"{value:.3g}" if abs(value) < 1e3 else f"{value:.0f}"
     return f"{value:.1e}"
+
+
+def measure(name: str, value: float | None) -> str:
+    """A measure by its name in tables; of a cosine, the digits behind 0.999 count as well."""
+    if value is None:
+        return ""
+    return f"{value:.5f}" if "cosine" in name else number(value)

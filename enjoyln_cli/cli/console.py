@@ -25,7 +25,7 @@ from enjoyln_cli.report.verification_table import (
     verification_heads,
     verification_rows,
 )
-from enjoyln_cli.text import counted, number, size
+from enjoyln_cli.text import counted, measure, number, size
 
 if TYPE_CHECKING:
     from enjoyln_cli.onnx_export.export import Exported, ProgramSummary
@@ -272,7 +272,7 @@ def write_quantised(result: Quantised) -> None:
     table = _table("candidate", *heads, "size")
     for candidate in result.candidates:
         style = "green" if candidate.name == result.chosen else ""
-        measured = (_measure(candidate.differences, head) for head in heads)
+        measured = (measure(head, candidate.differences.measures.get(head)) for head in heads)
         table.add_row(candidate.name, *measured, size(candidate.size), style=style)
     _show(table)
     as_original = "; no other candidate is clearly better" if result.chosen == "original" else ""
@@ -317,18 +317,12 @@ def write_result_check(check: ResultCheck) -> None:
 def _add_differences(table: Table, columns: Sequence[Differences], exact: float | None) -> None:
     """Add a row for each measure; ``exact`` is the perplexity of the original in float32."""
     for name in columns[0].measures:
-        table.add_row(name, *(_measure(differences, name) for differences in columns))
+        table.add_row(
+            name, *(measure(name, differences.measures.get(name)) for differences in columns)
+        )
     scores = [differences.perplexity for differences in columns]
     if exact is not None and None not in scores:
         table.add_row("perplexity", *map(number, scores), number(exact))
-
-
-def _measure(differences: Differences, name: str) -> str:
-    """A measure by its name in tables; of a cosine, the digits behind 0.999 count as well."""
-    value = differences.measures.get(name)
-    if value is None:
-        return ""
-    return f"{value:.5f}" if "cosine" in name else number(value)
 
 
 def write_verification(verification: Verification) -> None:

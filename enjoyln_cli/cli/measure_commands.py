@@ -32,7 +32,7 @@ from enjoyln_cli.cli.options import (
     quiet_option,
 )
 from enjoyln_cli.comparison.data_files import DataFiles, require_halves
-from enjoyln_cli.publish.precisions import can_add, needs_data, records
+from enjoyln_cli.publish.precisions import can_add, needs_data
 from enjoyln_cli.quantisers.schemes import (
     ONNX,
     QuantizeOptions,
@@ -147,7 +147,7 @@ def quantize(
     with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:
         look_up(model, opening, config.require_unquantised)
         from enjoyln_cli.cli.console import say, write_json, write_quantised
-        from enjoyln_cli.publish.quantised_card import last_of_several, loader
+        from enjoyln_cli.publish.quantised_card import loading
         from enjoyln_cli.quantisation.quantize import quantize as run  # takes seconds
 
         listeners: dict[str, Any] = {"on_event": watch.event, "on_progress": watch.seconds}
@@ -156,6 +156,5 @@ def quantize(
         write_json(result.to_json())
     elif not quiet:
         write_quantised(result)
-        where = f'"{out}"{last_of_several(records(out))}'
-        call = loader(format_name, result.model_class, opening.trust_remote_code).format(where)
-        say(f"next: {call} loads it")
+        where = f'"{out}"'
+        say(f"next: {loading(out, where, opening.trust_remote_code)} loads it")

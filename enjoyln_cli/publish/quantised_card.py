@@ -14,11 +14,12 @@ from typing import Any
 
 from enjoyln_cli.checkpoint.file_roles import CONFIG
 from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE, VERIFY_FILE
+from enjoyln_cli.checkpoint.sentence_transformers import MODULES
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.fs.whole_file import read_object
 from enjoyln_cli.publish.card import BEGIN, BESIDE, END, TAG, JsonValues, origin_of
 from enjoyln_cli.publish.precisions import records
-from enjoyln_cli.text import counted, number, size
+from enjoyln_cli.text import counted, measure, number, size
 from enjoyln_cli.version import versions
 
 PROGRAMS = {
@@ -69,15 +70,13 @@ def state(out: Path, place: str, complaint: str = "") -> JsonValues:
     found, verdict = records(out), read_object(out / VERIFY_FILE)
     name = place.rsplit("/", 1)[-1]
     place = json.dumps(place, ensure_ascii=False)[1:-1]  # escaped for use between quotes
-    format_name = _format(out)
     is_trusted = bool(read_object(out / CONFIG).get("auto_map"))
-    model_class = str(next(iter(found.values()), {}).get("model_class"))
-    call = loader(format_name, model_class, is_trusted)
-    library, where = call.partition(".")[0], f'"{place}"'
+    call = loading(out, f'"{place}"', is_trusted)
+    library = call.partition(".")[0]
     if library != "transformers" and "/" in place:
         library += "\nfrom huggingface_hub import snapshot_download"
-        where = f"snapshot_download({where})"
-    load = f"import {library}\n\nmodel = {call.format(where + last_of_several(found))}"
+        call = loading(out, f'snapshot_download("{place}")', is_trusted)
+    load = f"import {library}\n\nmodel = {call}"
     return {
         "complaint": complaint,
         "precisions": [
@@ -87,6 +86,20 @@ def state(out: Path, place: str, complaint: str = "") -> JsonValues:
         "record": PRECISIONS_FILE,
         "load": load,
     }
+
+
+def loading(out: Path, where: str, is_trusted: bool = False) -> str:
+    """The call that loads the result in ``out``; ``where`` is Python code for its directory."""
+    found, format_name = records(out), _format(out)
+    suffix = str([*found.values()][-1].get("suffix", "")) if found else ""
+    if format_name == "onnx" and (out / MODULES).is_file():
+        options = {"file_name": f"{ONNX_FOLDER}/model{suffix}.onnx"}
+        options["provider"] = "CPUExecutionProvider"
+        given = f'backend="onnx", model_kwargs={json.dumps(options)}'
+        return f"sentence_transformers.SentenceTransformer({where}, {given})"
+    which = f', "{suffix[1:] or "fp32"}"' if len(found) > 1 else ""
+    model_class = str(next(iter(found.values()), {}).get("model_class"))
+    return loader(format_name, model_class, is_trusted).format(where + which)
 
 
 def loader(format_name: str, model_class: str, is_trusted: bool = False) -> str:
@@ -108,12 +121,6 @@ def loader(format_name: str, model_class: str, is_trusted: bool = False) -> str:
     has_encoder = model_class in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()
     file = "openvino_decoder_model" if has_encoder else "openvino_model"
     return f'openvino.Core().compile_model({{}} + "/{file}.xml")'
-
-
-def last_of_several(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """The argument of ``load_onnx`` for the precision that was added last; empty for one alone."""
-    suffix = str([*found.values()][-1].get("suffix", "")) if len(found) > 1 else None
-    return "" if suffix is None else f', "{suffix[1:] or "fp32"}"'
 
 
 def _precision(entry: Mapping[str, Any], name: str) -> JsonValues:
@@ -153,7 +160,10 @@ def rows(record: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """
     try:
         held_out, plain = _measures(record["held_out"]), _measures(record["plain"])
-        found = [(name, number(held_out[name]), number(plain.get(name)), "") for name in held_out]
+        found = [
+            (name, measure(name, held_out[name]), measure(name, plain.get(name)), "")
+            for name in held_out
+        ]
         scores = [record["held_out"]["perplexity"], record["plain"]["perplexity"]]
         if record["perplexity"] is not None:
             found.append(

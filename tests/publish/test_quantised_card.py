@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from enjoyln_cli.publish.quantised_card import loader, rows, state, tags
+from enjoyln_cli.publish.quantised_card import loader, loading, rows, state, tags
 
 RECORD: dict[str, Any] = {
     "format": "onnx",
@@ -36,6 +36,9 @@ def test_the_table_has_what_was_measured() -> None:
     boxes = {"outputs": {"logits": {"error": 0.02}, "boxes": {"error": 0.5}}, "perplexity": None}
     several = RECORD | {"held_out": boxes, "plain": boxes, "perplexity": None, "speed": None}
     assert [name for name, *_ in rows(several)] == ["logits: error", "boxes: error", "size"]
+    outputs = {"outputs": {"sentence_embedding": {"mean cosine": 0.99981}}, "perplexity": None}
+    cosines = RECORD | {"held_out": outputs, "plain": outputs, "perplexity": None}
+    assert rows(cosines)[0] == ("mean cosine", "0.99981", "0.99981", "")
 
 
 @pytest.mark.parametrize("key", ["held_out", "plain", "size", "perplexity", "threads"])
@@ -68,6 +71,18 @@ def test_the_hub_filters_by_format(
     (tmp_path / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "own.Own"}}))
     trusted = ", trust_remote_code=True)" in state(tmp_path, 'me/"x')["load"]
     assert trusted == (form != "openvino")
+
+
+def test_a_sentence_encoder_loads_in_its_library(tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text("[]")
+    found = {"w8a16": RECORD, "w8a8": RECORD | {"suffix": "_quantized"}}
+    (tmp_path / "enjoyln_precisions.json").write_text(json.dumps(found))
+    options = '{"file_name": "onnx/model_quantized.onnx", "provider": "CPUExecutionProvider"}'
+    call = f'sentence_transformers.SentenceTransformer("x", backend="onnx", model_kwargs={options})'
+    assert loading(tmp_path, '"x"') == call
+    assert state(tmp_path, "x")["load"] == f"import sentence_transformers\n\nmodel = {call}"
+    (tmp_path / "modules.json").unlink()
+    assert loading(tmp_path, '"x"') == 'enjoyln_cli.load_onnx("x", "quantized")'
 
 
 @pytest.mark.parametrize(
