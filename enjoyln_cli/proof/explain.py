@@ -72,7 +72,7 @@ def obstacles(problem: Problem, cut: Cut, norm: str) -> Iterator[Obstacle]:
 
 def _reason(found: Opaque) -> str:
     if found.reason.endswith(USES_ITS_MEAN):
-        return "a weight that produces its input is also used elsewhere, where outputs would change"
+        return "a weight that produces its input is also read by a layer whose output would change"
     return found.reason
 
 

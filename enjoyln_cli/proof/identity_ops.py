@@ -36,6 +36,7 @@ from enjoyln_cli.graph.nodes import (
     aten,
     broadcast,
     is_whole,
+    op_name,
     packet,
     readers_of,
     shape_of,
@@ -115,10 +116,10 @@ def _obstacle(
     own = {scale: {p.reader for p in products}}
     own |= dict.fromkeys(products[0].writers - {scale}, {p.linear for p in products})
     for name, nodes in own.items():
-        if not readers[name] <= nodes:
-            return (
-                "a scale of the features, and it or a weight that it scales is also used elsewhere"
-            )
+        if others := readers[name] - nodes:
+            what = "it" if name == scale else "a weight that it scales"
+            other = min(map(op_name, others))
+            return f"a scale of the features, and {what} is also read by {other}"
         if not single(name):
             return (
                 "a scale of the features, and it or a weight that it scales is tied, or stored in"

@@ -166,8 +166,8 @@ def _cannot_grow(
     own = {c.first for c in calls}
     reading = dict.fromkeys(mlp.parts, own) | {mlp.second: {c.second for c in calls}}
     for name, nodes in reading.items():
-        if not readers[name] <= nodes:
-            return "one of its weights is also used elsewhere"
+        if others := readers[name] - nodes:
+            return f"one of its weights is also read by {min(map(op_name, others))}"
         if not single(name):
             return "one of its weights is tied, or stored in another layout"
     return None

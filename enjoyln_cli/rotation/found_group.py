@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from enjoyln_cli.graph.nodes import aten, packet, readers_of
+from enjoyln_cli.graph.nodes import aten, op_name, packet, readers_of
 from enjoyln_cli.proof.flow import Value
 from enjoyln_cli.proof.min_cut import Parameter
 from enjoyln_cli.rotation.tensor_uses import TensorUses
@@ -66,10 +66,10 @@ def writers_in(group: FoundGroup) -> list[Parameter]:
     return [p for p, uses in group.parameters.items() if uses.writes and p.name not in biases]
 
 
-def is_read_elsewhere(
+def other_reader(
     parameter: str, group: FoundGroup, gain: NormGain, nodes: Sequence[tuple[int, Node]]
-) -> bool:
-    """Whether anything but the products of ``gain`` reads one of its parameters.
+) -> str:
+    """The op besides the products of ``gain`` that reads one of its parameters; empty if none does.
 
     ``nodes`` are the parameter's nodes in all traces.
     """
@@ -81,6 +81,6 @@ def is_read_elsewhere(
                 continue
             plus_one = packet(reader) is aten.add and 1 in reader.args and parameter == gain.weight
             if packet(reader) not in (aten.to, aten._to_copy, aten.alias) and not plus_one:
-                return True
+                return op_name(reader)
             waiting.append(reader)
-    return False
+    return ""

@@ -26,7 +26,7 @@ from typing import Literal
 
 from torch.fx import Node
 
-from enjoyln_cli.graph.nodes import is_covered, packet, shape_of, slice_bounds
+from enjoyln_cli.graph.nodes import is_covered, op_name, packet, shape_of, slice_bounds
 from enjoyln_cli.models.norm_probe import LayerNormSpec
 from enjoyln_cli.plan.axis import Axis, feature_axis, on_dimension
 from enjoyln_cli.plan.edited_tensors import NamedParameter
@@ -183,7 +183,7 @@ def _own_obstacle(search: _FusionSearch, norm: str, moving: Iterable[str]) -> La
         while waiting:
             position, node = waiting.pop()
             if norm not in dict(search.flow.traces[position].calls_of(node)).values():
-                return LayerObstacle("its parameters are also used elsewhere", name)
+                return LayerObstacle(f"its parameters are also read by {op_name(node)}", name)
             if uncast(node) is not node:
                 waiting += [(position, reader) for reader in nodes_that_read(node)]
     return None
@@ -269,16 +269,13 @@ def _reads_given_value(search: _FusionSearch, position: int, reader: Node) -> bo
 
 def _layers_obstacle(search: _FusionSearch, uses: list[Use], biased: bool) -> LayerObstacle | None:
     """Why the parameters of the linear layers cannot change; ``None`` if they can."""
-    elsewhere_reason = (
-        "a linear layer after it shares a parameter with another layer (--untie separates tied "
-        "weights)"
-    )
     own: dict[str, set[tuple[int, Node]]] = {}
     known = {pair for use in uses for pair in use.between}
     for use in uses:
         for node, _ in use.between:
-            if any((node, reader) not in known for reader in nodes_that_read(node)):
-                return LayerObstacle(elsewhere_reason, use.weight.name)
+            others = [reader for reader in nodes_that_read(node) if (node, reader) not in known]
+            if others:
+                return LayerObstacle(_also_read(others), use.weight.name)
         for parameter in use.parameters:
             own.setdefault(parameter.name, set()).add((use.trace, parameter.reader))
     for use in uses:
@@ -289,12 +286,13 @@ def _layers_obstacle(search: _FusionSearch, uses: list[Use], biased: bool) -> La
         for name in filter(None, (weight, bias)):
             of_outputs = 0 if name == bias else 1 - dim
             elsewhere = [
-                reader
+                reader[1]
                 for reader in search.readers[name] - own[name]
                 if layer.overlaps(_outputs_read(reader[1], of_outputs))
+                and not _reads_given_value(search, *reader)
             ]
-            if any(not _reads_given_value(search, *reader) for reader in elsewhere):
-                return LayerObstacle(elsewhere_reason, name)
+            if elsewhere:
+                return LayerObstacle(_also_read(elsewhere), name)
             # what a bias adds is computed from one stored matrix, and so are parts of a weight
             as_one = name == bias or biased or outputs is not None
             if name not in search.stored and (as_one or not search.stored_weight(name, dim)):
@@ -310,6 +308,14 @@ def _layers_obstacle(search: _FusionSearch, uses: list[Use], biased: bool) -> La
         if any(name == n and layer.overlaps(earlier.outputs) for n, earlier in edits[:at]):
             return LayerObstacle("linear layers that read it share a parameter", name)
     return None
+
+
+def _also_read(others: Iterable[Node]) -> str:
+    """The obstacle of a parameter that ``others`` read as well."""
+    return (
+        f"a parameter of a linear layer after it is also read by {min(map(op_name, others))} "
+        "(--untie separates tied weights)"
+    )
 
 
 def _outputs_read(reader: Node, dim: int) -> tuple[int, int] | None:

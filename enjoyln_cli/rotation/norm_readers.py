@@ -127,13 +127,23 @@ def find_readers(
             if use is None:
                 whole: Any = reader.args[0] if is_part(reader) else reader
                 name = op_name(whole)
-                why = "whose weight is computed or also used elsewhere"
-                why = why if packet(reader) is aten.linear else "which is not a linear layer"
+                why = "which is not a linear layer"
+                if packet(reader) is aten.linear:
+                    why = _why_not_stored(reader, named)
                 return LayerObstacle(
                     f"its result is read by {name}, {why}", trace.module_of(reader)
                 )
             uses.append(use)
     return uses
+
+
+def _why_not_stored(layer: Node, named: Mapping[Node, str]) -> str:
+    """Why a linear layer's weight or bias are not parameters that it alone reads."""
+    weight = layer.args[1]
+    others = set() if weight in named else nodes_that_read(weight) - {layer}
+    if others:
+        return f"whose weight is also read by {min(map(op_name, others))}"
+    return "whose weight or bias is computed"
 
 
 def nodes_that_read(node: Node) -> set[Node]:

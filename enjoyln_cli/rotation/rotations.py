@@ -22,7 +22,7 @@ from enjoyln_cli.rotation.found_group import (
     FoundGroup,
     LayerObstacle,
     NormGain,
-    is_read_elsewhere,
+    other_reader,
     writers_in,
 )
 from enjoyln_cli.rotation.rotation_groups import find_rotation_groups
@@ -119,8 +119,9 @@ def _obstacle(
     """
     for gain in group.gains:
         for own_name in filter(None, (gain.weight, gain.bias)):
-            if is_read_elsewhere(own_name, group, gain, problem.nodes[own_name]):
-                return LayerObstacle("the parameters of a norm are also used elsewhere", own_name)
+            if other := other_reader(own_name, group, gain, problem.nodes[own_name]):
+                reason = f"the parameters of a norm are also read by {other}"
+                return LayerObstacle(reason, own_name)
         usual = NormGain(gain.module, f"{gain.module}.weight", gain.bias, gain.offset)
         if gain != usual or gain.bias not in (None, f"{gain.module}.bias"):
             reason = "a vector multiplies it that is not the weight of a norm, or is tied"

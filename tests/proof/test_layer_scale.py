@@ -74,6 +74,8 @@ class Scaled(nn.Module):
         y = self.norm(self.first(x) * self.scale)
         if self.shared == "layers":
             return y + self.second(x) * self.scale
+        if self.shared == "weight":
+            return y + self.first.weight.sum()
         return y + self.scale if self.shared == "elsewhere" else y
 
 
@@ -82,7 +84,8 @@ class Scaled(nn.Module):
     [
         ("", None),
         ("layers", "a scale of the features is applied to the outputs of several layers"),
-        ("elsewhere", "a scale of the features, and it or a weight that it scales is also used"),
+        ("weight", "a scale of the features, and a weight that it scales is also read by sum"),
+        ("elsewhere", "a scale of the features, and it is also read by add"),
     ],
 )
 def test_a_scale_with_other_readers_is_named(shared: str, why: str | None) -> None:

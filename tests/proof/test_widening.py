@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[type[Toy], str]] = {
     ),
     "its weight is read": (
         toy(lambda m, h: (post_norm(m, h), m.first.weight.sum())),
-        "one of its weights is also used elsewhere",
+        "one of its weights is also read by sum",
     ),
     "its sum is seen": (
         toy(a_sum_that_is_returned),

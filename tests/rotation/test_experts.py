@@ -155,17 +155,18 @@ TAKES: dict[str, Read] = {
     )(m.stack[chosen]),
 }
 READ = "its result is read by {}, which is not a linear layer"
-COMPUTED = "its result is read by linear, whose weight is computed or also used elsewhere"
-ELSEWHERE = (
-    "a linear layer after it shares a parameter with another layer (--untie separates tied weights)"
+COMPUTED = "its result is read by linear, whose weight or bias is computed"
+ALSO_READ = (
+    "a parameter of a linear layer after it is also read by {} (--untie separates tied weights)"
 )
 REFUSES: dict[str, tuple[Read, str]] = {
     "a weight that is used again": (
-        lambda m, y, chosen: one_by_one(m.stack[chosen], y) + m.stack.sum(), ELSEWHERE,
+        lambda m, y, chosen: one_by_one(m.stack[chosen], y) + m.stack.sum(),
+        ALSO_READ.format("sum"),
     ),
     "chosen matrices that are used again": (
         lambda m, y, chosen: (lambda w: one_by_one(w, y) + w.sum((1, 2), True)[0])(m.stack[chosen]),
-        ELSEWHERE,
+        ALSO_READ.format("sum"),
     ),
     "a weight twice in one product, once as chosen": (
         lambda m, y, chosen: (lambda w: torch.einsum("nd,ndf,nhf->nh", y, w, w))(m.square[chosen]),

@@ -23,8 +23,8 @@ from enjoyln_cli.rewrite.in_memory import centre_parameters
 
 AFFINE, BIAS = Options(merge="affine"), Options(merge="bias")
 NO_BIAS = "a linear layer that reads it has no bias to fuse its bias into"
-ELSEWHERE = (
-    "a linear layer after it shares a parameter with another layer (--untie separates tied weights)"
+ALSO_READ = (
+    "a parameter of a linear layer after it is also read by {} (--untie separates tied weights)"
 )
 
 
@@ -41,7 +41,7 @@ MODELS = [
 ]
 
 
-ALONE: dict[str, set[str]] = {"gpt2": set(), "falcon": {ELSEWHERE}}
+ALONE: dict[str, set[str]] = {"gpt2": set(), "falcon": {ALSO_READ.format("embedding")}}
 """The reasons with ``AFFINE``, where they differ: Falcon's head is tied."""
 
 
@@ -86,7 +86,7 @@ def test_an_untied_weight_takes_the_weight_of_a_biasless_norm() -> None:
     tied = CONFIG_MAPPING["mpt"](**settings)
     plan = analyze_config(tied, model_class="MptForCausalLM", options=AFFINE).plan
     assert [(one.norm, one.reason, one.culprit) for one in plan.unfused] == [
-        ("transformer.norm_f", ELSEWHERE, "transformer.wte.weight")
+        ("transformer.norm_f", ALSO_READ.format("embedding"), "transformer.wte.weight")
     ]
     assert not analyze_config(tied, model_class="MptForCausalLM", options=BIAS).plan.unfused
     untied = CONFIG_MAPPING["mpt"](**settings, tie_word_embeddings=False)
@@ -181,14 +181,16 @@ REFUSED: dict[str, tuple[Read, str, str]] = {
         lambda m, y: m.up(y).sum() + y @ y.transpose(1, 2), NO_LINEAR.format("matmul"), "",
     ),
     "a layer that reads something else, too": (
-        lambda m, y: m.up(y) + m.up(m.down(m.heads.weight[:5, :9])), ELSEWHERE, "up.weight",
+        lambda m, y: m.up(y) + m.up(m.down(m.heads.weight[:5, :9])), ALSO_READ.format("linear"),
+        "up.weight",
     ),
     "a weight that is looked up": (
-        lambda m, y: m.up(y) + F.embedding(torch.tensor([0]), m.up.weight).sum(), ELSEWHERE,
+        lambda m, y: m.up(y) + F.embedding(torch.tensor([0]), m.up.weight).sum(),
+        ALSO_READ.format("embedding"),
         "up.weight",
     ),
     "somebody who reads its weight": (
-        lambda m, y: m.up(y) + m.norm.weight[:9], "its parameters are also used elsewhere",
+        lambda m, y: m.up(y) + m.norm.weight[:9], "its parameters are also read by slice",
         "norm.weight",
     ),
     "nobody": (lambda m, y: m.up(torch.zeros_like(y)), "no traced call reads its result", "norm"),
@@ -294,27 +296,30 @@ def test_a_norm_fuses_into_the_outputs_that_read_it(case: str) -> None:
 
 NOT_APART: dict[str, tuple[Callable[[Packed, torch.Tensor, torch.Tensor], Any], str]] = {
     "outputs that another value reads": (
-        lambda m, y, z: m.by(y, 0, 9).sum(-1) + m.by(z, 8).sum(-1), ELSEWHERE,
+        lambda m, y, z: m.by(y, 0, 9).sum(-1) + m.by(z, 8).sum(-1), ALSO_READ.format("slice"),
     ),
     "outputs in two slices": (
         lambda m, y, z: m.by(y, 0, 9).sum(-1) + m.by(y, 8).sum(-1),
         "linear layers that read it share a parameter",
     ),
-    "the whole weight": (lambda m, y, z: m.by(y, 0, 9).sum(-1) + m.by(z, 0).sum(-1), ELSEWHERE),
+    "the whole weight": (
+        lambda m, y, z: m.by(y, 0, 9).sum(-1) + m.by(z, 0).sum(-1), ALSO_READ.format("slice"),
+    ),
     "every second output": (
         lambda m, y, z: F.linear(y, m.weight[::2], m.bias[::2]),
-        "its result is read by linear, whose weight is computed or also used elsewhere",
+        "its result is read by linear, whose weight or bias is computed",
     ),
     "biases of other outputs": (
         lambda m, y, z: F.linear(y, m.weight[:6], m.bias[6:12]),
-        "its result is read by linear, whose weight is computed or also used elsewhere",
+        "its result is read by linear, whose weight or bias is computed",
     ),
     "a part of the inputs": (
-        lambda m, y, z: m.by(y, 0, 9) + F.linear(m.probe[0, :9], m.weight[:9, :9]), ELSEWHERE,
+        lambda m, y, z: m.by(y, 0, 9) + F.linear(m.probe[0, :9], m.weight[:9, :9]),
+        ALSO_READ.format("slice"),
     ),
     "a slice that is also read as it is": (
         lambda m, y, z: (lambda w: F.linear(y, w, m.bias[:9]) + w.sum())(m.weight[:9]),
-        "its result is read by linear, whose weight is computed or also used elsewhere",
+        "its result is read by linear, whose weight is also read by sum",
     ),
 }  # fmt: skip
 

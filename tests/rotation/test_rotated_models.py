@@ -150,7 +150,7 @@ def test_a_tied_head_rotates_with_its_embedding() -> None:
     assert (kept.kind, kept.culprit) == ("residual", "transformer.norm_f")
     assert kept.reason == (
         "the weight of a norm acts on single features, and cannot be fused into linear layers: a "
-        "linear layer after it shares a parameter with another layer (--untie separates tied "
+        "parameter of a linear layer after it is also read by embedding (--untie separates tied "
         "weights)"
     )
 

@@ -174,7 +174,7 @@ def test_a_weight_that_is_read_twice_stays() -> None:
     model = Stream(lambda m, h: h + m.down(m.up(m.norm(h))) * m.norm.weight.sum())
     plan = analyze_module(model, rows(), options=ROTATED).plan
     (kept,) = plan.rotation_groups
-    assert kept.reason == "the parameters of a norm are also used elsewhere"
+    assert kept.reason == "the parameters of a norm are also read by sum"
     assert kept.culprit == "norm.weight"
 
 

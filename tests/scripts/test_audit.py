@@ -61,7 +61,7 @@ def test_a_rule_that_is_taken_away_is_missed(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("read", [0.7, 0.0])
 def test_an_observer_has_to_observe(read: float) -> None:
     reason, found = answer(Stream(nn.Identity(), read), torch.randn(3, 5).double())
-    assert reason.startswith("a weight that produces its input is also used elsewhere")
+    assert reason.startswith("a weight that produces its input is also read by a layer")
     assert found == ("true" if read else "unseen: write.weight")
 
 

@@ -303,7 +303,7 @@ class ReadsWhileTraining(Mlp):
     [
         (DropsPaths, ""),
         (Masks, "an elementwise product"),
-        (ReadsWhileTraining, "a weight that produces its input is also used elsewhere"),
+        (ReadsWhileTraining, "a weight that produces its input is also read by a layer"),
     ],
 )
 def test_code_of_training_mode_is_seen(xs: list[torch.Tensor], kind: type[Mlp], kept: str) -> None:
