@@ -18,7 +18,7 @@ come from several runs of the script; the row of each class is from the latest r
 LEGEND = """\
 Of the *LNs*, those *in weights* become RMSNorm in the weights alone, those *with ops* with an added
 mean subtraction. *kept* counts those that stay by reason: **m** the output of a LayerNorm with
-weights, **r** a weight that is also used elsewhere, **n** not exercised by these inputs, **o**
+weights, **r** a weight that is also read by another op, **n** not exercised by these inputs, **o**
 others.
 """
 
@@ -126,7 +126,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 def _kind(reason: str) -> str:
     if reason.startswith("the output of a LayerNorm with weights"):
         return "m"
-    if "is also used elsewhere" in reason or "is read elsewhere" in reason:
+    if "is also read by" in reason:
         return "r"
     return "n" if reason == "no traced call runs it" else "o"
 

@@ -365,7 +365,7 @@ def test_a_norm_of_a_block_that_stands_at_several_places(last: bool) -> None:
     block.read = nn.Linear(D, D)
     found = verdicts(randomised(Computing(run, blocks=nn.ModuleList([block] * 3))))
     assert list(found) == ["blocks.0.norm"]
-    assert ("used elsewhere" in found["blocks.0.norm"]) == last
+    assert ("also read by" in found["blocks.0.norm"]) == last
 
 
 def test_a_norm_with_a_name_that_stays_is_not_installed() -> None:

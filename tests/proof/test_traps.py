@@ -179,7 +179,7 @@ def scaled_image(groups: int = 1, drop: bool = False) -> nn.Module:
     return randomised(Computing(run, conv=conv, scale=scale, norm=nn.LayerNorm(8)))
 
 
-ELSEWHERE, PRODUCT = "used elsewhere", "elementwise product"
+ELSEWHERE, PRODUCT = "also read by", "elementwise product"
 SIDES = [f"{part}.{name}" for part in ("left", "right") for name in ("weight", "bias")]
 TRAPS: dict[str, tuple[nn.Module, torch.Tensor, str, str, Change | None]] = {
     "1: the output of an affine norm": (

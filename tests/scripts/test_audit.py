@@ -70,7 +70,7 @@ def test_an_observer_behind_a_clamp_is_seen_by_a_large_shift() -> None:
     reader = model.reader
     model.reader = nn.Sequential(reader, Beyond())  # type: ignore[assignment]
     reason, found = answer(model, torch.randn(3, 5).double())
-    assert reason.endswith("where outputs would change") and found == "true"
+    assert reason.endswith("whose output would change") and found == "true"
 
 
 class Beyond(nn.Module):
@@ -95,4 +95,4 @@ class CutOff(nn.Module):
 
 def test_another_source_may_be_seen_than_the_named_source() -> None:
     reason, found = answer(CutOff(), torch.randn(3, 5).double())
-    assert reason.endswith("where outputs would change") and found == "true of another source"
+    assert reason.endswith("whose output would change") and found == "true of another source"
