@@ -139,7 +139,7 @@ def find_readers(
 
 def _why_not_stored(layer: Node, named: Mapping[Node, str]) -> str:
     """Why a linear layer's weight or bias are not parameters that it alone reads."""
-    weight = layer.args[1]
+    weight: Any = layer.args[1]
     others = set() if weight in named else nodes_that_read(weight) - {layer}
     if others:
         return f"whose weight is also read by {min(map(op_name, others))}"
