@@ -129,10 +129,16 @@ def translated(program: ExportedProgram, **options: Any) -> Any:
 
 
 def _rename(graph: torch.fx.Graph) -> None:
-    """Write what is a cast, or no operation at all, in operators that ``torch.onnx`` translates."""
+    """Write what is a cast, or no operation at all, in operators that ``torch.onnx`` translates.
+
+    Where it promotes the types of operands itself, it cannot subtract whole numbers from a
+    fraction (``1.0 - mask``). These are cast before.
+    """
     for node in list(graph.nodes):
         if node.target in RENAMED:
             node.target = RENAMED[node.target]
+        if node.target == aten.rsub.Scalar:
+            _cast(graph, node, node.args[0])
         value = node.args[0] if node.target in (*SAME_VALUE, *CASTS) else None
         if not isinstance(value, torch.fx.Node):
             continue
@@ -143,6 +149,16 @@ def _rename(graph: torch.fx.Graph) -> None:
             graph.erase_node(node)
         else:
             node.target, node.args, node.kwargs = aten._to_copy.default, (value,), {"dtype": dtype}
+
+
+def _cast(graph: torch.fx.Graph, node: torch.fx.Node, operand: Any) -> None:
+    """Let ``node`` read its ``operand`` in the dtype of its result."""
+    value, dtype = operand.meta["val"], node.meta["val"].dtype
+    if value.dtype != dtype:
+        with graph.inserting_before(node):
+            cast = graph.call_function(aten._to_copy.default, (operand,), {"dtype": dtype})
+        cast.meta = {**node.meta, "val": value.to(dtype)}
+        node.replace_input_with(operand, cast)
 
 
 def _is_translated(program: ExportedProgram, table: Container[Any]) -> bool:

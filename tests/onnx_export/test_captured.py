@@ -30,6 +30,14 @@ class Casts(nn.Module):
         return (x.detach().to("cpu") * fixed).to(x) + chosen.to(x.dtype)
 
 
+class Differences(nn.Module):
+    """Subtracts whole numbers from a number with a fraction, as masks are inverted."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = (x > 0).long()
+        return (1.0 - mask) * -1e4 + (2 - mask) + (0.5 - x)
+
+
 class Writes(nn.Module):
     """Writes in place, into a value that others read."""
 
@@ -71,6 +79,7 @@ class Branches(nn.Module):
         (Casts(), True),
         (Returns(), True),
         (Composed(), True),
+        (Differences(), True),
         (Writes(), False),
         (Branches(), False),
     ],
