@@ -1,6 +1,6 @@
 """Turn LayerNorm checkpoints into RMSNorm checkpoints that compute the same function.
 
-    analyze(model)     which LayerNorms can go, and why the others stay
+    analyze(model)     which LayerNorms can become RMSNorm, and why others stay
     fold(model, out)   write the converted checkpoint
     verify(out)        measure that it computes the original function
     export(out, dir)   write it as ONNX

@@ -194,7 +194,7 @@ class QuantizeOptions:
     )
     max_error: Annotated[float, ABOVE_ZERO] | None = measuring_option(
         None,
-        "The largest relative error of the outputs (default: that of the scheme).",
+        "The largest relative error of the outputs (default: the scheme's limit).",
         metavar="R",
     )
     max_size: int | None = measuring_option(

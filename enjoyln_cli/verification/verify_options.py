@@ -56,7 +56,7 @@ class VerifyOptions:
     against: str | Path | None = option(None, AGAINST, metavar="MODEL")
     dtype: str | torch.dtype | None = option(
         None,
-        "Run in this dtype (default: that of OUT).",
+        "Run in this dtype (default: the dtype of OUT).",
         flags=("--compute-dtype",),
         choices=("float64", "float32", "float16", "bfloat16"),
     )
@@ -91,7 +91,7 @@ class ExportOptions:
 
     dtype: str | torch.dtype | None = option(
         None,
-        "Convert all weights to this dtype (default: that of MODEL).",
+        "Convert all weights to this dtype (default: the dtype of MODEL).",
         choices=("float32", "float16"),
     )
     model_class: str | None = plan_option(
