@@ -143,6 +143,7 @@ def _features(programs: LoadedPrograms, *args: Any, **inputs: Any) -> Any:
 
 def _forward(model: Any, programs: LoadedPrograms, name: str, *args: Any, **inputs: Any) -> Any:
     """What the model returns for one call of ``forward``; its cache is the argument ``name``."""
+    from transformers import DynamicCache, EncoderDecoderCache
     from transformers.utils import ModelOutput
 
     given = {**dict(zip((model.main_input_name,), args, strict=False)), **inputs}
@@ -168,7 +169,9 @@ def _forward(model: Any, programs: LoadedPrograms, name: str, *args: Any, **inpu
         if given.get(MASK) is not None:
             feed[ENCODED_MASK] = given[MASK]
     cache = given.get(name, given.get(CACHE))  # transformers takes its older name, too
-    cache = _new_cache(encoded is not None) if cache is None else cache
+    if cache is None:
+        cache = DynamicCache()
+        cache = EncoderDecoderCache(cache, DynamicCache()) if encoded is not None else cache
     rows = len(feed[EMBEDS] if EMBED in programs else feed[IDS])
     found = decoder(_ready(decoder, {**feed, **_read(cache, decoder, rows)}))
     logits = found.pop(LOGITS)
@@ -205,13 +208,6 @@ def _ready(program: LoadedProgram, given: Mapping[str, Any]) -> dict[str, torch.
         else:
             raise UnsupportedModel(f"the program needs the input {name}")
     return found
-
-
-def _new_cache(has_cross_attention: bool) -> Any:
-    from transformers import DynamicCache, EncoderDecoderCache
-
-    alone = DynamicCache()
-    return EncoderDecoderCache(alone, DynamicCache()) if has_cross_attention else alone
 
 
 def _parts(cache: Any) -> dict[str, Any]:
