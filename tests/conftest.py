@@ -68,6 +68,12 @@ def garbage_of_this_module_alone() -> None:
 
 
 @pytest.fixture
+def seeded() -> None:
+    """Torch draws the same random numbers in each run of the test."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A checkpoint directory that holds a config and no weights yet."""
     path = tmp_path / "model"

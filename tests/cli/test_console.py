@@ -17,8 +17,7 @@ from rich.table import Table
 from terminal import on_a_terminal
 
 from enjoyln_cli.cli import console, progress
-from enjoyln_cli.plan.edited_tensors import NamedParameter
-from enjoyln_cli.plan.plan import NextLinear, NormFusion, Plan
+from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.proof.explain import Tree
 from enjoyln_cli.publish.push import File, Upload
 from enjoyln_cli.report import layer_names, notes
@@ -108,13 +107,6 @@ def test_a_note_on_calls_names_inputs_and_no_weights() -> None:
     unproven = ("bool_masked_pos", "embeddings.mask_token")
     *_, last = notes.notes(ModelReport("m", replace(PLAN, unproven=unproven)))
     assert last == "  LayerNorm is used in calls with bool_masked_pos"
-
-
-MERGED = NormFusion(
-    "h.0.ln",
-    bias="h.0.ln.bias",
-    readers=(NextLinear(NamedParameter("h.0.fc.weight"), 1, NamedParameter("h.0.fc.bias")),),
-)
 
 
 def test_a_model_without_layernorm_says_why() -> None:

@@ -26,7 +26,6 @@ INDEX = torch.tensor([[0, 3], [1, 1]])
 ROWS = torch.tensor([[True, False, True, False, False], [False, True, False, False, True]])
 PICKED = torch.tensor([[[3], [0], [1]], [[1], [4], [1]]])
 IMAGE = values(2, 6, 4, 4)
-OFFSETS = torch.tensor([2, 2, 5], dtype=torch.int32)
 
 
 def sources(node: Node, axis: Axis) -> list[tuple[Node, Axis]] | Opaque:

@@ -27,7 +27,7 @@ from transformers import (
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
 )
-from widening_cases import BART
+from widening_cases import MARIAN
 
 from enjoyln_cli.onnx_export.cached_run import greedy, whole_rows
 from enjoyln_cli.onnx_export.programs import programs_of
@@ -40,24 +40,13 @@ from enjoyln_cli.quantisers.openvino_programs import (
 )
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, SCHEMES, RoundingMethod
 
+pytestmark = pytest.mark.usefixtures("seeded")
 LICENCE = ROOT / "LICENSE"
 NEW = 12
 """Tokens to generate."""
 IDS = torch.arange(3, 33).view(5, 6)
 MASK = (torch.arange(6) >= torch.arange(5)[:, None]).long()
 BATCH = {"input_ids": IDS, "attention_mask": MASK}
-MARIAN = {
-    **BART,
-    "pad_token_id": 36,
-    "eos_token_id": 0,
-    "forced_eos_token_id": None,
-    "decoder_start_token_id": 36,
-}
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 def gpt2() -> Any:

@@ -23,12 +23,10 @@ from transformers import AutoModelForCausalLM
 from enjoyln_cli import from_pretrained, optimize, refold
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
 
-pytestmark = pytest.mark.filterwarnings("error:computing LayerNorm")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
+pytestmark = [
+    pytest.mark.filterwarnings("error:computing LayerNorm"),
+    pytest.mark.usefixtures("seeded"),
+]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "phi"])

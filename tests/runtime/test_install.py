@@ -27,14 +27,10 @@ from enjoyln_cli.runtime.install import fold_in_memory, install
 from enjoyln_cli.runtime.modules import Folded, RMSNorm
 from enjoyln_cli.runtime.scope import FoldedModelState
 
+pytestmark = pytest.mark.usefixtures("seeded")
 D = 32
 NORMS = ["transformer.h.0.ln_1", "transformer.h.0.ln_2", "transformer.ln_f"]
 WTE = MeanSubtraction("transformer.wte", "output", Axis(-1, 0, 1, D, 1), "tied to the output head")
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
 
 
 def gpt2(cls: type = GPT2LMHeadModel) -> Any:

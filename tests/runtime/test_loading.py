@@ -40,12 +40,10 @@ from enjoyln_cli.runtime.modules import Folded
 CAUSAL = ("gpt2", "opt", "bloom", "phi")
 
 
-pytestmark = pytest.mark.filterwarnings("error:computing LayerNorm")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
+pytestmark = [
+    pytest.mark.filterwarnings("error:computing LayerNorm"),
+    pytest.mark.usefixtures("seeded"),
+]
 
 
 # Loading.

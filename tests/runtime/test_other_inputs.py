@@ -20,12 +20,10 @@ from enjoyln_cli import fold, from_pretrained, optimize
 from enjoyln_cli.runtime.call_guards import input_means
 from enjoyln_cli.runtime.loading import plan_of
 
-pytestmark = pytest.mark.filterwarnings("error:computing LayerNorm")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
+pytestmark = [
+    pytest.mark.filterwarnings("error:computing LayerNorm"),
+    pytest.mark.usefixtures("seeded"),
+]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "phi"])

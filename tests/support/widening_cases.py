@@ -29,3 +29,7 @@ FAMILY = [
     ("bart", BART, "BartModel", 2, 6),
     ("albert", {**BERT, "embedding_size": 9}, "AlbertModel", 1, 2),
 ]
+MARIAN = {
+    **BART, "pad_token_id": 36, "eos_token_id": 0, "forced_eos_token_id": None,
+    "decoder_start_token_id": 36,
+}  # fmt: skip

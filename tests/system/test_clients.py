@@ -34,7 +34,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 from vision_language import first_row, small
-from widening_cases import BART
+from widening_cases import MARIAN
 
 from enjoyln_cli import export, fold, load_onnx
 from enjoyln_cli.onnx_export import programs
@@ -44,18 +44,11 @@ from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.quantisers import traced_programs
 from enjoyln_cli.quantisers.schemes import SCHEMES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("seeded")]
 
 PACKAGE = "@huggingface/transformers@4.3.1"
 NEW = 12
 """Tokens to generate."""
-MARIAN = {
-    **BART,
-    "pad_token_id": 36,
-    "eos_token_id": 0,
-    "forced_eos_token_id": None,
-    "decoder_start_token_id": 36,
-}
 PRECISIONS = {"q8": "w8a8"}
 SUFFIXES = {"fp32": "", "q8": "_quantized"}
 """What the names of files end with: the names of transformers.js for precisions."""
@@ -71,11 +64,6 @@ Request = dict[str, Any]
 Client = Callable[..., Any]
 """Computes a request to a directory, in a precision."""
 every_precision = pytest.mark.parametrize("precision", SUFFIXES)
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module")
