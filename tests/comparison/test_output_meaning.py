@@ -91,6 +91,27 @@ UPERNET = {
     "hidden_size": 16, "auxiliary_in_channels": 24, "auxiliary_channels": 8, "num_labels": 5,
 }  # fmt: skip
 
+VITPOSE = {
+    "backbone_config": transformers.VitPoseBackboneConfig(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=3, image_size=[64, 48],
+        patch_size=[8, 8], mlp_ratio=2, out_indices=[2],
+    ),
+    "num_labels": 5, "use_simple_decoder": True,
+}  # fmt: skip
+SAM = {
+    "vision_config": transformers.SamVisionConfig(
+        hidden_size=24, output_channels=16, num_hidden_layers=2, num_attention_heads=3,
+        image_size=64, patch_size=8, mlp_dim=36, window_size=4, global_attn_indexes=[1],
+        num_pos_feats=8,
+    ).to_dict(),
+    "prompt_encoder_config": transformers.SamPromptEncoderConfig(
+        hidden_size=16, image_size=64, patch_size=8, mask_input_channels=4
+    ).to_dict(),
+    "mask_decoder_config": transformers.SamMaskDecoderConfig(
+        hidden_size=16, mlp_dim=24, num_attention_heads=2, iou_head_hidden_dim=16
+    ).to_dict(),
+}  # fmt: skip
+
 CASES: list[tuple[str, dict[str, Any], dict[str, tuple[int, ...]], dict[str, Meaning]]] = [
     ("YolosForObjectDetection", YOLOS, PICTURE,
      {"logits": Meaning(ONE_OF), "pred_boxes": Meaning(Kind.BOXES)}),
@@ -108,6 +129,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, tuple[int, ...]], dict[str, Mea
     ("SiglipModel", PAIR, TEXTS, {name: Meaning(EACH) for name in LOGITS_OF_PAIRS} | EMBEDS),
     ("CLIPModel", {**PAIR, "projection_dim": 12}, TEXTS,
      {name: Meaning(ONE_OF) for name in LOGITS_OF_PAIRS} | EMBEDS),
+    ("VitPoseForPoseEstimation", VITPOSE, {"pixel_values": (1, 3, 64, 48)},
+     {"heatmaps": Meaning(Kind.PEAK)}),
+    ("SamModel", SAM, PIXELS, {"pred_masks": Meaning(EACH), "iou_scores": Meaning(VALUES)}),
     ("UperNetForSemanticSegmentation", UPERNET, PIXELS, {"logits": Meaning(ONE_OF, 1)}),
     ("ViTForImageClassification", {**BACKBONE, **MANY}, PICTURE, {"logits": Meaning(EACH)}),
     ("ViTForImageClassification", {**BACKBONE, **CLASSES}, PICTURE, {"logits": Meaning(ONE_OF)}),
