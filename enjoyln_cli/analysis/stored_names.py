@@ -6,6 +6,7 @@ guesses nothing from names.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from torch import nn
 from enjoyln_cli.analysis.stored_layout import Conversion, conversion
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor, same_values
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
-from enjoyln_cli.text import dtype_name, first_line
+from enjoyln_cli.text import first_line
 
 Shape = tuple[int, ...]
 
@@ -41,27 +42,22 @@ class StoredClass:
     def name(self) -> str:
         return type(self.model).__name__
 
-    def why_not_divided(self, bias: str, weight: str, offset: float) -> str:
-        """Why the stored ``bias`` of a norm cannot be divided by its ``weight`` plus ``offset``.
+    def lost_by_division(self, bias: str, weight: str, offset: float) -> float:
+        """How much coarser a norm is rounded if its ``bias`` is divided by ``weight`` + ``offset``.
 
-        Empty if it can, or if the values are not known. The quotient is added to features whose
-        root mean square is 1. If it is so large that the sum keeps only half of its dtype's digits,
-        too much is lost.
+        With g and v for both, and features x whose root mean square is 1: ``g x + v`` is rounded
+        relative to its size, so to ``hypot(rms(g), rms(v))``. A rotation spreads the rounding of
+        ``x + v/g`` over all features, which are multiplied by g then: to ``rms(v/g) rms(g)``. The
+        quotient of both is infinite for a zero in g, and 0 if the values are not known.
         """
         shift, gain = self._values(bias), self._values(weight)
         if shift is None or gain is None:
-            return ""
-        gain = gain.double() + offset
+            return 0.0
+        shift, gain = shift.double(), gain.double() + offset
         if not gain.all():
-            return "its weight has a zero, and its bias would be divided by it"
-        size = float((shift.double() / gain).square().mean().sqrt())
-        dtype = dtype_name(shift.dtype)
-        if size * torch.finfo(shift.dtype).eps ** 0.5 > 1:
-            return (
-                "its weight is too small: its bias divided by it would be "
-                f"{size:.0e} times as large as what it is added to, too much for {dtype}"
-            )
-        return ""
+            return math.inf
+        quotient, v, g = (float(x.square().mean().sqrt()) for x in (shift / gain, shift, gain))
+        return quotient * g / math.hypot(v, g)
 
     def _values(self, tensor: str) -> torch.Tensor | None:
         if self.checkpoint is not None:

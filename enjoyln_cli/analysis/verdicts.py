@@ -187,7 +187,7 @@ def _fusions(
         stored,
         statement.stored_weight,
         centred,
-        lambda bias, weight, offset: reference.why_not_divided(
+        lambda bias, weight, offset: reference.lost_by_division(
             stored[bias], stored[weight], offset
         ),
         moves,

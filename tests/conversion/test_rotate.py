@@ -366,6 +366,32 @@ def test_a_small_weight_before_a_biasless_layer_is_an_obstacle(tmp_path: Path) -
     assert max(float(t.abs().max()) for t in tensors.values()) < 10
 
 
+@pytest.mark.slow
+def test_small_weights_are_divided_by_if_rounding_allows(tmp_path: Path) -> None:
+    """GPT-J's attention has no biases. Rounding adds up over its norms as squares do."""
+    config = transformers.GPTJConfig(
+        n_embd=64, n_head=4, n_layer=3, rotary_dim=4, n_inner=96, vocab_size=199, n_positions=64
+    )
+    norms = [f"transformer.{name}" for name in ("h.0.ln_1", "h.1.ln_1", "h.2.ln_1", "ln_f")]
+
+    def rotated(small: float, some: list[str]) -> str:
+        model, folder = live("GPTJForCausalLM", config), tmp_path / f"{small}_{len(some)}"
+        with torch.no_grad():
+            for norm in norms:
+                model.get_submodule(norm).bias.normal_()
+                model.get_submodule(norm).weight.uniform_(0.5, 1.5)
+                model.get_submodule(norm).weight[3] = small if norm in some else 1.0
+                model.get_submodule(norm).bias[3] = 1.0
+        model.float().save_pretrained(folder)
+        return " ".join(good("rotate", folder, "-o", f"{folder}-rotated").split())
+
+    for said in (rotated(5e-2, norms), rotated(2e-2, norms[:1])):
+        assert "rotate 1 residual stream" in said and "same outputs up to float32" in said
+    for said in (rotated(2e-2, norms), rotated(1e-2, norms[:1])):
+        assert "its bias divided by it would be rounded" in said
+        assert "not rotated: 1 residual stream" in said
+
+
 def test_a_file_without_matrices_is_refused(tmp_path: Path) -> None:
     plan = plan_of("gpt2")
     (tmp_path / "text").write_text("hello")
