@@ -35,7 +35,8 @@ def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) 
 
     A float64 model runs under ``Float64``. If a ``folder`` is given, outputs are stored in files
     there. From now on, the norms of a folded ``model`` compute RMSNorm even where LayerNorm is as
-    good, so that an input with a mean shows.
+    good, so that an input with a mean shows. A model that draws random numbers, as ViTMAE for the
+    patches that it masks, draws the same in each call.
     """
 
     def store(value: torch.Tensor) -> torch.Tensor:
@@ -47,7 +48,9 @@ def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) 
     with torch.no_grad(), silent():
         for batch in batches:
             call = {**inputs_for(model, batch), **cache_flag(model)}
-            with Float64() if dtype_of(model) == torch.float64 else nullcontext():
+            in_float64 = Float64() if dtype_of(model) == torch.float64 else nullcontext()
+            with in_float64, torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
                 output = model(**call)
             outputs.append({name: store(value) for name, value in tensors(output)})
             del output

@@ -218,9 +218,10 @@ def with_safe_scales(
     batches = calibration_batches(opened, model, data)
     edits = edits_for(model, batches, analysis, keeps_all=not job.folding.outputs)
     if edits.overflowing:
-        plan = with_stored_scales(
-            analysis, plan, opened.config, edits, analyze, writing.stored_dtype, event
-        )
+        given = job.target.given if job.target else {}
+        eps_entry = "rms_norm_eps" if "rms_norm_eps" in given else ""
+        stored: Any = (writing.stored_dtype, event, eps_entry)
+        plan = with_stored_scales(analysis, plan, opened.config, edits, analyze, *stored)
         found = counted(len(edits.overflowing), "norm")
         event("stage", f"{found} would overflow in float16, so streams get another scale")
     else:

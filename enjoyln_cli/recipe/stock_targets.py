@@ -27,6 +27,7 @@ class StockTarget:
     outputs: tuple[str, ...] = ()
     require: Mapping[str, Any] = field(default_factory=dict)
     same: tuple[str, ...]
+    square: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     copied: Mapping[str, str] = field(default_factory=dict)
     products: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

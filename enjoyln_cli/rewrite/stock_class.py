@@ -116,9 +116,12 @@ def target_config(target: StockTarget, config: Any, plan: Plan) -> Any:
         entries[name] = int(product)
     for name, (dividend, divisor) in target.quotients.items():
         entries[name] = held[dividend] // held[divisor]
+    if target.square:
+        _require_square(target, *(held[name] for name in target.square))
     layers = int(held["num_hidden_layers"])
     entries |= {name: [value] * layers for name, value in target.per_layer.items()}
     entries |= target.given
+    entries |= {entry.name: entry.value for entry in plan.settings if entry.name in target.given}
     cls: Any = class_named(target.target)
     if stream := _compressed(plan):
         if "head_dim" in cls.config_class().to_dict():
@@ -130,6 +133,18 @@ def target_config(target: StockTarget, config: Any, plan: Plan) -> Any:
         made = cls.config_class(**entries)
     made.architectures = [target.target]
     return made
+
+
+def _require_square(target: StockTarget, image: Any, patch: Any) -> None:
+    """Raise ``UnsupportedModel`` if images and their grids of patches have unequal sides."""
+    height, width = image if isinstance(image, (list, tuple)) else (image, image)
+    rows, columns = patch if isinstance(patch, (list, tuple)) else (patch, patch)
+    rows, columns = height // rows, width // columns
+    if height != width and rows != columns:
+        raise UnsupportedModel(
+            f"{target.target} takes the {rows} x {columns} positions of {target.source} for a "
+            "square; only square images or grids of patches can be stored"
+        )
 
 
 def _entry(config: Any, name: str) -> Any:

@@ -3,7 +3,8 @@
 Its norms need ``4^-k eps``. Where eps is an entry of the config, every norm that reads this entry
 has to be on a stream of the same ``k``; whether the class does nothing else with the entry is
 proven by tracing it again. Where eps is hard-coded it stays, which changes a row of variance ``v``
-by ``eps (4^k - 1) / 2v`` of itself: that has to be less than a rounding of the stored dtype.
+by ``eps (4^k - 1) / 2v`` of itself: that has to be less than a rounding of the stored dtype. A
+folded model that is stored as another class may get an entry for eps, so that all norms follow it.
 """
 
 from __future__ import annotations
@@ -62,12 +63,15 @@ def with_stored_scales(
     analyze: Callable[[Any], Analysis],
     dtype: torch.dtype | None,
     event: Event,
+    eps_entry: str = "",
 ) -> Plan:
     """``plan`` with the scales of ``edits``, for a checkpoint of ``analysis`` stored in ``dtype``.
 
     ``config`` is its transformers config, and ``analyze`` analyses the checkpoint with another. By
-    default every tensor keeps its dtype. Raises ``UnsupportedModel`` if float16 would still
-    overflow, or the class would compute another function than before, up to a rounding.
+    default every tensor keeps its dtype. ``eps_entry`` is the entry with the eps of all norms in
+    the config of the class that it is stored as, if its own has none. Raises
+    ``UnsupportedModel`` if float16 would still overflow, or the class would compute another
+    function than before, up to a rounding.
     """
     reference = analysis.family.reference
     if edits.norms:
@@ -76,7 +80,11 @@ def with_stored_scales(
             f"{first} overflows in float16, and the weights cannot hold its input at another "
             f"scale: {_obstacle(edits, first)}; {PROGRAMS}"
         )
-    chosen = _together(edits, eps_fields(reference.model, config, _all_eps(edits)))
+    fields = eps_fields(reference.model, config, _all_eps(edits))
+    if eps_entry:
+        fields = {eps_entry: frozenset(verdict.norm for verdict in plan.norms)}
+    chosen = _together(edits, fields)
+    in_target = chosen.fields.get(eps_entry, frozenset())
     names = _stored_names(reference, analysis.problem.groups)
     order = list(stored_weights(reference.model))
     scales = tuple(planned_scale(one, k, names, order) for one, k in chosen.streams.items())
@@ -85,7 +93,7 @@ def with_stored_scales(
         if reference.checkpoint is not None:
             weight = read_tensor(reference.checkpoint, _source(plan, tensor.tensor))
             require_exact(tensor, weight.to(dtype or weight.dtype))
-    for norm in norms.values():
+    for norm in (norm for norm in norms.values() if norm.norm not in in_target):
         eps_attribute(reference.model.get_submodule(norm.norm), norm)
     changed = {path for paths in chosen.fields.values() for path in paths}
     stored = dtype or _most_common(reference)
@@ -94,7 +102,7 @@ def with_stored_scales(
     settings = tuple(
         Setting(name, norms[next(iter(paths))].value) for name, paths in chosen.fields.items()
     )
-    if settings:
+    if settings and not in_target:
         scaled_config = copy.deepcopy(config)
         for setting in settings:
             set_entry(scaled_config, setting.name, setting.value)
@@ -107,6 +115,8 @@ def with_stored_scales(
             "an engine that keeps eps in float16 takes it for zero, and divides a constant row by "
             "zero",
         )
+    if in_target:
+        scales = tuple(replace(scale, norms=()) for scale in scales)
     inputs = (name for stream in chosen.streams for name in stream.inputs)
     return replace(
         plan,

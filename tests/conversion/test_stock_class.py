@@ -187,6 +187,7 @@ def test_what_has_no_place_in_the_target_is_named(tmp_path: Path) -> None:
     refusal(NEMOTRON, "arcee", "partial_rotary_factor = 0.5 of Nemotron.*, only 1.0", **half)
     refusal(VIT, "internvl_vision", "has extra in its config", extra=1)
     refusal(DINO, "internvl_vision", "compute use_swiglu_ffn = True", use_swiglu_ffn=True)
+    refusal(VIT, "internvl_vision", "takes the 4 x 2 positions of ViT", image_size=[32, 16])
     assert not (tmp_path / "out").exists()
 
 

@@ -55,6 +55,23 @@ def test_the_stock_class_computes_the_same(
 
 
 @pytest.mark.slow
+def test_an_eps_in_the_code_becomes_an_entry_of_another_class(tmp_path: Path) -> None:
+    """OLMo's norms have 1e-5 in the code, Llama's an entry; with a feature less it has a factor."""
+    source = with_large_features("OlmoForCausalLM", tmp_path / "model")
+    for less, factor in ((False, 1.0), (True, 33 / 32)):
+        out = tmp_path / f"out{less}"
+        made = fold(source, out, stored_as="llama", compress=less, fp16_data=TOKENS)
+        assert made.verification is not None and made.verification.identity_error < 1e-6
+        (scaled,) = load_recipe(out / "enjoyln_recipe.yaml").scaled.values()
+        config = json.loads((out / "config.json").read_text())
+        assert config["rms_norm_eps"] == pytest.approx(1e-5 / 4 ** scaled["shift"] * factor)
+        assert largest_square(source) > 4 * largest_square(out) and verify(out, seconds=5).passed
+        (out / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
+        failed = verify(out, seconds=5, write=False, accept=("config.json",)).failures
+        assert any("rms_norm_eps" in failure for failure in failed)
+
+
+@pytest.mark.slow
 def test_an_eps_in_the_code_is_refused_or_has_no_effect(tmp_path: Path) -> None:
     """OPT's norms have 1e-5, which is nothing to rows with large features."""
     few = with_large_features("OPTForCausalLM", tmp_path / "few", tokens=[3])

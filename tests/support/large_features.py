@@ -20,6 +20,8 @@ SIZES = {
 TEXT = {**SIZES, "intermediate_size": 48, "tie_word_embeddings": False}
 CONFIGS: dict[str, Any] = {
     "PhiForCausalLM": T.PhiConfig(**TEXT, resid_pdrop=0.0),
+    "OlmoForCausalLM": T.OlmoConfig(
+        **{**TEXT, "hidden_size": 33, "num_attention_heads": 1}, head_dim=8),
     "LlamaForCausalLM": T.LlamaConfig(**TEXT),
     "Gemma3ForCausalLM": T.Gemma3TextConfig(**TEXT, head_dim=8),
     "GPT2LMHeadModel": T.GPT2Config(
