@@ -133,7 +133,7 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
     _link(config)
     _divide(config)
     _choose(config)
-    _turn(config)
+    _fit_rotary_sections(config)
     own = vars(config)
     if own.get("sliding_window", 0) is None and "sliding_attention" in (kinds or ()):
         config.sliding_window = BEGUN["sliding_window"]
@@ -256,7 +256,7 @@ def _deepen(text: Any, layers: int) -> None:
         text.num_hidden_layers = layers
 
 
-def _turn(config: Any) -> None:
+def _fit_rotary_sections(config: Any) -> None:
     """Fit the sections of a multimodal rotary embedding (time, height, width) to the head size."""
     from transformers import CONFIG_MAPPING
 

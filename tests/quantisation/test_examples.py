@@ -95,6 +95,7 @@ def test_inputs_are_what_the_tokenizer_returns(returns_types: bool, tmp_path: Pa
     assert set(example.batch) == {"input_ids", "attention_mask"}
 
 
+@pytest.mark.slow
 def test_types_that_a_program_lacks_are_refused(tmp_path: Path) -> None:
     """Zeros are what BERT takes for types that are left out; GPT-2 adds embeddings to all types."""
     bert = BertLMHeadModel(BertConfig(**BERT, is_decoder=True))

@@ -49,12 +49,7 @@ ALONE: dict[str, set[str]] = {"gpt2": set(), "falcon": {ALSO_READ.format("embedd
 @pytest.mark.parametrize("options", [AFFINE, BIAS], ids=["affine", "bias"])
 @pytest.mark.parametrize(("kind", "settings", "name", "fused", "reasons"), MODELS)
 def test_the_function_stays_the_same(
-    kind: str,
-    settings: dict[str, Any],
-    name: str,
-    fused: int,
-    reasons: set[str],
-    options: Options,
+    kind: str, settings: dict[str, Any], name: str, fused: int, reasons: set[str], options: Options
 ) -> None:
     config = CONFIG_MAPPING[kind](**settings)
     plan = analyze_config(config, model_class=name, options=options).plan
