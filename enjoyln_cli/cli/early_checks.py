@@ -30,7 +30,7 @@ from enjoyln_cli.plan.fold_options import Options, WriteOptions
 from enjoyln_cli.rotation_search.choice_options import ChoiceOptions
 
 PREPARED_BY = {
-    "text": ("a tokenizer", ("*token*", "*vocab*", "*.model", "merges.txt", "*bpe*")),
+    "text": ("a tokenizer", ("*token*", "*vocab*", "*.model", "*bpe*", "tekken.json")),
     "images": ("an image processor", ("*processor_config.json",)),
     "recordings": ("a feature extractor", ("*processor_config.json",)),
 }
