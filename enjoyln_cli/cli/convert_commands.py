@@ -93,6 +93,8 @@ def fold(folding: FoldOptions, options: Options, **others: Any) -> None:
     if folding.stored_as:
         for passed in passed_options(*IGNORED_WITH_AS):
             raise click.UsageError(f"{passed} has no effect with --as; leave it out.")
+    elif folding.compress:
+        raise click.UsageError("--compress needs --as.")
     _convert(folding=replace(folding, options=options), **others)
 
 

@@ -118,6 +118,8 @@ def prepare(
 
     event = on_event or default_listener
     folder = local_folder(str(model))
+    if folding.compress and not folding.stored_as:
+        raise UnsupportedModel("compress needs a class to store the model as; pass stored_as")
     if folding.stored_as and (writing.resume or writing.jobs):
         raise UnsupportedModel("another stock class is written at once, without resume and jobs")
     if out is not None:

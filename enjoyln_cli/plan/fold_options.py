@@ -93,11 +93,9 @@ class FoldOptions:
     )
 
     def __post_init__(self) -> None:
-        """Take one name for ``outputs``. Raise ``EnjoyLNError`` for options that do not fit."""
+        """Take one name for ``outputs``."""
         names = self.outputs
         object.__setattr__(self, "outputs", (names,) if isinstance(names, str) else tuple(names))
-        if self.compress and not self.stored_as:
-            raise EnjoyLNError("compress needs a class to store the model as; pass stored_as")
 
 
 FOLD_DEFAULTS = FoldOptions()

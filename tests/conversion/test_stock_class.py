@@ -139,8 +139,8 @@ def test_a_stream_that_needs_all_features_stays(tmp_path: Path) -> None:
     refusal(VIT, "internvl_vision", "needs all of its features: .*layernorm", hidden_size=36)
     with pytest.raises(EnjoyLNError, match="pass stored_as"):
         convert(tmp_path, tmp_path / "out", compress=True)
-    said = refused("fold", tmp_path, "-o", tmp_path / "out", "--compress")
-    assert "pass stored_as" in said and not (tmp_path / "out").exists()
+    said = refused("fold", tmp_path, "-o", tmp_path / "out", "--compress", status=2)
+    assert "--compress needs --as" in said and not (tmp_path / "out").exists()
 
 
 def _card(out: Path) -> str:
