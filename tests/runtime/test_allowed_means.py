@@ -35,3 +35,14 @@ def test_a_mean_that_rounding_does_not_explain_is_noticed(
     for times in (2, 4):
         found = unexplained_mean(AXIS, shifted(dtype, times * allowed * eps))
         assert found == pytest.approx(times * allowed * eps, rel=0.5)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_a_mean_from_a_narrower_dtype_is_allowed_while_it_lasts(narrow: torch.dtype) -> None:
+    """A weight may be stored in 16 bits and loaded in float32; training leaves those values."""
+    eps = torch.finfo(narrow).eps
+    loaded = shifted(narrow, eps / 4).float()
+    assert unexplained_mean(AXIS, loaded) == 0
+    trained = loaded + 1e-3 * loaded.abs().mean() * torch.linspace(0, 1, 96)[:, None]
+    assert unexplained_mean(AXIS, trained) > eps / 8
+    assert unexplained_mean(AXIS, shifted(narrow, 2 * eps).float()) > eps
