@@ -7,6 +7,13 @@ A weight ``W`` of shape ``(inputs, outputs)`` becomes integers ``Q`` and a scale
 A table that is read by rows has a scale for each row. A head that is tied to it reads the same
 integers: a row of the table is an output of the head. So nothing is stored twice.
 
+In groups, a few inputs of an output share a scale. Integers without a sign are stored, of shape
+``(outputs, groups, inputs of a group)``, as ``MatMulNBits`` reads them, and a scale for each group.
+A product with inputs in floating point multiplies by ``(Q - 128) s`` as numbers again. onnxruntime
+computes these numbers when it loads the program, so that a call takes as long as in float32.
+``MatMulNBits`` with ``accuracy_level`` 0 computes them in each call, and takes up to a hundred
+times as long for one token.
+
 Weights of products have 4 bits on demand, if the scales of inputs are fixed; tables have 8 bits.
 The scale of an input follows from its values in each call, or is fixed. onnxruntime fuses these
 operators into one: ``DynamicQuantizeLinear`` and ``MatMulInteger``, or for fixed
@@ -28,6 +35,8 @@ TOP, REDUCED_TOP, TOP_OF_4_BITS = 127, 64, 7
 """The largest integer, that of processors whose sums of products saturate, and that of 4 bits."""
 ROWS, COLUMNS = 0, 1
 """The dimension of a stored weight that has a scale for each of its elements."""
+ZERO = 128
+"""The integer without a sign that stands for 0 in groups."""
 FLOAT = 1
 """``onnx.TensorProto.FLOAT``."""
 MICROSOFT = "com.microsoft"
@@ -59,6 +68,8 @@ class Rounding:
     graph: Any
     """The ``onnx_ir.Graph`` that owns the weights."""
     top: int
+    group: int | None = None
+    """At most how many inputs of an output share a scale; ``None`` for all of them."""
     fixed: FixedScales | None = None
     """``None`` if inputs are scaled in each call."""
     stored: dict[tuple[Any, Any], tuple[Any, Any]] = field(default_factory=dict)
@@ -80,10 +91,14 @@ class Rounding:
         return graphs.pop() if self.fixed and len(graphs) == 1 else self.graph
 
     def weight(self, value: Any, dimension: int) -> tuple[Any, Any]:
-        """The integers of a weight and their scales, with two dimensions."""
+        """The integers of a weight and their scales."""
         if (value, dimension) not in self.stored:
-            integers, scales = rounded(value.const_value.numpy(), dimension, self.top)
-            graph = self.graph_of(value)
+            matrix, graph = value.const_value.numpy(), self.graph_of(value)
+            if self.group:
+                by_outputs = matrix if dimension == ROWS else matrix.T
+                integers, scales = rounded_in_groups(by_outputs, self.group)
+            else:
+                integers, scales = rounded(matrix, dimension, self.top)
             self.stored[value, dimension] = (
                 constant(graph, f"{value.name}.int8", integers),
                 constant(graph, f"{value.name}.scale", scales),
@@ -162,22 +177,45 @@ def rounded(
     return numbers.astype(np.int8), scales
 
 
+def rounded_in_groups(
+    weight: np.ndarray[Any, Any], group: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Integers and scales of a weight of shape ``(outputs, inputs)`` in groups.
+
+    Shapes ``(outputs, groups, inputs of a group)``, with zero at 128, and ``(outputs, groups)``.
+    """
+    outputs, inputs = weight.shape
+    groups = inputs // group_of(inputs, group)
+    integers, scales = rounded(weight.reshape(outputs * groups, -1), ROWS, TOP)
+    unsigned = integers.view(np.uint8) ^ np.uint8(ZERO)
+    return unsigned.reshape(outputs, groups, -1), scales.reshape(outputs, groups)
+
+
+def group_of(inputs: int, most: int) -> int:
+    """The largest divisor of ``inputs`` that is at most ``most``, or all if it would be small."""
+    return next((size for size in range(most, most // 4, -1) if inputs % size == 0), inputs)
+
+
 def round_weights(
     program: Any,
     *,
     products: bool,
+    in_floats: Container[str] = (),
     kept: Container[str] = (),
     reduced: bool = False,
+    group: int | None = None,
     fixed: FixedScales | None = None,
 ) -> None:
     """Round the tables of an ``onnx_ir.Model`` and, with ``products``, its products, in place.
 
-    ``kept`` are names of nodes that stay in float32, and with them the weights that they read.
-    ``reduced`` says that weights get 7 bits. Other readers of a rounded table read it as numbers
-    again.
+    ``in_floats`` are names of products whose weights are rounded and whose inputs are not. ``kept``
+    are names of nodes that stay in float32, and with them the weights that they read. ``reduced``
+    says that weights get 7 bits. With ``group``, at most so many inputs of an output share a
+    scale; ``products`` then are heads that are tied to a table. Other readers of a rounded table
+    read it as numbers again.
     """
-    rounding = Rounding(program.graph, REDUCED_TOP if reduced else TOP, fixed)
-    if fixed and (fixed.bits == 16 or fixed.in_4_bits):
+    rounding = Rounding(program.graph, REDUCED_TOP if reduced else TOP, group, fixed)
+    if group or (fixed and (fixed.bits == 16 or fixed.in_4_bits)):
         program.graph.opset_imports.setdefault(MICROSOFT, 1)
     nodes = list(program.graph.all_nodes())
     in_float = {_weight_of(node) for node in nodes if node.name in kept} - {None}
@@ -187,6 +225,11 @@ def round_weights(
         if node.op_type == "Gather" and _is_weight(node.inputs[0]) and _axis(node) == 0:
             if _is_large(node.inputs[0]):
                 _round_table(node, rounding)
+        elif node.name in in_floats:
+            if (found := matrix_of(node)) is not None:
+                rounding.weight(*found)
+        elif products and group:
+            _round_tied_head(node, rounding, group)
         elif products:
             _round_product(node, rounding)
     _read_integers(rounding)
@@ -220,12 +263,43 @@ def _axis(node: Any) -> int:
 
 def _round_table(node: Any, rounding: Rounding) -> None:
     """Read rows of integers, and the scales of these rows."""
-    integers, scales = rounding.weight(node.inputs[0], ROWS)
-    rows = rounding.node("Gather", [integers, node.inputs[1]])
-    their_scales = rounding.node("Gather", [scales, node.inputs[1]])
-    numbers = rounding.node("Cast", [rows.outputs[0]], to=FLOAT)
-    result = rounding.node("Mul", [numbers.outputs[0], their_scales.outputs[0]])
-    _replace(node, [rows, their_scales, numbers, result])
+    table, ids = node.inputs
+    integers, scales = rounding.weight(table, ROWS)
+    rows = rounding.node("Gather", [integers, ids])
+    their_scales = rounding.node("Gather", [scales, ids])
+    shape = [*[0] * len(ids.shape), table.shape[1]]
+    numbers = _numbers(rows.outputs[0], their_scales.outputs[0], shape, rounding)
+    _replace(node, [rows, their_scales, *numbers])
+
+
+def _numbers(integers: Any, scales: Any, shape: list[int], rounding: Rounding) -> list[Any]:
+    """The nodes that multiply integers by their scales; the last node has the result.
+
+    ``shape`` is of the result of groups, 0 where it is as that of ``integers``.
+    """
+    numbers = rounding.node("Cast", [integers], to=FLOAT)
+    if not rounding.group:
+        return [numbers, rounding.node("Mul", [numbers.outputs[0], scales])]
+    of_graph = [
+        constant(rounding.graph, f"int8.{name}", np.array(value))
+        for name, value in (("zero", np.float32(ZERO)), ("last", [-1]), ("shape", shape))
+    ]
+    centred = rounding.node("Sub", [numbers.outputs[0], of_graph[0]])
+    column = rounding.node("Unsqueeze", [scales, of_graph[1]])
+    product = rounding.node("Mul", [centred.outputs[0], column.outputs[0]])
+    result = rounding.node("Reshape", [product.outputs[0], of_graph[2]])
+    return [numbers, centred, column, product, result]
+
+
+def _round_tied_head(node: Any, rounding: Rounding, group: int) -> None:
+    """Multiply by the integers of a table that was rounded in groups, if a node is its head."""
+    found = matrix_of(node)
+    if found not in rounding.stored or group_of(found[0].shape[1], group) != group:
+        return
+    (outputs, inputs), stored = found[0].shape, rounding.stored[found]
+    sizes = {"K": inputs, "N": outputs, "bits": 8, "block_size": group, "accuracy_level": 4}
+    made = rounding.node("MatMulNBits", [node.inputs[0], *stored], domain=MICROSOFT, **sizes)
+    _replace(node, [made])
 
 
 def _round_product(node: Any, rounding: Rounding) -> None:
@@ -319,6 +393,14 @@ def _weight_of(node: Any) -> Any:
     return found[0] if found else node.inputs[0] if node.op_type == "Gather" else None
 
 
+def reads_integers(node: Any) -> bool:
+    """Whether a product multiplies by integers and their scales as numbers."""
+    maker = node.inputs[1].producer()
+    while maker is not None and maker.op_type in ("Transpose", "Reshape", "Mul", "Sub"):
+        maker = maker.inputs[0].producer()
+    return maker is not None and maker.op_type == "Cast" and maker.inputs[0].is_initializer()
+
+
 def matrix_of(node: Any) -> tuple[Any, int] | None:
     """The stored matrix of a product, and the dimension of its outputs; ``None`` for others."""
     if node.op_type not in ("MatMul", "Gemm"):
@@ -355,11 +437,14 @@ def _read_integers(rounding: Rounding) -> None:
             if user.op_type == "Transpose" and not user.outputs[0].uses():
                 user.graph.remove(user, safe=True)
         if value.uses() and dimension in (ROWS, COLUMNS):
-            numbers = rounding.node("Cast", [integers], to=FLOAT)
-            result = rounding.node("Mul", [numbers.outputs[0], scales])
-            first = next(iter(rounding.graph))
-            rounding.graph.insert_before(first, [numbers, result])
-            value.replace_all_uses_with(result.outputs[0])
+            rows, columns = value.shape
+            is_turned = bool(rounding.group) and dimension == COLUMNS
+            shape = [columns, rows] if is_turned else [rows, columns]
+            numbers = _numbers(integers, scales, shape, rounding)
+            if is_turned:
+                numbers.append(rounding.node("Transpose", [numbers[-1].outputs[0]], perm=[1, 0]))
+            rounding.graph.insert_before(next(iter(rounding.graph)), numbers)
+            value.replace_all_uses_with(numbers[-1].outputs[0])
         for one in (value, scales):
             if not one.uses() and one.is_initializer():
                 del one.graph.initializers[one.name]

@@ -15,7 +15,12 @@ from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export.onnx_program import module_of
 from enjoyln_cli.quantisers.fused_attention import fuse_attention
 from enjoyln_cli.quantisers.gptq import RoundedWeight
-from enjoyln_cli.quantisers.integer_products import FixedScales, Range, round_weights
+from enjoyln_cli.quantisers.integer_products import (
+    FixedScales,
+    Range,
+    reads_integers,
+    round_weights,
+)
 from enjoyln_cli.quantisers.products_in_groups import weights_by_name, write_rounded
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, QuantisationScheme, bits_at
 from enjoyln_cli.rewrite.in_memory import ROTATION_LAYER
@@ -24,7 +29,7 @@ PRODUCTS = ("MatMul", "Gemm")
 GROUP = 32
 """How many weights share a scale, where they are scaled in groups."""
 ROUNDED = ("MatMulInteger", "MatMulNBits", "QuantizeLinear")
-"""Operators of quantised products."""
+"""Operators of quantised products, except of products with 8-bit weights and inputs in floats."""
 
 
 def quantised(
@@ -42,21 +47,28 @@ def quantised(
     paths of their layers. Embeddings get 8 bits as well: they are most of a small model's bytes.
     """
     kept = _nodes_with(FLOAT_BITS, program, {f"*.{ROTATION_LAYER}": FLOAT_BITS, **bits})
+    in_eight_bits = _nodes_with(8, program, bits)
+    everything = {str(node.name) for node in program.graph.all_nodes()}
     fixed = None
     if scheme.is_static:
-        in_4_bits = set[str]()
-        if scheme.weight_bits == 4:
-            in_4_bits = {str(node.name) for node in program.graph.all_nodes()}
-            in_4_bits.difference_update(_nodes_with(8, program, bits))
+        in_4_bits = everything - {*in_eight_bits} if scheme.weight_bits == 4 else set[str]()
         known = weights_by_name(rounded)
         input_bits = scheme.input_bits or 8
         fixed = FixedScales(input_bits, ranges, scheme.rounds_results, in_4_bits, known)
-    products, reduced = not scheme.is_in_groups, scheme.is_reduced
-    round_weights(program, products=products, kept=kept, reduced=reduced, fixed=fixed)
+    in_floats = everything if scheme.weight_bits == 8 else {*in_eight_bits}
+    round_weights(
+        program,
+        products=scheme.input_bits is not None,
+        in_floats=in_floats if scheme.input_bits is None else (),
+        kept=kept,
+        reduced=scheme.is_reduced,
+        group=GROUP if scheme.is_in_groups else None,
+        fixed=fixed,
+    )
     if scheme.is_in_groups:
         write_rounded(program, rounded, _accuracy(scheme))
         with silent(), redirect_stdout(io.StringIO()):
-            program = _in_groups(program, scheme, kept, _nodes_with(8, program, bits))
+            program = _in_groups(program, scheme, kept, in_eight_bits)
     if not scheme.is_static:
         fuse_attention(program)
     program.graph.sort()  # onnxruntime's order does not know what a branch reads
@@ -65,7 +77,10 @@ def quantised(
 
 def is_rounded(program: Any) -> bool:
     """Whether a program has a quantised product."""
-    return any(node.op_type in ROUNDED for node in program.graph.all_nodes())
+    return any(
+        node.op_type in ROUNDED or (node.op_type in PRODUCTS and reads_integers(node))
+        for node in program.graph.all_nodes()
+    )
 
 
 def sums_saturate() -> bool:
@@ -101,14 +116,14 @@ def _in_groups(
 ) -> Any:
     """The program with weights in groups that share a scale.
 
-    The ``kept`` products stay in float32, and products ``in_eight_bits`` get 8 bits if others get
-    4.
+    The ``kept`` products stay in float32, and products ``in_eight_bits`` get no 4 bits. Weights of
+    8 bits whose products have inputs in floating point are rounded before.
     """
     import onnx_ir
 
     proto = onnx_ir.to_proto(program)
-    passes = [(scheme.weight_bits, [*kept, *in_eight_bits])]
-    if scheme.weight_bits < 8:
+    passes = [(4, [*kept, *in_eight_bits])] if scheme.weight_bits == 4 else []
+    if scheme.input_bits:
         passes.append((8, kept))
     for bits, excluded in passes:
         quantizer = quantizer_in_groups()(

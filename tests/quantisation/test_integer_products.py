@@ -25,6 +25,7 @@ from enjoyln_cli.quantisers.integer_products import (
     ROWS,
     FixedScales,
     matrix_of,
+    reads_integers,
     round_weights,
     rounded,
     scale_of,
@@ -148,6 +149,54 @@ def test_a_tied_table_is_stored_once() -> None:
     assert not floats_of(program)
     integers = [name for name, value in stored.items() if value.dtype == onnx_ir.DataType.INT8]
     assert sorted(integers) == ["table.int8", "w.int8"]
+
+
+def in_groups(weight: Array, group: int) -> Array:
+    """A weight of shape ``(outputs, inputs)``, rounded with a scale for each group of inputs."""
+    integers, scales = rounded(weight.reshape(-1, group), ROWS, 127)
+    return np.asarray((integers * scales).reshape(weight.shape))
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("most", [3, 4, 5])
+def test_weights_in_groups_are_numbers_again(most: int, product: str) -> None:
+    """The six inputs are split by their largest divisor of at most ``most``: by 3, or by 2 or 3."""
+    program, weights = toy(product)
+    round_weights(program, products=False, in_floats=["product"], group=most)
+    assert {"table", "w"}.isdisjoint(floats_of(program))
+    assert reads_integers(program.graph.node("product"))
+    is_turned = "transposed" in product
+    matrix = in_groups(weights["w"] if is_turned else weights["w"].T, 3)
+    table = in_groups(weights["table"], 3)
+    hidden = table[IDS] @ matrix.T + (weights["b"] if product != "MatMul" else 0)
+    np.testing.assert_allclose(computed(program), hidden @ table.T, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("width", "kind"), [(64, "MatMulNBits"), (48, "MatMul")])
+def test_a_tied_head_multiplies_the_integers_of_its_table(width: int, kind: str) -> None:
+    """If the table is split in groups of 32, which the operator takes, and not of 24."""
+    draw = np.random.default_rng(3)
+    graph = f"""<ir_version: 9, opset_import: ["" : 20]>
+    toy (int64[N] ids, float[N, {width}] h) => (float[N, 70] logits) {{
+        x = Gather (table, ids)
+        y = Add (x, h)
+        head = Transpose <perm = [1, 0]> (table)
+        logits = MatMul (y, head)
+    }}"""
+    model = onnx.parser.parse_model(graph)
+    table = draw.normal(0.3, 1, (70, width)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(table, "table"))
+    program = onnx_ir.from_proto(model)
+    round_weights(program, products=True, group=32)
+    (head,) = [node for node in program.graph if node.outputs[0].name == "logits"]
+    assert head.op_type == kind and "table" not in floats_of(program)
+    feed = onnx_ir.to_proto(program).SerializeToString()
+    h = draw.normal(0.2, 1, (5, width)).astype(np.float32)
+    (got,) = onnxruntime.InferenceSession(feed, session_options()).run(None, {"ids": IDS, "h": h})
+    exact = in_groups(table, 32 if width == 64 else 24)
+    y = exact[IDS] + h
+    y = in_groups(y, 32) if width == 64 else y
+    np.testing.assert_allclose(got, y @ exact.T, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("kept", [False, True])
