@@ -37,10 +37,20 @@ from enjoyln_cli.comparison.simulated_rounding import input_dimension
 from enjoyln_cli.models.offload import on_disk
 
 BITS = 4
-DAMPING = 0.01
-"""``λ``, relative to the mean of the diagonal of ``H``."""
+DAMPING = (0.01, 0.2)
+"""``λ``, relative to the mean of the diagonal of ``H``, for many inputs and for few."""
 AT_ONCE = 128
 """How many columns are rounded before their errors reach the columns after them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Squares:
+    """``H`` of a layer: the products of its inputs' features, summed over the inputs."""
+
+    sums: torch.Tensor
+    """``(inputs, inputs)``, float32."""
+    count: int
+    """How many inputs the layer got: one for each token, frame or patch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,14 +81,13 @@ class RoundedWeight:
 
 def rounded(
     weight: torch.Tensor,
-    inputs: torch.Tensor | None,
+    inputs: Squares | None,
     group: int,
     symmetric: bool = False,
 ) -> RoundedWeight:
     """Round ``weight``, of shape ``(outputs, inputs)``, to integers of 4 bits.
 
-    ``inputs`` is ``H``, of shape ``(inputs, inputs)``; without it, each weight is rounded to the
-    nearest integer. ``symmetric`` integers have their zero point in the middle. If all inputs share
+    Without ``inputs``, each weight is rounded to the nearest integer. ``symmetric`` integers have their zero point in the middle. If all inputs share
     a scale, these are from -7 to 7 around it, and the scale is positive, as NPUs need it.
     """
     weight = weight.float().clone()
@@ -90,10 +99,10 @@ def rounded(
         torch.empty(rows, groups, dtype=torch.uint8),
         group,
     )
-    inputs = torch.eye(width) if inputs is None else inputs
-    order = inputs.diagonal().argsort(descending=True, stable=True)
+    inputs = inputs or Squares(torch.eye(width), width)
+    order = inputs.sums.diagonal().argsort(descending=True, stable=True)
     place = order.argsort()
-    inverse = _factor_of_inverse(inputs[order][:, order])
+    inverse = _factor_of_inverse(Squares(inputs.sums[order][:, order], inputs.count))
     weight = weight[:, order]
     started: set[int] = set()
     least = 1 if symmetric and groups == 1 else 0
@@ -118,11 +127,16 @@ def rounded(
     return result
 
 
-def _factor_of_inverse(inputs: torch.Tensor) -> torch.Tensor:
-    """The upper triangular ``U`` with ``UᵀU = (H + λI)⁻¹``; ``H`` is at least semidefinite."""
-    wide = inputs.double()
+def _factor_of_inverse(inputs: Squares) -> torch.Tensor:
+    """The upper triangular ``U`` with ``UᵀU = (H + λI)⁻¹``; ``H`` is at least semidefinite.
+
+    The fewer inputs there are for a feature, the less is ``H`` that of other data.
+    """
+    wide = inputs.sums.double()
     mean = wide.diagonal().mean()
-    damping = DAMPING * (mean if mean > 0 else 1.0)
+    least, most = DAMPING
+    share = min(most, max(least, most * len(wide) / inputs.count))
+    damping = share * (mean if mean > 0 else 1.0)
     wide = wide + damping * torch.eye(len(wide), dtype=wide.dtype)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(wide))
     return torch.linalg.cholesky(inverse, upper=True).float()
@@ -190,7 +204,7 @@ def _block_of(path: str) -> str:
 
 
 def _round_layer(
-    module: nn.Module, inputs: torch.Tensor | None, group: int, symmetric: bool
+    module: nn.Module, inputs: Squares | None, group: int, symmetric: bool
 ) -> RoundedWeight:
     weight: Any = module.weight
     transposed = input_dimension(module) == 0
@@ -254,16 +268,18 @@ def _squares(
     block: Mapping[str, nn.Module],
     inputs: Sequence[tuple[Batch, _KnownBlocks]],
     calls: int,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Squares]:
     """``H`` of each layer of a block that a run reaches; a run ends after so many ``calls``."""
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Squares] = {}
     left = 0
 
     def add(path: str, x: torch.Tensor) -> None:
         nonlocal left
         rows = x.detach().reshape(-1, x.shape[-1]).float()
-        product = rows.T @ rows
-        found[path] = found[path] + product if path in found else product
+        sums, count = rows.T @ rows, len(rows)
+        if path in found:
+            sums, count = found[path].sums + sums, found[path].count + count
+        found[path] = Squares(sums, count)
         left -= 1
         if not left:
             raise _Reached

@@ -28,7 +28,7 @@ from transformers import (
 from enjoyln_cli.comparison.simulated_rounding import linear_layers
 from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.programs import programs_of, save
-from enjoyln_cli.quantisers.gptq import RoundedWeight, round_model, rounded
+from enjoyln_cli.quantisers.gptq import RoundedWeight, Squares, round_model, rounded
 from enjoyln_cli.quantisers.products_in_groups import write_rounded
 
 
@@ -51,15 +51,26 @@ def output_error(weight: torch.Tensor, result: RoundedWeight, inputs: torch.Tens
 def test_outputs_lose_less_than_by_the_nearest_integer(width: int, symmetric: bool) -> None:
     weight, inputs = correlated(width)
     nearest = rounded(weight, None, 32, symmetric)
-    by_error = rounded(weight, inputs, 32, symmetric)
+    by_error = rounded(weight, Squares(inputs, 20 * width), 32, symmetric)
     assert output_error(weight, by_error, inputs) < 0.6 * output_error(weight, nearest, inputs)
     assert by_error.scales.shape == by_error.zero_points.shape == (37, -(-width // 32))
     assert int(by_error.integers.max()) == 15
 
 
+def test_few_inputs_decide_less() -> None:
+    """As if they were many, they would be fitted too closely, and other inputs would lose more."""
+    weight, inputs = correlated(64)
+    draw = torch.randn(40, 64, generator=torch.Generator().manual_seed(1))
+    x = draw @ torch.linalg.cholesky(inputs).T
+    few, many = (rounded(weight, Squares(x.T @ x, count), 32) for count in (40, 64000))
+    assert output_error(weight, few, inputs) < 0.9 * output_error(weight, many, inputs)
+    assert output_error(weight, few, x.T @ x) > output_error(weight, many, x.T @ x)
+
+
 def test_inputs_that_are_alike_and_apart_change_nothing() -> None:
     weight, _ = correlated(64)
-    nearest, by_error = (rounded(weight, h, 32) for h in (None, 5 * torch.eye(64)))
+    alike = Squares(5 * torch.eye(64), 320)
+    nearest, by_error = (rounded(weight, h, 32) for h in (None, alike))
     assert torch.equal(nearest.integers, by_error.integers)
     steps = (weight - nearest.matrix).unflatten(1, (2, 32)).abs().amax(-1) / nearest.scales
     assert float(steps.max()) <= 0.5 + 1e-4
@@ -70,7 +81,7 @@ def test_the_last_column_makes_up_for_the_first() -> None:
     weight = torch.tensor([[0.30, 0.30, 1.5, -1.5]])
     inputs = torch.diag(torch.tensor([4.0, 4.0, 9.0, 9.0]))
     inputs[0, 1] = inputs[1, 0] = 3.999
-    nearest, by_error = (rounded(weight, h, 4) for h in (None, inputs))
+    nearest, by_error = (rounded(weight, h, 4) for h in (None, Squares(inputs, 1000)))
     lost = [abs(float(one.matrix[0, :2].sum()) - 0.6) for one in (nearest, by_error)]
     assert lost[1] < 0.6 * lost[0]
 
@@ -81,7 +92,7 @@ def test_rows_of_zeros_and_inputs_that_never_come(symmetric: bool) -> None:
     weight[3] = 0
     inputs[5] = inputs[:, 5] = 0
     for h in (inputs, torch.zeros(64, 64)):
-        result = rounded(weight, h, 32, symmetric)
+        result = rounded(weight, Squares(h, 1280), 32, symmetric)
         assert bool(result.matrix.isfinite().all()) and not result.matrix[3].any()
 
 
@@ -194,8 +205,9 @@ def test_a_block_is_rounded_on_what_rounded_blocks_return(kind: str, tmp_path: P
             for batch in batches:
                 model(**batch, use_cache=False) if kind == "a decoder" else model(**batch)
         for path in filter(seen.get, {*inside} - ROUNDED_BEFORE_THEIR_INPUT):
-            h = sum(x.T @ x for x in seen[path])
-            again = rounded(original.get_submodule(path).weight.detach(), h, 16)
+            x = torch.cat(seen[path])
+            squares = Squares(x.T @ x, len(x))
+            again = rounded(original.get_submodule(path).weight.detach(), squares, 16)
             assert float((again.integers == found[path].integers).float().mean()) > 0.999, path
 
 
