@@ -28,6 +28,8 @@ from enjoyln_cli.rewrite.in_memory import ROTATION_LAYER
 PRODUCTS = ("MatMul", "Gemm")
 GROUP = 32
 """How many weights share a scale, where they are scaled in groups."""
+GROUPS_IN_8_BITS = {8: GROUP, 4: 4 * GROUP}
+"""The same for weights of 8 bits, by the bits of most weights: beside 4 bits, 8 lose little."""
 ROUNDED = ("MatMulInteger", "MatMulNBits", "QuantizeLinear")
 """Operators of quantised products, except of products with 8-bit weights and inputs in floats."""
 
@@ -62,7 +64,7 @@ def quantised(
         in_floats=in_floats if scheme.input_bits is None else (),
         kept=kept,
         reduced=scheme.is_reduced,
-        group=GROUP if scheme.is_in_groups else None,
+        group=GROUPS_IN_8_BITS[scheme.weight_bits] if scheme.is_in_groups else None,
         fixed=fixed,
     )
     if scheme.is_in_groups:

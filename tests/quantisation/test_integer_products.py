@@ -253,7 +253,7 @@ def test_products_in_four_bits_beside_a_tied_head(product: str, is_known: bool) 
     is_turned = "transposed" in product
     matrix = weights["w"] if is_turned else weights["w"].T
     ends = {"x": (-1.5, 2.0), "h": (-9.0, 7.0)}
-    squares = torch.eye(6) + torch.ones(6, 6)
+    squares = gptq.Squares(torch.eye(6) + torch.ones(6, 6), 100)
     by_error = gptq.rounded(torch.tensor(matrix), squares, 6, symmetric=True)
     assert float(by_error.scales.min()) > 0 and int(by_error.integers.min()) >= 1
     known = {"w": by_error} if is_known else {}
