@@ -48,16 +48,19 @@ class StoredClass:
         With g and v for both, and features x whose root mean square is 1: ``g x + v`` is rounded
         relative to its size, so to ``hypot(rms(g), rms(v))``. A rotation spreads the rounding of
         ``x + v/g`` over all features, which are multiplied by g then: to ``rms(v/g) rms(g)``. The
-        quotient of both is infinite for a zero in g, and 0 if the values are not known.
+        quotient of both is infinite if ``v/g`` is, or is too large for the stored dtype, and 0 if
+        the values are not known.
         """
         shift, gain = self._values(bias), self._values(weight)
         if shift is None or gain is None:
             return 0.0
+        largest = torch.finfo(shift.dtype).max
         shift, gain = shift.double(), gain.double() + offset
-        if not gain.all():
+        quotient = shift / gain
+        if not gain.all() or quotient.abs().max() > largest:
             return math.inf
-        quotient, v, g = (float(x.square().mean().sqrt()) for x in (shift / gain, shift, gain))
-        return quotient * g / math.hypot(v, g)
+        divided, v, g = (float(x.square().mean().sqrt()) for x in (quotient, shift, gain))
+        return divided * g / math.hypot(v, g)
 
     def _values(self, tensor: str) -> torch.Tensor | None:
         if self.checkpoint is not None:

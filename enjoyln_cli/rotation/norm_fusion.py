@@ -172,7 +172,8 @@ def _too_small(search: _FusionSearch, norm: str, weight: str) -> LayerObstacle |
     """The obstacle if the norm's bias divided by its weight would be rounded too coarsely."""
     lost = search.lost[norm]
     if math.isinf(lost):
-        return LayerObstacle("its weight has a zero, and its bias would be divided by it", weight)
+        why = "its bias divided by it has no finite value"
+        return LayerObstacle(f"its weight has a zero or is too small: {why}", weight)
     if lost <= search.most_lost:
         return None
     why = f"its bias divided by it would be rounded {lost:.0f} times as coarsely as now"
