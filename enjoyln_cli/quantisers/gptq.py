@@ -87,8 +87,9 @@ def rounded(
 ) -> RoundedWeight:
     """Round ``weight``, of shape ``(outputs, inputs)``, to integers of 4 bits.
 
-    Without ``inputs``, each weight is rounded to the nearest integer. ``symmetric`` integers have their zero point in the middle. If all inputs share
-    a scale, these are from -7 to 7 around it, and the scale is positive, as NPUs need it.
+    Without ``inputs``, each weight is rounded to the nearest integer. ``symmetric`` integers have
+    their zero point in the middle. If all inputs share a scale, these are from -7 to 7 around it,
+    and the scale is positive, as NPUs need it.
     """
     weight = weight.float().clone()
     rows, width = weight.shape
