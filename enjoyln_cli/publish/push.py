@@ -95,7 +95,8 @@ def publishing_objection(result: Source) -> str:
     """Why ``result`` should not be published; empty if it was verified and has not changed."""
     report = read_object(result.path / VERIFY_FILE)
     if "passed" in report and report["passed"] is not True:
-        return f"its verification failed: {report.get('summary')}"
+        summary = report.get("summary")
+        return f"its verification failed: {summary}" if summary else "its verification failed"
     changed = written_files(result).objection
     return changed if changed or "passed" in report else "it was never verified"
 

@@ -230,7 +230,8 @@ class _Search:
     def parameter(self, name: str, place: TracedNode, exponent: Fraction) -> None:
         """Scale a parameter, wherever a trace reads it."""
         if self.stream.parameters.setdefault(name, exponent) != exponent:
-            self.stop("it would have to be held at two scales", place)
+            way = "--untie stores a tied head separately"
+            self.stop(f"it would have to be held at two scales ({way})", place)
         shape = shape_of(place[1])
         if shape and (why := self.problem.locked(Parameter(name, feature_axis(shape, 0)))):
             self.stop(why, place)

@@ -234,7 +234,8 @@ def _require_no_effect(norm: ScaledEps, edits: Float16Edits, dtype: torch.dtype)
     effect = (norm.eps - norm.value) / (2 * 2.0**norm.power * met.variance) if met else float("inf")
     if not effect <= torch.finfo(dtype).eps / 2:
         raise UnsupportedModel(
-            f"{norm.norm} has its eps of {norm.eps:g} in its code, so a stream held at 2^"
+            f"{norm.norm} has its eps of {norm.eps:g} in its code, or in an entry of the config "
+            "that norms at another scale read as well, so a stream held at 2^"
             f"{norm.power // 2} of its scale changes its rows by up to {effect:.1e} of themselves, "
             f"more than a rounding of {dtype_name(dtype)}; `enjoyln export --fp16-safe` writes the "
             "eps of each norm"
