@@ -80,7 +80,7 @@ def quantised(
     if scheme.is_static or rounding != "nearest":
         threads = torch.get_num_threads()
         loaded = {name: in_openvino(model, threads) for name, model in models.items()}
-        calls = _calls_of(loaded, calibration)
+        calls = calls_of(loaded, calibration)
     return {
         name: nncf_quantiser.quantised(
             model,
@@ -94,7 +94,7 @@ def quantised(
     }
 
 
-def _calls_of(
+def calls_of(
     programs: Mapping[str, LoadedProgram], batches: Sequence[Batch]
 ) -> dict[str, list[Batch]]:
     """The inputs that each program gets if the programs compute ``batches`` in order."""

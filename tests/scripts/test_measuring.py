@@ -10,6 +10,7 @@ from pathlib import Path
 
 import bench
 import inductor
+import library_calls
 import model_times
 import pytest
 import real_models
@@ -143,6 +144,18 @@ def test_a_row_for_each_scheme(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert line.split("|")[1:3] == [" onnx ", " w8a8 "]
     assert f" {row['held_out']['kl']:.3g} | {row['plain']['kl']:.3g} " in line
     assert 0 < row["held_out"]["kl"] <= row["plain"]["kl"] < 0.01
+
+
+@pytest.mark.slow
+def test_calls_of_libraries_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(one_layer(tmp_path / "phi")), "--text", str(ROOT / "LICENSE"), "--inputs", "4"]
+    library_calls.main([*words, "--calls", "NBits"])
+    rows = [line.split("|")[1:4] for line in capsys.readouterr().out.splitlines()[2:]]
+    costs = {name.strip(): float(cost) for name, cost, _ in rows}
+    in_8_bits, in_4_bits, asymmetric = costs.values()
+    assert 0 < 20 * in_8_bits < min(in_4_bits, asymmetric) and "asymmetric" in [*costs][-1]
 
 
 def test_words_that_differ() -> None:
