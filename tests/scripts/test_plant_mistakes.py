@@ -73,7 +73,8 @@ def test_every_module_of_rules_has_mistakes_to_plant() -> None:
 
 @pytest.mark.slow
 def test_a_sample_of_mistakes_is_noticed() -> None:
-    tests = ["tests/proof/test_rules.py", "tests/proof/test_any_operands.py"]
+    names = ("test_rules", "test_any_operands", "test_pulls_and_pushes")
+    tests = [f"tests/proof/{name}.py" for name in names]
     script = [sys.executable, "scripts/plant_mistakes.py", "--sample", "5", "--tests", *tests]
     modules = ["--modules", "proof.rules", "proof.index_rules", "proof.weight_rules"]
     ran = subprocess.run([*script, *modules], cwd=ROOT, capture_output=True, text=True)
