@@ -55,7 +55,7 @@ def run_tests(seconds: float) -> dict[str, Any]:
     They are stopped when the time is over, with their processes, so that nothing runs beside what
     is measured next.
     """
-    command = [sys.executable, "-m", "pytest", "-n", "8", *TESTS]
+    command = [sys.executable, "-m", "pytest", "-n", "8", "--disable-warnings", *TESTS]
     run = subprocess.Popen(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, start_new_session=True
     )

@@ -38,7 +38,7 @@ from enjoyln_cli.models.offload import on_disk
 
 BITS = 4
 DAMPING = (0.01, 0.2)
-"""``λ``, relative to the mean of the diagonal of ``H``, for many inputs and for few."""
+"""``λ`` relative to the mean of the diagonal of ``H``: if a layer gets many inputs, and if few."""
 AT_ONCE = 128
 """How many columns are rounded before their errors reach the columns after them."""
 
@@ -131,7 +131,7 @@ def rounded(
 def _factor_of_inverse(inputs: Squares) -> torch.Tensor:
     """The upper triangular ``U`` with ``UᵀU = (H + λI)⁻¹``; ``H`` is at least semidefinite.
 
-    The fewer inputs there are for a feature, the less is ``H`` that of other data.
+    With few inputs for each feature, ``H`` of other data would be another, so ``λ`` is larger.
     """
     wide = inputs.sums.double()
     mean = wide.diagonal().mean()

@@ -192,7 +192,10 @@ def rounded_in_groups(
 
 
 def group_of(inputs: int, most: int) -> int:
-    """The largest divisor of ``inputs`` that is at most ``most``, or all if it would be small."""
+    """How many inputs share a scale: the largest divisor of ``inputs`` of at most ``most``.
+
+    All inputs, if that divisor is at most a quarter of ``most``.
+    """
     return next((size for size in range(most, most // 4, -1) if inputs % size == 0), inputs)
 
 
@@ -211,8 +214,8 @@ def round_weights(
     ``in_floats`` are names of products whose weights are rounded and whose inputs are not. ``kept``
     are names of nodes that stay in float32, and with them the weights that they read. ``reduced``
     says that weights get 7 bits. With ``group``, at most so many inputs of an output share a
-    scale; ``products`` then are heads that are tied to a table. Other readers of a rounded table
-    read it as numbers again.
+    scale, and of the products only heads that are tied to a table multiply integers. Other readers
+    of a rounded table read it as numbers again.
     """
     rounding = Rounding(program.graph, REDUCED_TOP if reduced else TOP, group, fixed)
     if group or (fixed and (fixed.bits == 16 or fixed.in_4_bits)):

@@ -29,7 +29,8 @@ PRODUCTS = ("MatMul", "Gemm")
 GROUP = 32
 """How many weights share a scale, where they are scaled in groups."""
 GROUPS_IN_8_BITS = {8: GROUP, 4: 4 * GROUP}
-"""The same for weights of 8 bits, by the bits of most weights: beside 4 bits, 8 lose little."""
+"""The same for weights of 8 bits, by the bits of the scheme's weights. Beside 4 bits, weights of 8
+bits lose little, so that larger groups save bytes."""
 ROUNDED = ("MatMulInteger", "MatMulNBits", "QuantizeLinear")
 """Operators of quantised products, except of products with 8-bit weights and inputs in floats."""
 

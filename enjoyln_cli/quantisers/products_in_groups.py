@@ -17,9 +17,7 @@ import torch.nn.functional as F
 
 from enjoyln_cli.onnx_export.programs import TRANSPOSED
 from enjoyln_cli.quantisers.gptq import BITS, RoundedWeight
-from enjoyln_cli.quantisers.integer_products import constant
-
-DOMAIN = "com.microsoft"
+from enjoyln_cli.quantisers.integer_products import MICROSOFT, constant
 
 
 def write_rounded(program: Any, weights: Mapping[str, RoundedWeight], accuracy: int) -> None:
@@ -46,7 +44,7 @@ def write_rounded(program: Any, weights: Mapping[str, RoundedWeight], accuracy: 
             "MatMulNBits",
             [node.inputs[0], *stored[name]],
             {**sizes, "accuracy_level": accuracy},
-            domain=DOMAIN,
+            domain=MICROSOFT,
             name=f"{node.name}.in_groups",
             outputs=[onnx_ir.Value(name=f"{node.outputs[0].name}.in_groups")],
         )
@@ -58,7 +56,7 @@ def write_rounded(program: Any, weights: Mapping[str, RoundedWeight], accuracy: 
         if not value.uses():
             del program.graph.initializers[value.name]
     if stored:
-        program.opset_imports.setdefault(DOMAIN, 1)
+        program.opset_imports.setdefault(MICROSOFT, 1)
 
 
 def weights_by_name(weights: Mapping[str, RoundedWeight]) -> dict[str, RoundedWeight]:

@@ -50,7 +50,7 @@ class QuantisationScheme:
 
     @property
     def rounds_tied_heads(self) -> bool:
-        """Whether an ONNX file multiplies by a rounded embedding in a head that is tied to it."""
+        """Whether a tied head in ONNX is rounded as layers are, and not as the embedding is."""
         return not self.is_in_groups
 
     def can_be_smoothed(self, format_name: str) -> bool:
