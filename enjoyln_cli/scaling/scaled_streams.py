@@ -146,7 +146,12 @@ class _Search:
             self.stream.exponents[place] = exponent
             self.waiting.append(place)
         elif known is not None and known != exponent:
-            self.stop("it would have to be held at two scales", place)
+            self.stop_at_two_scales(place)
+
+    def stop_at_two_scales(self, place: TracedNode) -> None:
+        position, node = place
+        way = ", which --untie avoids for a tied head" if node in self.named[position] else ""
+        self.stop(f"it would have to be held at two scales{way}", place)
 
     def stop(self, reason: str, place: TracedNode) -> None:
         if self.stream.obstacle is None:
@@ -222,7 +227,7 @@ class _Search:
             missing = self.stream.exponents[place] - total
             open_ = [(x, p) for x, p in rule.factors if (position, x) not in self.stream.exponents]
             if not open_:
-                self.stop("it would have to be held at two scales", place)
+                self.stop_at_two_scales(place)
                 return
             factor, power = open_[0]
             self.visit((position, factor), missing / power)
@@ -230,8 +235,7 @@ class _Search:
     def parameter(self, name: str, place: TracedNode, exponent: Fraction) -> None:
         """Scale a parameter, wherever a trace reads it."""
         if self.stream.parameters.setdefault(name, exponent) != exponent:
-            way = "--untie stores a tied head separately"
-            self.stop(f"it would have to be held at two scales ({way})", place)
+            self.stop_at_two_scales(place)
         shape = shape_of(place[1])
         if shape and (why := self.problem.locked(Parameter(name, feature_axis(shape, 0)))):
             self.stop(why, place)
@@ -247,7 +251,7 @@ class _Search:
             self.stop("it adds a number to a weight in an unusual way", place)
             return
         if self.stream.shifted.setdefault(name, (exponent, number)) != (exponent, number):
-            self.stop("it would have to be held at two scales", place)
+            self.stop_at_two_scales(place)
         for at, parameter in self.nodes[name]:
             for reader in _past_casts(parameter):
                 if packet(reader) is not aten.add or eps_of(reader) != number:
