@@ -220,8 +220,7 @@ def with_safe_scales(
     batches = calibration_batches(opened, model, data)
     edits = edits_for(model, batches, analysis, keeps_all=not job.folding.outputs)
     if edits.overflowing:
-        given = job.target.given if job.target else {}
-        eps_entry = "rms_norm_eps" if "rms_norm_eps" in given else ""
+        eps_entry = job.target.eps if job.target and job.target.eps in job.target.given else ""
         stored: Any = (writing.stored_dtype, event, eps_entry)
         plan = with_stored_scales(analysis, plan, opened.config, edits, analyze, *stored)
         found = counted(len(edits.overflowing), "norm")

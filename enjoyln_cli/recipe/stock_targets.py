@@ -23,6 +23,7 @@ class StockTarget:
     name: str
     source: str
     target: str
+    eps: str
     options: Mapping[str, Any] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
     require: Mapping[str, Any] = field(default_factory=dict)

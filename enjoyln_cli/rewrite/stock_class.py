@@ -107,28 +107,24 @@ def target_config(target: StockTarget, config: Any, plan: Plan) -> Any:
             f"{target.source} has {listed_briefly(unknown)} in its config, which {target.target} "
             "is not known to follow"
         )
-    entries = {name: held[name] for name in target.same if name in held}
+    entries = {name: held[one] // held[by] for name, (one, by) in target.quotients.items()}
+    entries |= {name: held[name] for name in target.same if name in held}
     entries |= {name: held[other] for name, other in target.copied.items()}
     for name, factors in target.products.items():
         product = 1
         for factor in factors:
             product *= held[factor]
         entries[name] = int(product)
-    for name, (dividend, divisor) in target.quotients.items():
-        entries[name] = held[dividend] // held[divisor]
     if target.square:
         _require_square(target, *(held[name] for name in target.square))
     layers = int(held["num_hidden_layers"])
     entries |= {name: [value] * layers for name, value in target.per_layer.items()}
     entries |= target.given
     entries |= {entry.name: entry.value for entry in plan.settings if entry.name in target.given}
-    cls: Any = class_named(target.target)
     if stream := _compressed(plan):
-        if "head_dim" in cls.config_class().to_dict():
-            entries.setdefault("head_dim", stream.size // held["num_attention_heads"])
         entries["hidden_size"] = stream.size - 1
-        for name in entries.keys() & {"rms_norm_eps", "layer_norm_eps"}:
-            entries[name] *= stream.size / (stream.size - 1)
+        entries[target.eps] *= stream.size / (stream.size - 1)
+    cls: Any = class_named(target.target)
     with refusing(UnsupportedModel, f"{target.target} of {entries['hidden_size']} features"):
         made = cls.config_class(**entries)
     made.architectures = [target.target]
