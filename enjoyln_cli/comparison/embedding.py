@@ -18,6 +18,7 @@ import torch
 from enjoyln_cli.checkpoint.sentence_transformers import MODULES
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.run import Outputs
 from enjoyln_cli.events import Event
 from enjoyln_cli.text import first_line
 
@@ -25,10 +26,11 @@ LIBRARY = "sentence_transformers"
 EMBEDDING = "sentence_embedding"
 TOKENS = "last_hidden_state"
 
-NamedOutputs = dict[str, torch.Tensor]
+Embed = Callable[[Outputs, Batch], Outputs]
+"""Returns the outputs of a transformer with the sentence embedding added."""
 
 
-def embedder(source: Source, event: Event) -> Callable[[NamedOutputs, Batch], NamedOutputs] | None:
+def embedder(source: Source, event: Event) -> Embed | None:
     """A function that adds the sentence embedding to a transformer's outputs for a batch.
 
     ``None`` if the checkpoint is not a sentence-transformers pipeline, or if its modules cannot be
@@ -44,7 +46,7 @@ def embedder(source: Source, event: Event) -> Callable[[NamedOutputs, Batch], Na
         event("stage", f"comparing token embeddings, not sentence embeddings: {why}")
         return None
 
-    def add(outputs: NamedOutputs, batch: Batch) -> NamedOutputs:
+    def add(outputs: Outputs, batch: Batch) -> Outputs:
         tokens = outputs.get(TOKENS)
         if tokens is None or "input_ids" not in batch:
             return outputs

@@ -26,11 +26,11 @@ from enjoyln_cli.models.offload import on_disk
 from enjoyln_cli.models.outputs import by_field, is_in_cache, match_names
 from enjoyln_cli.runtime.call_guards import call_guards
 
-OutputsOfRuns = list[dict[str, torch.Tensor]]
-"""One dict per batch, from output name to its tensor, on the CPU or memory-mapped from disk."""
+Outputs = dict[str, torch.Tensor]
+"""What a model returns for a batch, by name; on the CPU or memory-mapped from disk."""
 
 
-def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) -> OutputsOfRuns:
+def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) -> list[Outputs]:
     """The outputs of ``model`` for every batch, in the dtypes that it returns.
 
     A float64 model runs under ``Float64``. If a ``folder`` is given, outputs are stored in files
@@ -44,7 +44,7 @@ def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) 
 
     for _, guard in call_guards(model):
         guard.state.literal = True
-    outputs: OutputsOfRuns = []
+    outputs: list[Outputs] = []
     with torch.no_grad(), silent():
         for batch in batches:
             call = {**inputs_for(model, batch), **cache_flag(model)}
@@ -125,7 +125,7 @@ def tensors(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, value
 
 
-def choose_outputs(outputs: OutputsOfRuns, names: Sequence[str]) -> OutputsOfRuns:
+def choose_outputs(outputs: list[Outputs], names: Sequence[str]) -> list[Outputs]:
     """The outputs that match ``names`` (names or patterns); all of them if ``names`` is empty.
 
     Raises ``UnsupportedModel`` if no output of a batch matches.

@@ -42,25 +42,16 @@ def load(
         weights = offload.folder / "weights"
         shutil.rmtree(weights, ignore_errors=True)
         where = {"device_map": {"": "disk"}, "offload_folder": weights}
-    with silent():
-        try:
-            model, info = model_class.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                output_loading_info=True,
-                local_files_only=True,
-                **where,
-            )
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception as error:  # transformers does not check files, and may raise anything
-            first = first_line(error)
-            expected = isinstance(error, OSError | RuntimeError | ValueError)
-            what = first if expected else f"{type(error).__name__}: {first}"
-            raise BadCheckpoint(
-                f"{folder}: {model_class.__name__} cannot be loaded: {what}"
-            ) from error
+    words = f"{folder}: {model_class.__name__} cannot be loaded"
+    with silent(), refusing(BadCheckpoint, words):  # transformers does not check files
+        model, info = model_class.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            local_files_only=True,
+            **where,
+        )
     reader = read_when_needed(model, offload.free_bytes) if offload else None
     values = values_of(model)
     for name in info["missing_keys"]:
@@ -82,15 +73,18 @@ def load(
 def refusing(kind: type[EnjoyLNError], words: str) -> Iterator[None]:
     """Turn any exception of a library or of a model's code into ``kind``, inside the block.
 
-    Its message is ``words`` with the first line of the exception behind it. Only a lack of memory
-    stays what it is.
+    Its message is ``words`` with the first line of the exception behind it, and before that line
+    the exception's type if the line alone may say nothing. A lack of memory and the refusals of
+    this package stay what they are.
     """
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError):
+    except (EnjoyLNError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # neither checks what it is given, and both may raise anything
-        raise kind(f"{words}: {first_line(error)}") from error
+        says_enough = isinstance(error, OSError | RuntimeError | ValueError)
+        name = "" if says_enough else f"{type(error).__name__}: "
+        raise kind(f"{words}: {name}{first_line(error)}") from error
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -17,12 +17,11 @@ from torch import nn
 from enjoyln_cli.calls.input_sets import accepted_by
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.metrics import distances_of
-from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
-from enjoyln_cli.models.load import silent
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.load import refusing, silent
 from enjoyln_cli.onnx_export.call import BATCH, DECODER, IDS, LENGTH, MASK, Axes, ProgramCall
 from enjoyln_cli.onnx_export.cross_cache import PRESENT
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument, returned_cache
-from enjoyln_cli.text import first_line
 
 MODEL, ENCODER, MERGED = "model", "encoder_model", "decoder_model_merged"
 """The names of programs, and so of files."""
@@ -261,12 +260,6 @@ def _first_cache(model: Any, arguments: dict[str, Any], whole: dict[str, Any]) -
 
 def _first_call(model: Any, arguments: dict[str, Any], use_cache: bool = True) -> Any:
     """What ``model`` returns for its first tokens, with a new cache or without."""
-    try:
-        with torch.no_grad(), silent():
-            return model(**arguments, use_cache=use_cache)
-    except (EnjoyLNError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # any error of the model's code
-        raise UnsupportedModel(
-            f"{type(model).__name__} does not run with a cache: {first_line(error)}"
-        ) from error
+    words = f"{type(model).__name__} does not run with a cache"
+    with torch.no_grad(), silent(), refusing(UnsupportedModel, words):
+        return model(**arguments, use_cache=use_cache)

@@ -27,10 +27,10 @@ from enjoyln_cli.comparison.batches import (
     unpadded_batches,
 )
 from enjoyln_cli.comparison.run import choose_outputs, tensors
-from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
+from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.arithmetic import Float64
-from enjoyln_cli.models.load import silent
-from enjoyln_cli.text import dtype_name, first_line
+from enjoyln_cli.models.load import refusing, silent
+from enjoyln_cli.text import dtype_name
 
 ROWS, TOKENS = 2, 7
 """Sizes of the traced call."""
@@ -98,15 +98,10 @@ def call_to_export(model: Any, outputs: Sequence[str], dtype: torch.dtype) -> Ex
         }
         for name, value in batch.items()
     }
-    try:
-        exact = Float64() if dtype == torch.float64 else nullcontext()
-        with torch.no_grad(), silent(), exact:
-            found = dict(tensors(model(**batch, **without_cache(model))))
-    except (EnjoyLNError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # any error of the model's code
-        name, kind = type(model).__name__, dtype_name(dtype)
-        raise UnsupportedModel(f"{name} does not run in {kind}: {first_line(error)}") from error
+    exact = Float64() if dtype == torch.float64 else nullcontext()
+    words = f"{type(model).__name__} does not run in {dtype_name(dtype)}"
+    with torch.no_grad(), silent(), exact, refusing(UnsupportedModel, words):
+        found = dict(tensors(model(**batch, **without_cache(model))))
     return ExportedCall(batch, tuple(choose_outputs([found], outputs)[0]), axes)
 
 

@@ -43,9 +43,10 @@ from enjoyln_cli.comparison.metrics import (
     worst,
 )
 from enjoyln_cli.comparison.pace import Pace
-from enjoyln_cli.comparison.run import run
+from enjoyln_cli.comparison.run import Outputs, run
 from enjoyln_cli.comparison.sampling import Runner, choose
-from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.load import refusing
 from enjoyln_cli.onnx_export.cached_calls import LOGITS, POSITIONS, TYPES
 from enjoyln_cli.onnx_export.cached_run import ENCODED_OUTPUT, STEPS
 from enjoyln_cli.onnx_export.call import (
@@ -59,10 +60,9 @@ from enjoyln_cli.onnx_export.call import (
     batches_of_other_sizes,
 )
 from enjoyln_cli.onnx_export.runtimes import RunProgram
-from enjoyln_cli.text import dtype_name, first_line
+from enjoyln_cli.text import dtype_name
 from enjoyln_cli.verification.model_to_export import PROGRAM_RATIO
 
-ProgramOutputs = dict[str, torch.Tensor]
 CONTINUED = 2
 """Batches whose last tokens are generated. Each token takes a call of the original in float64."""
 
@@ -119,7 +119,7 @@ class Reference:
     """Inputs, the exact outputs, and the distances of the original's own outputs from them."""
 
     inputs: CheckedBatches
-    exact: list[ProgramOutputs]
+    exact: list[Outputs]
     own: dict[str, Distance]
 
 
@@ -133,29 +133,26 @@ def reference_of(
     ``load`` loads it in a dtype, ``inputs_for`` makes the inputs for the model in float64. Raises
     ``UnsupportedModel`` if the original does not run in float64.
     """
-    try:
+    words = (
+        "the original does not run in float64, so there is no exact result to compare with; "
+        "--no-verify exports it unverified"
+    )
+    with refusing(UnsupportedModel, words):
         model = load(torch.float64)
         inputs = inputs_for(model)
         exact = [outputs_of(model, inputs.outputs, batch) for batch in inputs.batches]
-    except (EnjoyLNError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # any error of the model's code
-        raise UnsupportedModel(
-            f"the original does not run in float64 ({first_line(error)}), so there is no exact "
-            "result to compare with; --no-verify exports it unverified"
-        ) from error
     del model
     rounded = load(dtype)
     own = (outputs_of(rounded, inputs.outputs, batch) for batch in inputs.batches)
     return Reference(inputs, exact, distances(own, exact))
 
 
-def outputs_of(model: Any, names: Sequence[str], batch: Batch) -> ProgramOutputs:
+def outputs_of(model: Any, names: Sequence[str], batch: Batch) -> Outputs:
     """The outputs ``names`` that a model returns for one batch."""
     return _compared(run(model, [batch])[0], batch, names)
 
 
-def _compared(found: ProgramOutputs, batch: Batch, names: Sequence[str]) -> ProgramOutputs:
+def _compared(found: Outputs, batch: Batch, names: Sequence[str]) -> Outputs:
     """The outputs ``names``, with zeros where a row is padded on the left.
 
     A padded query there has nothing to attend to, and programs differ in what they return for it.
@@ -195,7 +192,7 @@ def check_in(
     """
     inputs = reference.inputs
 
-    def computed(run: RunProgram) -> list[ProgramOutputs]:
+    def computed(run: RunProgram) -> list[Outputs]:
         return [_compared(run(batch), batch, inputs.outputs) for batch in inputs.batches]
 
     outputs = computed(programs)
@@ -224,7 +221,7 @@ def check_in(
     )
 
 
-def _generated(outputs: Sequence[ProgramOutputs], reference: Reference) -> tuple[int, int]:
+def _generated(outputs: Sequence[Outputs], reference: Reference) -> tuple[int, int]:
     """How many tokens the original generated, and how many are the most probable in ``outputs``."""
     last = reference.inputs.generated
     if not last:

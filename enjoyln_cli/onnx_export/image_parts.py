@@ -22,8 +22,8 @@ from torch import nn
 from enjoyln_cli.calls.generation import generated_positions
 from enjoyln_cli.calls.processed_inputs import image_token
 from enjoyln_cli.comparison.batches import Batch
-from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
-from enjoyln_cli.models.load import silent
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.load import refusing, silent
 from enjoyln_cli.models.outputs import tensors_in
 from enjoyln_cli.onnx_export.cached_calls import (
     MERGED,
@@ -34,7 +34,6 @@ from enjoyln_cli.onnx_export.cached_calls import (
 )
 from enjoyln_cli.onnx_export.call import BATCH, IDS, LENGTH, MASK, Axes, ProgramCall
 from enjoyln_cli.runtime.call_guards import as_in_a_call
-from enjoyln_cli.text import first_line
 
 VISION, EMBED = "vision_encoder", "embed_tokens"
 """The names of programs, and so of files."""
@@ -43,6 +42,7 @@ IMAGE_TOKEN = "image_token_id"
 """The metadata of ``vision_encoder`` with the token whose embeddings the features replace."""
 GRIDS = {"qwen2_vl": "grid_thw"}
 """What transformers.js calls ``image_grid_thw``, for model types with another name."""
+_NO_PARTS = "cannot be exported in parts, as pictures and text"
 PICTURES = 3
 """Pictures of a row in the traced call."""
 SEGMENTS = "flash_attention_in_segments"
@@ -68,21 +68,17 @@ def part_calls(model: Any, batch: Batch, axes: Axes) -> dict[str, ProgramCall]:
     if token is None or PIXELS not in read:
         raise _no_parts(kind, "pictures do not take the place of tokens in its text")
     ids = batch[IDS]
-    try:
-        with torch.no_grad(), silent():
-            encoder = ImageEncoder(model, tuple(read), *_source_of_features(model, read))
-            embeddings = Embedding(model)
-            (found,), (embedded,) = encoder(*read.values()), embeddings(ids)
-            merged = with_features(embedded, ids == token, found)
-            positions = generated_positions(model, batch)
-            told = {MASK: batch.get(MASK, torch.ones_like(ids))}
-            told |= {POSITIONS: positions} if positions.ndim > 2 else {}
-            logits = model(**{EMBEDS: merged, **told}).logits
-            exact = model(**batch).logits
-    except (EnjoyLNError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # any error of the model's code
-        raise _no_parts(kind, f"running them failed: {first_line(error)}") from error
+    words = f"{kind} {_NO_PARTS}: running them failed"
+    with torch.no_grad(), silent(), refusing(UnsupportedModel, words):
+        encoder = ImageEncoder(model, tuple(read), *_source_of_features(model, read))
+        embeddings = Embedding(model)
+        (found,), (embedded,) = encoder(*read.values()), embeddings(ids)
+        merged = with_features(embedded, ids == token, found)
+        positions = generated_positions(model, batch)
+        told = {MASK: batch.get(MASK, torch.ones_like(ids))}
+        told |= {POSITIONS: positions} if positions.ndim > 2 else {}
+        logits = model(**{EMBEDS: merged, **told}).logits
+        exact = model(**batch).logits
     if not _nearly_equal(logits, exact):
         raise _no_parts(kind, "its pictures change more than the embeddings of image tokens")
     width = {EMBEDS: {0: BATCH, 1: LENGTH}}
@@ -282,4 +278,4 @@ def _nearly_equal(found: torch.Tensor, exact: torch.Tensor) -> bool:
 
 
 def _no_parts(kind: str, why: str) -> UnsupportedModel:
-    return UnsupportedModel(f"{kind} cannot be exported in parts, as pictures and text: {why}")
+    return UnsupportedModel(f"{kind} {_NO_PARTS}: {why}")

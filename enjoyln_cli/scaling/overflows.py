@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from enjoyln_cli.comparison.batches import Batch, complete_batch
 from enjoyln_cli.comparison.data_files import UserData
-from enjoyln_cli.comparison.run import OutputsOfRuns, run
+from enjoyln_cli.comparison.run import Outputs, run
 from enjoyln_cli.graph.nodes import aten
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.rewrite.opened_model import OpenedModel
@@ -146,7 +146,7 @@ def overflows_of(opened: OpenedModel, data: UserData) -> OverflowReport:
     return OverflowReport(type(model).__name__, inputs, places, cosine, cosine_after)
 
 
-def _cosine(model: nn.Module, batches: Sequence[Batch], exact: OutputsOfRuns) -> float:
+def _cosine(model: nn.Module, batches: Sequence[Batch], exact: Sequence[Outputs]) -> float:
     """The smallest cosine between an exact output and the engine's output; 0 for a NaN."""
     with engine_in_float16(model):
         rounded = run(model, batches)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,7 +11,8 @@ import torch
 
 from enjoyln_cli.checkpoint.marker import Marker
 from enjoyln_cli.comparison.batches import Batch
-from enjoyln_cli.comparison.run import choose_outputs, run
+from enjoyln_cli.comparison.embedding import Embed
+from enjoyln_cli.comparison.run import Outputs, choose_outputs, run
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.models.classes import build
 from enjoyln_cli.models.memory import bytes_for_weights, fits
@@ -22,8 +22,6 @@ from enjoyln_cli.recipe.stock_targets import StockTarget
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.text import dtype_name, size
 from enjoyln_cli.verification.verify_options import VERIFY_DEFAULTS, VerifyOptions
-
-Embed = Callable[[dict[str, torch.Tensor], Batch], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class CheckpointPair:
         self.event("stage", f"reading weights from disk as layers run: {weights}, {resident}")
         return Offload(self.folder, free_bytes)
 
-    def run(self, model: Any, batch: Batch) -> dict[str, torch.Tensor]:
+    def run(self, model: Any, batch: Batch) -> Outputs:
         """The outputs that are compared, for one batch."""
         folder = self.folder if reader_of(model) or self.options.max_memory else None
         outputs = run(model, [batch], folder)

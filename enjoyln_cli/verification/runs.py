@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
@@ -39,16 +39,17 @@ from enjoyln_cli.comparison.metrics import (
 )
 from enjoyln_cli.comparison.output_meaning import divergence
 from enjoyln_cli.comparison.pace import Pace
-from enjoyln_cli.comparison.run import OutputsOfRuns, cache_flag
+from enjoyln_cli.comparison.run import Outputs, cache_flag
 from enjoyln_cli.comparison.sampling import Examples, Runner, choose
 from enjoyln_cli.comparison.text_scores import perplexity
-from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
+from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.garbage import collections_of_new_objects
+from enjoyln_cli.models.load import refusing
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.rewrite.stock_class import stock_model
 from enjoyln_cli.runtime.call_guards import input_means
 from enjoyln_cli.runtime.install import install_plan
-from enjoyln_cli.text import dtype_name, first_line
+from enjoyln_cli.text import dtype_name
 from enjoyln_cli.verification.checkpoint_pair import CheckpointPair
 from enjoyln_cli.verification.nonfinite import nonfinite_outputs
 
@@ -129,7 +130,7 @@ class Results:
 
     distances: dict[str, list[Mapping[str, Distance]]] = field(default_factory=dict)
     """The distances from the exact outputs, for each batch."""
-    outputs: dict[str, OutputsOfRuns] = field(default_factory=dict)
+    outputs: dict[str, list[Outputs]] = field(default_factory=dict)
     """The exact outputs, and the outputs of both models in the compute dtype."""
     text: list[Batch] = field(default_factory=list)
     scores: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -176,7 +177,7 @@ def _run_model(
     opened.cls  # noqa: B018  (imports are not what each load costs)
     with pace.loading():
         model = opened.load(dtype, offload=pair.offload(opened, dtype), missing=missing)
-    with _running(model, dtype):
+    with refusing(UnsupportedModel, _does_not_run(model, dtype)):
         if examples is None:
             examples = choose(_runner(pair, model), data, seed, pace)
             _tell_limit(pair, examples, pace)
@@ -313,26 +314,15 @@ def _measurement(pair: CheckpointPair, results: Results, examples: Examples) -> 
     )
 
 
-@contextmanager
-def _running(model: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Raise ``UnsupportedModel`` for a model that does not run in ``dtype``."""
-    try:
-        yield
-    except (EnjoyLNError, MemoryError):
-        raise
-    except Exception as error:  # any error of the model's code
-        name, first = dtype_name(dtype), first_line(error)
-        if not isinstance(error, RuntimeError):
-            first = f"{type(error).__name__}: {first}"
-        advice = "; pass another --compute-dtype"
-        if dtype == torch.float64:
-            advice = (
-                ", so there is no exact result to compare with; `enjoyln fold --no-verify` "
-                "converts it unverified"
-            )
-        raise UnsupportedModel(
-            f"{type(model).__name__} does not run in {name} ({first}){advice}"
-        ) from error
+def _does_not_run(model: Any, dtype: torch.dtype) -> str:
+    """The refusal of a model that does not run in ``dtype``, before what it has raised."""
+    advice = "; pass another --compute-dtype"
+    if dtype == torch.float64:
+        advice = (
+            ", so there is no exact result to compare with; `enjoyln fold --no-verify` converts it "
+            "unverified"
+        )
+    return f"{type(model).__name__} does not run in {dtype_name(dtype)}{advice}"
 
 
 def worst_first(values: dict[str, float]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from transformers import (
 from enjoyln_cli.comparison import batches as inputs
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.conversion.fold import convert
-from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.models import load as compare
 from enjoyln_cli.models.memory import bytes_for_weights, give_back, used_memory
 from enjoyln_cli.models.offload import Offload, WeightsOnDemand, on_disk, reader_of
@@ -125,6 +125,24 @@ def test_a_weight_that_is_set_replaces_the_weight_in_memory() -> None:
     reader.make("a", lambda: before() + 1)
     assert torch.equal(reader["a"], torch.full((4,), 2.0))
     assert reader.free_bytes == 24 and list(reader) == ["a", "b"] and len(reader) == 2
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (ValueError("too short\nand more"), "it fails: too short"),
+        (KeyError("x"), "it fails: KeyError: 'x'"),
+        (BadCheckpoint("a refusal of ours"), "a refusal of ours"),
+        (MemoryError("none left"), "none left"),
+    ],
+)
+def test_what_a_library_raises_is_a_refusal(raised: Exception, expected: str) -> None:
+    kind = type(raised) if isinstance(raised, (BadCheckpoint, MemoryError)) else UnsupportedModel
+    with (
+        pytest.raises(kind, match=f"^{re.escape(expected)}$"),
+        compare.refusing(UnsupportedModel, "it fails"),
+    ):
+        raise raised
 
 
 def test_outputs_on_the_disk(tmp_path: Path) -> None:
