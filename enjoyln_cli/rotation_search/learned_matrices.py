@@ -94,19 +94,18 @@ def learn_matrices(
 ) -> MatrixChoice:
     """Learn matrices in ``steps`` steps on the calibration data, starting at the plan's matrices.
 
-    They are chosen if they are better on that half than the plan's matrices. The file ``state`` is
+    They are chosen if they are better on these data than the plan's matrices. The file ``state`` is
     written meanwhile; with ``resume``, the run that wrote it is continued. Raises ``OutputError``
     if that run had other data or options.
     """
     plan = tried.job.plan
-    start, first, second = f"seed {plan.seed}", tried.choosing, tried.held_out
-    if any(group.given for group in plan.rotated):
-        start = "given matrices"
+    given = any(group.given for group in plan.rotated)
+    start = "given matrices" if given else f"seed {plan.seed}"
     rotations = _learn(tried, steps, state, event, on_progress, resume)
     learned = with_rotations(plan, rotations)
     plans = {ORIGINAL: None, start: plan, LEARNED: learned}
-    compared = {name: tried.measure(each, first) for name, each in plans.items()}
-    measured = {name: tried.measure(each, second) for name, each in plans.items()}
+    compared = {name: tried.measure(each, tried.calibration) for name, each in plans.items()}
+    measured = {name: tried.measure(each, tried.held_out) for name, each in plans.items()}
     if compared[LEARNED].cost < compared[start].cost:
         return tried.choice(LEARNED, learned, compared, measured)
     event("warning", f"learning did not help on the calibration data, so {start} is used")
@@ -169,16 +168,18 @@ def _step(
             weight = rotate(weight, axis, rotation)
         weights[parameter.name] = weight
     leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
-    many = len(tried.choosing.examples)
+    many = len(tried.calibration.examples)
     rows = random.Random(step).sample(range(many), min(ROWS, many))
     losses = []
     for row in rows:
-        batch = inputs_for(model, tried.choosing.examples[row].batch)
+        batch = inputs_for(model, tried.calibration.examples[row].batch)
         with simulated(model, tried.rounding):
             output = functional_call(model, leaves, (), {**batch, **cache_flag(model)})
-        outputs = with_embedding(dict(tensors(output)), batch, tried.choosing.embed)
-        exact = {name: each.to(tried.device) for name, each in tried.choosing.outputs[row].items()}
-        loss = _loss(outputs, exact, tried.choosing.meanings) / len(rows)
+        outputs = with_embedding(dict(tensors(output)), batch, tried.calibration.embed)
+        exact = {
+            name: each.to(tried.device) for name, each in tried.calibration.outputs[row].items()
+        }
+        loss = _loss(outputs, exact, tried.calibration.meanings) / len(rows)
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
     read = [name for name, leaf in leaves.items() if leaf.grad is not None]
@@ -221,11 +222,11 @@ def _rotated_parameters(model: nn.Module, plan: Plan) -> Iterator[RotatedParamet
 def _digest(tried: Trials, steps: int) -> str:
     """What a state belongs to."""
     job = tried.job
-    model, names = job.opened.source.model, tried.choosing.names
+    model, names = job.opened.source.model, tried.calibration.names
     parts = [model, tried.scheme, steps, job.plan.seed, *names]
     parts += [(group.name, group.size, group.given) for group in job.plan.rotated]
     digest = hashlib.sha256(repr(parts).encode())
-    for example in tried.choosing.examples:
+    for example in tried.calibration.examples:
         for name, value in example.batch.items():
             digest.update(name.encode() + value.numpy().tobytes())
     return digest.hexdigest()

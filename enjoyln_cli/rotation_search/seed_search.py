@@ -22,7 +22,7 @@ def search_seeds(tried: Trials, seeds: int, event: Event, on_progress: Progress)
     }
     compared = {}
     for name, plan in {ORIGINAL: None, **plans}.items():
-        compared[name] = tried.measure(plan, tried.choosing)
+        compared[name] = tried.measure(plan, tried.calibration)
         countdown.count()
     chosen = min(plans, key=lambda name: compared[name].cost)
     measured = {

@@ -49,7 +49,7 @@ class Trials:
     scheme: str
     device: torch.device
     """Where models run. Inputs, and the outputs of the original, are kept on the CPU."""
-    choosing: ExactOutputs
+    calibration: ExactOutputs
     """The calibration data, and what the original computes for them."""
     held_out: ExactOutputs
 
@@ -63,22 +63,23 @@ class Trials:
         """The model in float32, rotated by ``plan``; without a plan, the original."""
         return _load(self.job, plan, self.device)
 
-    def measure(self, plan: Plan | None, half: ExactOutputs) -> Differences:
+    def measure(self, plan: Plan | None, data: ExactOutputs) -> Differences:
         """Run the rounded model, rotated by the plan."""
         model = self.load(plan)
         with simulated(model, self.rounding):
-            return differences(lambda batch: run(model, [batch])[0], half)
+            return differences(lambda batch: run(model, [batch])[0], data)
 
     def choice(
         self,
         chosen: str,
         plan: Plan,
-        first: Mapping[str, Differences],
-        second: Mapping[str, Differences],
+        calibration: Mapping[str, Differences],
+        held_out: Mapping[str, Differences],
     ) -> MatrixChoice:
-        """What was chosen, with what was measured on both halves."""
-        inputs = (len(self.choosing.examples), len(self.held_out.examples))
-        return MatrixChoice(plan, self.scheme, self.choosing.names, chosen, first, second, inputs)
+        """The choice, with the measures on calibration data and on held-out data."""
+        names = self.calibration.names
+        inputs = (len(self.calibration.examples), len(self.held_out.examples))
+        return MatrixChoice(plan, self.scheme, names, chosen, calibration, held_out, inputs)
 
 
 @dataclass(frozen=True)
@@ -93,23 +94,24 @@ class MatrixChoice:
     scheme: str
     outputs: tuple[str, ...]
     chosen: str
-    first_half: Mapping[str, Differences]
-    second_half: Mapping[str, Differences]
+    calibration: Mapping[str, Differences]
+    """On the calibration data."""
+    held_out: Mapping[str, Differences]
     inputs: tuple[int, int]
-    """Number of inputs in each half."""
+    """The numbers of calibration inputs and held-out inputs."""
 
     def to_json(self) -> dict[str, Any]:
         """All fields but the plan as plain values, and the comparison as text."""
         found = {name: value for name, value in vars(self).items() if name != "plan"}
-        for half in ("first_half", "second_half"):
-            found[half] = {name: asdict(each) for name, each in found[half].items()}
+        for data in ("calibration", "held_out"):
+            found[data] = {name: asdict(each) for name, each in found[data].items()}
         return found | {"summary": self.lines()}
 
     def lines(self) -> list[str]:
         """The comparison as text."""
-        has_kl = self.second_half[ORIGINAL].kl is not None
+        has_kl = self.held_out[ORIGINAL].kl is not None
         what = "KL divergence" if has_kl else f"error of {', '.join(self.outputs)}"
-        costs = {name: each.cost for name, each in self.first_half.items()}
+        costs = {name: each.cost for name, each in self.calibration.items()}
         before = f"original {number(costs.pop(ORIGINAL))}"
         if len(costs) > 2:
             spread = f"best {number(costs[self.chosen])} ({self.chosen}), median "
@@ -117,9 +119,9 @@ class MatrixChoice:
             tried = f"{len(costs)} seeds: {spread}"
         else:
             tried = ", ".join(f"{name} {number(cost)}" for name, cost in costs.items())
-        after = {name: each.cost for name, each in self.second_half.items()}
+        after = {name: each.cost for name, each in self.held_out.items()}
         text = ", ".join(f"{name} {number(cost)}" for name, cost in after.items())
-        (helps,) = clearly_cheaper([self.second_half[self.chosen]], self.second_half[ORIGINAL])
+        (helps,) = clearly_cheaper([self.held_out[self.chosen]], self.held_out[ORIGINAL])
         verdict = "" if helps else "; not clearly better than the original"
         first, second = (counted(many, "input") for many in self.inputs)
         return [

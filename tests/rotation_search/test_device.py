@@ -69,7 +69,7 @@ def test_no_operation_gets_tensors_of_two_devices(
         rotated = placed.load(placed.job.plan)
         assert {weight.device for weight in rotated.parameters()} == {DEVICE}
         with simulated(rotated, placed.rounding):
-            (outputs,) = run(rotated, [placed.choosing.examples[0].batch])
+            (outputs,) = run(rotated, [placed.calibration.examples[0].batch])
         assert {value.device.type for value in outputs.values()} == {"cpu"}
         with pytest.raises(Stop):
             learn_matrices(placed, 20, tmp_path / "state", ignore, stop)
@@ -86,7 +86,7 @@ def test_a_state_of_another_device_continues_on_the_cpu(
         with pytest.raises(RuntimeError, match="on a CUDA device"):
             torch.load(state, weights_only=True)
         again = learn_matrices(tried, 1, state, ignore, ignore, resume=True)
-    assert again.first_half == learned.first_half
+    assert again.calibration == learned.calibration
 
 
 def test_a_sentence_embedding_is_computed_where_the_outputs_are(tmp_path: Path) -> None:

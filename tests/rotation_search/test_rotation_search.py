@@ -71,10 +71,10 @@ def kl_of(model: Any, original: Any, rows: list[list[int]], scheme: Scheme) -> f
 
 
 @pytest.mark.slow
-def test_the_seed_that_is_best_on_the_first_half_is_written(tokens: Path, tmp_path: Path) -> None:
+def test_the_seed_that_is_best_on_calibration_data_is_written(tokens: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     found = searched(tokens, "-o", out, "--scheme", "w4a8", "--seconds", 5)
-    costs = {name: each["kl"] for name, each in found["first_half"].items()}
+    costs = {name: each["kl"] for name, each in found["calibration"].items()}
     assert list(costs) == ["original", *(f"seed {seed}" for seed in range(4))]
     assert found["chosen"] == min(list(costs)[1:], key=lambda name: costs[name])
     seed = int(found["chosen"].removeprefix("seed "))
@@ -82,20 +82,20 @@ def test_the_seed_that_is_best_on_the_first_half_is_written(tokens: Path, tmp_pa
     assert f"--seed {seed}" in (out / "README.md").read_text() or not seed
     original = GPT2LMHeadModel.from_pretrained(GPT2).eval()
     model = GPT2LMHeadModel.from_pretrained(out).eval()
-    halves = {"first_half": rows_of(0)[: ROWS // 2], "second_half": rows_of(0)[ROWS // 2 :]}
+    halves = {"calibration": rows_of(0)[: ROWS // 2], "held_out": rows_of(0)[ROWS // 2 :]}
     for half, rows in halves.items():
         for name, each in (("original", original), (found["chosen"], model)):
             expected = kl_of(each, original, rows, Scheme(4, 8))
             assert found[half][name]["kl"] == pytest.approx(expected, rel=1e-3), (half, name)
-    assert found["first_half"]["original"] != found["second_half"]["original"]
+    assert found["calibration"]["original"] != found["held_out"]["original"]
 
 
 def test_the_other_half_of_the_data_does_not_choose(tokens: Path, tmp_path: Path) -> None:
     rows = [*rows_of(0)[: ROWS // 2], *rows_of(1)[ROWS // 2 :]]
     others = write_rows(tmp_path / "others.jsonl", rows)
     one, other = (searched(data, "--scheme", "w4a4", "--dry-run") for data in (tokens, others))
-    assert one["first_half"] == other["first_half"] and one["chosen"] == other["chosen"]
-    assert one["second_half"] != other["second_half"]
+    assert one["calibration"] == other["calibration"] and one["chosen"] == other["chosen"]
+    assert one["held_out"] != other["held_out"]
     shown = "\n".join(one["summary"])
     for part in ("simulated w4a4, KL divergence", "4 seeds: best ", "median", "worst", "original"):
         assert part in shown
@@ -111,7 +111,7 @@ def test_seeds_take_the_place_of_the_matrices_of_a_recipe(ready: FoldJob, tokens
     with trials(ready, read_user_data(tokens=tokens), "w4a4", 8, ignore) as tried:
         expected = search_seeds(tried, 1, ignore, ignore)
         found = search_seeds(replace(tried, job=given), 1, ignore, ignore)
-    assert found.first_half == expected.first_half
+    assert found.calibration == expected.calibration
     again = given.with_plan(found.plan)
     assert (again.plan, again.options) == (ready.plan, ready.options)
 
@@ -147,7 +147,7 @@ def test_learning_goes_on_where_it_was_interrupted(ready: FoldJob, tmp_path: Pat
     one, same = (matrices_of(choice.plan) for choice in (whole, again))
     assert len(one) == 4 and one.keys() == same.keys()
     assert all(torch.equal(one[name], same[name]) for name in one)
-    for half in (whole.first_half, whole.second_half):
+    for half in (whole.calibration, whole.held_out):
         assert half["learned"].cost < 0.9 * half["seed 0"].cost
 
 
@@ -191,8 +191,8 @@ def test_a_model_without_logits_is_compared_by_its_outputs(tokens: Path, tmp_pat
     shown = good(*chooses, "--learn", 8, "--scheme", "w4a4", "--no-verify", "--json")
     found = json.loads(shown)["matrices"]
     assert found["outputs"] == ["last_hidden_state"] and found["chosen"] == "learned"
-    assert all(each["kl"] is None for each in found["second_half"].values())
-    assert found["second_half"]["learned"]["error"] < found["second_half"]["seed 0"]["error"]
+    assert all(each["kl"] is None for each in found["held_out"].values())
+    assert found["held_out"]["learned"]["error"] < found["held_out"]["seed 0"]["error"]
     model, original = (GPT2Model.from_pretrained(place).eval() for place in (out, GPT2))
     ids = torch.tensor(rows_of(0)[ROWS // 2 :])
     with torch.no_grad():
@@ -202,7 +202,7 @@ def test_a_model_without_logits_is_compared_by_its_outputs(tokens: Path, tmp_pat
             with simulated(model, Scheme(4, 4)):
                 rounded.append(model(row[None]).last_hidden_state)
     error = float((torch.cat(rounded) - exact).norm() / exact.norm())
-    assert found["second_half"]["learned"]["error"] == pytest.approx(error, rel=1e-3)
+    assert found["held_out"]["learned"]["error"] == pytest.approx(error, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -227,7 +227,7 @@ def test_sentence_embeddings_are_compared(tokens: Path, tmp_path: Path) -> None:
             with simulated(rotated, Scheme(4, 4)):
                 rounded.append(embedded(rotated(row[None]).last_hidden_state))
     error = float((torch.cat(rounded) - torch.cat(exact)).norm() / torch.cat(exact).norm())
-    assert found["second_half"]["learned"]["error"] == pytest.approx(error, rel=1e-3)
+    assert found["held_out"]["learned"]["error"] == pytest.approx(error, rel=1e-3)
 
 
 @pytest.mark.parametrize(

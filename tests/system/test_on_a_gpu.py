@@ -137,11 +137,11 @@ def test_matrices_are_chosen_and_learned_as_on_the_cpu(tmp_path: Path) -> None:
     searched, learned = {}, {}
     for place in ("cpu", DEVICE):
         with trials(ready, data, "w4a8", None, ignore, torch.device(place)) as tried:
-            searched[place] = search_seeds(tried, 3, ignore, ignore).first_half.values()
+            searched[place] = search_seeds(tried, 3, ignore, ignore).calibration.values()
             choice = learn_matrices(tried, 30, tmp_path / place, ignore, ignore)
-            learned[place] = choice.first_half.values()
+            learned[place] = choice.calibration.values()
     assert torch.allclose(*map(costs, searched.values()), rtol=0.05)
     assert torch.allclose(*map(costs, learned.values()), rtol=0.3)
     with trials(ready, data, "w4a8", None, ignore) as tried:
         again = learn_matrices(tried, 30, tmp_path / DEVICE, ignore, ignore, resume=True)
-    assert torch.allclose(costs(again.first_half.values()), costs(learned[DEVICE]), rtol=0.05)
+    assert torch.allclose(costs(again.calibration.values()), costs(learned[DEVICE]), rtol=0.05)
