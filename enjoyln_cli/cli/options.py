@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import click
 
 from enjoyln_cli.cli.help import GroupedOption
-from enjoyln_cli.plan.option_field import InRange, OptionText, options_in
+from enjoyln_cli.plan.option_field import InRange, OptionText, flags_of, options_in
 
 Names = tuple[str, ...]
 
@@ -90,7 +90,7 @@ def options_of(
 
 def _option(name: str, hint: Any, default: Any, text: OptionText) -> Decorator:
     """The option of the command line for a field."""
-    flags = text.flags or (f"--{name.replace('_', '-')}",)
+    flags = flags_of(name, text)
     written: dict[str, Any] = {"help": text.help, "group": text.group}
     if isinstance(default, bool) or "/" in flags[0]:
         is_off = default and "/" not in flags[0]

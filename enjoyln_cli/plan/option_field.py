@@ -90,6 +90,17 @@ def options_in(kind: Any) -> Iterator[tuple[str, Any, OptionText]]:
             yield each.name, each.default, each.metadata["option"]
 
 
+def flags_of(name: str, text: OptionText) -> tuple[str, ...]:
+    """The flags of the option with this name, as Click takes them."""
+    return text.flags or (f"--{name.replace('_', '-')}",)
+
+
+def flag_for(name: str, value: Any, text: OptionText) -> str:
+    """The flag that gives the option ``value``, or that switches it off for ``False``."""
+    on, _, off = flags_of(name, text)[-1].partition("/")
+    return off if off and value is False else on
+
+
 def changed_options(options: Any) -> Iterator[tuple[str, Any, OptionText]]:
     """The options that do not have their default, with their values, also of inner dataclasses.
 

@@ -30,7 +30,7 @@ from enjoyln_cli.checkpoint.sentence_transformers import MODULES
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.fs.whole_file import read_object
 from enjoyln_cli.plan.fold_options import FoldOptions, WriteOptions
-from enjoyln_cli.plan.option_field import changed_options
+from enjoyln_cli.plan.option_field import changed_options, flag_for
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import UNTIED, counts, notes, verbs
@@ -123,22 +123,21 @@ def command(source: Source, out: Path, options: Sequence[Any], *, scaled: bool =
     ``scaled`` says whether its streams were scaled for float16, on data that the user has.
     """
     place = display_name(source) if source.revision else f"./{display_name(source)}"
-    changed = [
-        (name, value)
+    changed = {
+        flag_for(name, value, text): value
         for each in options
         for name, value, text in changed_options(each)
         if text.is_in_card
-    ]
+    }
     verb = "fold"
     if any(isinstance(each, FoldOptions) and not each.options.fold for each in options):
-        verb, changed = "rotate", [pair for pair in changed if pair[0] != "rotate"]
+        verb = "rotate"
+        changed.pop("--rotate", None)
+    if source.revision:
+        changed["--revision"] = source.revision
     words = ["enjoyln", verb, place, "-o", out.name]
-    changed = [("as" if name == "stored_as" else name, value) for name, value in changed]
-    for name, value in (*changed, *[("revision", source.revision)] * bool(source.revision)):
-        flag = name.replace("_", "-")
-        words.append(f"--no-{flag}" if value is False else f"--{flag}")
-        if not isinstance(value, bool):
-            words.append(_word(value))
+    for flag, value in changed.items():
+        words += [flag] if isinstance(value, bool) else [flag, _word(value)]
     return shlex.join(words) + (" --fp16-safe DATA" if scaled else "")
 
 
