@@ -21,6 +21,7 @@ from enjoyln_cli.cli.output_lines import console, say
 from enjoyln_cli.report.layer_names import compact
 from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import counts, notes, stock_lines, verbs
+from enjoyln_cli.report.quantised_table import QUANTISED_HEADS, quantised_rows
 from enjoyln_cli.report.verification_table import (
     verification_heads,
     verification_rows,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from enjoyln_cli.plan.plan import Plan
     from enjoyln_cli.proof.explain import Tree
     from enjoyln_cli.publish.push import Upload
-    from enjoyln_cli.quantisation.measure import Differences
     from enjoyln_cli.quantisation.quantised import Quantised
     from enjoyln_cli.quantisation.written_result import ResultCheck
     from enjoyln_cli.scaling.overflows import OverflowReport
@@ -283,21 +283,9 @@ def write_quantised(result: Quantised) -> None:
             table.add_row(layer.layer, layer.what, number(layer.cost))
         _show(table)
     say(f"on the held-out data ({counted(result.inputs, 'input')}):")
-    table = _table("", "quantised", "original, quantised", "float32")
-    _add_differences(table, [result.held_out, result.plain], result.perplexity)
-    original, *_ = result.candidates
-    (chosen,) = (candidate for candidate in result.candidates if candidate.name == result.chosen)
-    table.add_row("size", size(result.size), size(original.size), size(result.float_size))
-    if chosen.weights and original.weights:
-        counts = (f"{w.in_float:,} of {w.total:,}" for w in (chosen.weights, original.weights))
-        table.add_row("weights that are not quantised", *counts)
-    if result.speed and result.float_speed:
-        both, threads = (result.speed, result.float_speed), counted(result.threads, "thread")
-        times, before = (f"{number(speed.milliseconds)} ms" for speed in both)
-        table.add_row(f"{result.speed.what}, {threads}", times, "", before)
-        if result.speed.token_milliseconds:
-            times, before = (f"{number(speed.token_milliseconds)} ms" for speed in both)
-            table.add_row("one more token", times, "", before)
+    table = _table(*QUANTISED_HEADS)
+    for row in quantised_rows(result.to_json()):
+        table.add_row(*row)
     _show(table)
     if result.generated:
         say(str(result.generated))
@@ -308,21 +296,13 @@ def write_result_check(check: ResultCheck) -> None:
     """Print how far each precision is from the original, if it was run, and the verdict."""
     for name, one in check.precisions.items():
         table = _table("", name, "float32")
-        _add_differences(table, [one.differences], one.perplexity)
+        for measured, value in one.differences.measures.items():
+            table.add_row(measured, measure(measured, value))
+        if one.perplexity is not None:
+            table.add_row("perplexity", *map(number, (one.differences.perplexity, one.perplexity)))
         _show(table)
         say(counted(one.inputs, "input"), "dim")
     say(check.summary, "green" if check.passed else "red")
-
-
-def _add_differences(table: Table, columns: Sequence[Differences], exact: float | None) -> None:
-    """Add a row for each measure; ``exact`` is the perplexity of the original in float32."""
-    for name in columns[0].measures:
-        table.add_row(
-            name, *(measure(name, differences.measures.get(name)) for differences in columns)
-        )
-    scores = [differences.perplexity for differences in columns]
-    if exact is not None and None not in scores:
-        table.add_row("perplexity", *map(number, scores), number(exact))
 
 
 def write_verification(verification: Verification) -> None:

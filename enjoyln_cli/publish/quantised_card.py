@@ -19,7 +19,9 @@ from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.fs.whole_file import read_object
 from enjoyln_cli.publish.card import BEGIN, BESIDE, END, TAG, JsonValues, origin_of
 from enjoyln_cli.publish.precisions import records
-from enjoyln_cli.text import counted, measure, number, size
+from enjoyln_cli.report.quantised_table import quantised_rows
+from enjoyln_cli.report.verification_table import Texts
+from enjoyln_cli.text import counted
 from enjoyln_cli.version import versions
 
 PROGRAMS = {
@@ -152,42 +154,17 @@ def command(entry: Mapping[str, Any], name: str) -> str:
     return shlex.join([*words, *(["--keep", ",".join(map(str, kept))] if kept else [])])
 
 
-def rows(record: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """What was measured: of the result, of the original quantised as it is, and in float32.
+def rows(record: Mapping[str, Any]) -> list[Texts]:
+    """The rows of the table, with the generated tokens.
 
     Empty for a model that was exported in floating point, and for an edited record that cannot be
     shown.
     """
     try:
-        held_out, plain = _measures(record["held_out"]), _measures(record["plain"])
-        found = [
-            (name, measure(name, held_out[name]), measure(name, plain.get(name)), "")
-            for name in held_out
-        ]
-        scores = [record["held_out"]["perplexity"], record["plain"]["perplexity"]]
-        if record["perplexity"] is not None:
-            found.append(
-                ("perplexity", *map(number, scores), number(record["perplexity"]))  # type: ignore[arg-type]
-            )
+        found = quantised_rows(record)
         if generated := record.get("generated"):
             same = f"{generated['same']} of {generated['tokens']}"
             found.append(("generated tokens as the original's", same, "", ""))
-        found.append(("size", size(record["size"]), "", size(record["float_size"])))
-        if record["speed"] is not None:
-            both = (record["speed"]["milliseconds"], record["float_speed"]["milliseconds"])
-            quantised, exact = (f"{number(time)} ms" for time in both)
-            what = f"{record['speed']['what']}, {counted(record['threads'], 'thread')}"
-            found.append((what, quantised, "", exact))
     except (KeyError, TypeError, ValueError, AttributeError):
         return []
     return found
-
-
-def _measures(differences: Mapping[str, Any]) -> dict[str, float]:
-    """All measures of all outputs, by their names in the table."""
-    outputs = differences["outputs"]
-    return {
-        f"{output}: {measure}" if len(outputs) > 1 else measure: float(value)
-        for output, measured in outputs.items()
-        for measure, value in measured.items()
-    }

@@ -33,6 +33,16 @@ def test_the_table_has_what_was_measured() -> None:
         ("size", "10.0 kB", "", "40.0 kB"),
         ("a call, 1 thread", "1.5 ms", "", "3 ms"),
     ]
+    first = {"name": "original", "size": 12_000, "weights": {"in_float": 50, "total": 2000}}
+    chosen = {"name": "seed 1", "size": 10_000, "weights": {"in_float": 40, "total": 2000}}
+    times = [{"milliseconds": 1.5, "what": "a call", "token_milliseconds": at} for at in (0.2, 0.3)]
+    more = {"chosen": "seed 1", "candidates": [first, chosen], "generated": None}
+    assert rows(RECORD | more | {"speed": times[0], "float_speed": times[1]})[3:] == [
+        ("size", "10.0 kB", "12.0 kB", "40.0 kB"),
+        ("weights that are not quantised", "40 of 2,000", "50 of 2,000", ""),
+        ("a call, 1 thread", "1.5 ms", "", "1.5 ms"),
+        ("one more token", "0.2 ms", "", "0.3 ms"),
+    ]
     boxes = {"outputs": {"logits": {"error": 0.02}, "boxes": {"error": 0.5}}, "perplexity": None}
     several = RECORD | {"held_out": boxes, "plain": boxes, "perplexity": None, "speed": None}
     assert [name for name, *_ in rows(several)] == ["logits: error", "boxes: error", "size"]
