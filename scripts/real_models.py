@@ -12,9 +12,6 @@ programs. The directory has a ``text.json`` with the spoken sentences, in the or
 the recordings. ``--faster-whisper FOLDER`` transcribes them with that library, too, if it is
 installed; FOLDER has the same model as it loads it. ``--seconds N`` joins recordings to longer
 ones of at most N seconds, of which Whisper reads 30 at once.
-
-``--float16`` counts only the words that Whisper gets wrong in an engine that computes in float16
-and takes norms apart, as it is and with the scales of ``--fp16-safe``.
 """
 
 from __future__ import annotations
@@ -37,21 +34,12 @@ from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.quantisation.load_onnx import load_onnx
 from enjoyln_cli.quantisation.quantize import quantize
 from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, OPENVINO
-from enjoyln_cli.rewrite.opened_model import open_model
-from enjoyln_cli.scaling.float16 import (
-    analysis_for,
-    calibration_batches,
-    edits_for,
-    scale_streams,
-    scaled_inputs,
-)
-from enjoyln_cli.scaling.float16_engine import engine_in_float16
 
 MOST_TOKENS = 224
 RATE = 16000
 ENGLISH_ONLY = 51864
 """The vocabulary size of a Whisper without tokens for languages and tasks."""
-HEADS = ("format", "scheme", "written", "cost", "of the original", "untied (first half)", "top-1")
+HEADS = ("format", "scheme", "written", "cost", "of the original", "untied (calibration)", "top-1")
 HEADS += ("size", "time / float32", "wrong words", "processor seconds, all recordings")
 Transcribe = Callable[[Any], str]
 
@@ -70,13 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--words", action="store_true")
     parser.add_argument("--faster-whisper", type=Path, help="a folder: its words and times as well")
     parser.add_argument("--seconds", type=float, default=0, help="join recordings to so many")
-    parser.add_argument("--float16", action="store_true", help="only Whisper in such an engine")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if options.float16:
-        words_in_float16(options.model, options.audio)
-        return
     print("cost: KL divergence of the logits, or relative error of the outputs\n")
     print("| " + " | ".join(HEADS) + " |\n|" + "---|" * len(HEADS))
     for format_name in options.formats:
@@ -148,37 +132,6 @@ def _each(numbers: Mapping[str, float] | None, unit: str) -> str:
         return ""
     first, *others = (f"{name} {value:.1f}{unit}" for name, value in numbers.items())
     return f"{first.removeprefix('quantised ')} ({', '.join(others)})"
-
-
-class InFloat16:
-    """A Whisper that computes in float16, op by op, with norms taken apart."""
-
-    def __init__(self, model: Any) -> None:
-        model.set_attn_implementation("eager")
-        self.model = model
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        with engine_in_float16(self.model):
-            return self.model.generate(*args, **kwargs)
-
-
-def words_in_float16(name: str, speech: Path) -> None:
-    """Print the words that Whisper gets wrong in float16, as it is and as ``--fp16-safe``."""
-    opened = open_model(name).as_class(WhisperForConditionalGeneration.__name__)
-    model, data = whisper(name), read_user_data(audio=speech)
-    batches = calibration_batches(opened, model, data)
-    edits = edits_for(model, batches, analysis_for(opened, model))
-    print(f"overflowing: {', '.join(edits.overflowing)}\n")
-    print("| in float16 | words wrong | in float32 |\n|---|---:|---:|")
-
-    def measure(what: str) -> None:
-        rates = word_errors(name, InFloat16(model), speech)["word_errors"]
-        print(f"| {what} | {rates['quantised']:.1f} % | {rates['float32']:.1f} % |", flush=True)
-
-    measure("as it is")
-    scale_streams(model, edits.streams)
-    with scaled_inputs(model, edits.norms):
-        measure("with --fp16-safe")
 
 
 def whisper(folder: str | Path) -> Any:
