@@ -99,7 +99,7 @@ def state_problem(family: CheckpointTraces, options: Options) -> Statement:
     flow = Flow(
         traces=traces,
         required=required,
-        products=scales.products | baked.products,
+        identities=scales.identities | baked.identities,
         refused=scales.refused,
     )
     specs, other_specs = layer_norms(reference.model)

@@ -191,7 +191,7 @@ def _fusions(
             stored[bias], stored[weight], offset
         ),
         moves,
-        known.products,
+        known.weighting,
     )
 
 

@@ -86,7 +86,7 @@ class Flow:
     traces: tuple[Trace, ...]
     required: frozenset[str] | None = None
     """The output fields that must stay unchanged; ``None`` for all outputs."""
-    products: Mapping[Node, Node] = field(default_factory=dict)
+    identities: Mapping[Node, Node] = field(default_factory=dict)
     """Ops that become the identity since weights take over what they do (see ``identity_ops``), to
     the value that they pass on."""
     refused: Mapping[Node, str] = field(default_factory=dict)
@@ -108,8 +108,8 @@ class Flow:
         return tuple(Value(value.trace, node, axis) for node, axis in found)
 
     def _pull(self, node: Node, axis: Axis) -> Pull:
-        if node in self.products:
-            return ((self.products[node], axis),)
+        if node in self.identities:
+            return ((self.identities[node], axis),)
         if node in self.refused:
             return Opaque(self.refused[node])
         return origin(node, axis)
@@ -141,7 +141,7 @@ class Flow:
         for consumer in consumers(value.node):
             if consumer.op == "output" and not self.is_required(value.trace, value.node):
                 continue
-            if self.products.get(consumer) is value.node:
+            if self.identities.get(consumer) is value.node:
                 yield Value(value.trace, consumer, value.axis)
                 continue
             for reader, read, found in outcomes(consumer, value.node, value.axis):

@@ -55,7 +55,7 @@ _KINDS = {"matrix", "convolution", "embedding"}
 class Scales:
     """Which products become the identity, and which parameters take their scales."""
 
-    products: dict[Node, Node] = field(default_factory=dict)
+    identities: dict[Node, Node] = field(default_factory=dict)
     """Each product that becomes the identity, to its other factor."""
     into: dict[str, str] = field(default_factory=dict)
     """Each scaled parameter to its scale, both by the first of their tied names."""
@@ -99,7 +99,7 @@ def find_scales(
         if reason:
             scales.refused.update({p.node: reason for p in products})
             continue
-        scales.products.update({p.node: p.rest for p in products})
+        scales.identities.update({p.node: p.rest for p in products})
         scales.into.update(dict.fromkeys(products[0].writers, scale))
     return scales
 
@@ -193,7 +193,7 @@ class NormBehindTable:
 class BakedNorms:
     """Which norms can be baked into which tables."""
 
-    products: dict[Node, Node] = field(default_factory=dict)
+    identities: dict[Node, Node] = field(default_factory=dict)
     """Each call of such a norm, to the value that it reads."""
     tables: dict[str, NormBehindTable] = field(default_factory=dict)
     """Each table to its norm."""
@@ -241,7 +241,7 @@ def find_baked_norms(
         lookups, nodes = {call.lookup for call in known}, {call.node for call in known}
         alone = readers[table] <= lookups and readers[norm.weight] | readers[norm.bias] <= nodes
         if alone and all(map(single, (table, norm.weight, norm.bias))):
-            baked.products.update({call.node: call.x for call in known})
+            baked.identities.update({call.node: call.x for call in known})
             baked.tables[table] = norm
             inputs = (call.name for call in known if not call.lookup)
             baked.inputs[table] = tuple(dict.fromkeys(inputs))

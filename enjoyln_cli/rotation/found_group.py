@@ -47,7 +47,7 @@ class FoundGroup:
     gains: dict[NormGain, dict[tuple[int, Node], None]] = field(default_factory=dict)
     """For each norm with a weight: the ops that multiply by it, with the index of the trace."""
     fused: dict[Node, None] = field(default_factory=dict)
-    """Ops that become the identity since weights take over what they do (see ``Flow.products``)."""
+    """Ops that become the identity, since weights do the same (see ``Flow.identities``)."""
     fixes_ones: bool = False
     inputs: dict[str, None] = field(default_factory=dict)
     """Optional inputs of the model that have to be rotated, such as ``inputs_embeds``."""

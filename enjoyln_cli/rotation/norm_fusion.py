@@ -82,7 +82,7 @@ def find_fusions(
     centred: AbstractSet[Node],
     lost_by_division: Callable[[str, str, float], float],
     moves: Mapping[str, Move],
-    products: Mapping[str, Sequence[tuple[int, Node]]],
+    weighting: Mapping[str, Sequence[tuple[int, Node]]],
 ) -> tuple[tuple[NormFusion, ...], tuple[UnfusedNorm, ...]]:
     """Which of ``norms`` can be fused into their readers, and why the others cannot.
 
@@ -92,8 +92,9 @@ def find_fusions(
     ``stored_weight`` also knows parameters of another layout.
     ``centred`` are the values that an explicit operation acts on. ``lost_by_division`` says how
     much coarser a norm is rounded if its bias is divided by its weight plus a number. ``moves``
-    says what moves out of each norm. ``products`` are the ops that multiply by the weight, with the
-    index of their trace, if they are known. Norms without such parameters are in neither result.
+    says what moves out of each norm. ``weighting`` are the ops that multiply by the weight, with
+    the index of their trace, if they are known. Norms without such parameters are in neither
+    result.
     """
     named, nodes = parameter_nodes(flow.traces, groups)
     readers = {
@@ -114,7 +115,7 @@ def find_fusions(
         centred=centred,
         lost=lost,
         most_lost=_most_lost(lost.values(), MOST_LOST**2 * len(norms)),
-        results={**_results(flow, norms), **products},
+        results={**_results(flow, norms), **weighting},
     )
     fused, unfused = [], []
     for norm, spec in norms.items():

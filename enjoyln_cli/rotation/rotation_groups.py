@@ -109,11 +109,11 @@ class _GroupSearch:
             self.given(value)
         elif node.meta.get("written"):
             self.stop(WRITTEN, trace, node)
-        elif node in self.flow.products:
+        elif node in self.flow.identities:
             self.found.fused[node] = None
             if packet(node) is aten.layer_norm:  # its table holds rows of zero mean
                 self.found.fixes_ones = True
-            self.visit(Value(trace, self.flow.products[node], axis))
+            self.visit(Value(trace, self.flow.identities[node], axis))
         elif (norm := self.norm(value)) is not None:
             self.visit(Value(trace, norm, axis))
         else:
@@ -226,7 +226,7 @@ class _GroupSearch:
                 self.changed(value.trace, reader)
             elif reader.meta.get("written") or node.meta.get("written"):
                 self.stop(WRITTEN, trace, reader)
-            elif self.flow.products.get(reader) is node:
+            elif self.flow.identities.get(reader) is node:
                 self.visit(Value(trace, reader, axis))
             elif (pair := summed_with(reader, node, axis)) is not None:
                 self.visit(Value(trace, *pair))

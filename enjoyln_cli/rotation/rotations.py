@@ -64,13 +64,13 @@ class Rotations:
         }
 
     @property
-    def products(self) -> dict[str, list[tuple[int, Node]]]:
+    def weighting(self) -> dict[str, list[tuple[int, Node]]]:
         """The ops that multiply by the weight, for the norms in ``specs``."""
         return {
-            gain.module: list(products)
+            gain.module: list(ops)
             for group in self.found
             if group.obstacle is None
-            for gain, products in group.gains.items()
+            for gain, ops in group.gains.items()
         }
 
     def that_rotate(self, rotation_groups: Iterable[RotationGroup]) -> Rotations:
