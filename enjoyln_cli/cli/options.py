@@ -123,8 +123,18 @@ def _type(hint: Any, text: OptionText) -> Any:
     return int if int in kinds else str
 
 
+class _Numbers(click.FloatRange):
+    """A range of numbers, which ``nan`` is not in."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
+
+
 def _range(kind: type, mark: InRange) -> click.ParamType:
-    made: Any = click.IntRange if kind is int else click.FloatRange
+    made: Any = click.IntRange if kind is int else _Numbers
     highest = {} if mark.highest == InRange(0).highest else {"max": mark.highest}
     return made(min=mark.lowest, min_open=mark.is_open, **highest)  # type: ignore[no-any-return]
 

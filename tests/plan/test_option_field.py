@@ -71,6 +71,7 @@ def test_a_command_takes_the_fields(words: list[str], values: tuple[Any, ...]) -
     [
         (["--count", "0"], "0 is not in the range x>=1"),
         (["--ratio", "0"], "0.0 is not in the range x>0"),
+        (["--ratio", "nan"], "'nan' is not a number"),
         (["--kind", "c"], "'c' is not one of 'a', 'b'"),
         (["--names", ","], "is empty"),
         (["--size", "big"], "'big' is not a size; write 5GB or 500MB"),
