@@ -21,6 +21,8 @@ DTYPES = {
     "f16": torch.float16,
 }
 """The dtypes of keys and values, by their names in onnxruntime and in OpenVINO."""
+IN_16_BITS = "a16_static"
+"""In the name of a file whose products have inputs of 16 bits with fixed scales."""
 BEAMS = "beam_idx"
 """The input of a program with a state that says which row of the state each row continues."""
 
@@ -47,14 +49,15 @@ class LoadedProgram:
         return torch.zeros(rows, *sizes, dtype=DTYPES[dtype])
 
 
-def session_options(threads: int = 0, spin: bool = False) -> Any:
+def session_options(threads: int = 0, spin: bool = False, in_16_bits: bool = False) -> Any:
     """The options of a session that logs nothing; 0 leaves the threads to onnxruntime.
 
     By default, its threads keep all cores busy while they wait for work. It then computes a little
     faster, and whatever else runs meanwhile takes longer. With ``spin`` they do so here.
 
-    By default, onnxruntime computes a product with dequantised weights as with inputs of 8 bits,
-    also if the file rounds the inputs to 16 bits. Here it computes what the file says.
+    ``in_16_bits`` is for inputs of products with so many bits and fixed scales. By default,
+    onnxruntime rounds them to 8 bits, and computes weights from integers in each call. With
+    ``in_16_bits`` it computes what the file says, and weights once, when the program is loaded.
     """
     import onnxruntime
 
@@ -62,7 +65,7 @@ def session_options(threads: int = 0, spin: bool = False) -> Any:
     options.log_severity_level = 4
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spin)))
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
+    options.add_session_config_entry("session.disable_quant_qdq", str(int(in_16_bits)))
     return options
 
 
@@ -70,7 +73,8 @@ def in_onnxruntime(file: Path, threads: int = 0, spin: bool = False) -> LoadedPr
     """The file as a program that onnxruntime computes."""
     import onnxruntime
 
-    options, providers = session_options(threads, spin), ["CPUExecutionProvider"]
+    options = session_options(threads, spin, IN_16_BITS in file.stem)
+    providers = ["CPUExecutionProvider"]
     session = onnxruntime.InferenceSession(file, options, providers=providers)
     inputs = {
         one.name: (tuple(size if isinstance(size, int) else 0 for size in one.shape), one.type)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,10 +67,11 @@ def toy(product: str = "MatMul") -> tuple[Any, dict[str, Array]]:
     return program, weights
 
 
-def computed(program: Any) -> Array:
+def computed(program: Any, bits: int = 8) -> Array:
     proto = onnx_ir.to_proto(program)
     onnx.checker.check_model(proto)
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), session_options())
+    options = session_options(in_16_bits=bits == 16)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options)
     return np.asarray(session.run(["logits"], {"ids": IDS})[0])
 
 
@@ -242,8 +244,26 @@ def test_inputs_with_fixed_scales(product: str, bits: int, with_outputs: bool) -
     hidden = output("h", hidden + (weights["b"] if product != "MatMul" else 0))
     logits = output("logits", with_fixed(hidden, *ends["h"], bits) @ table.T)
     steps = sum((high - low) / (2**bits - 1) for low, high in ends.values())
-    np.testing.assert_allclose(computed(program), logits, rtol=1e-4, atol=2 * steps * with_outputs)
+    got = computed(program, bits)
+    np.testing.assert_allclose(got, logits, rtol=1e-4, atol=2 * steps * with_outputs)
     assert not floats_of(program)
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("in_4_bits", [[], ["product"]])
+def test_beside_inputs_of_16_bits_weights_are_loaded_as_numbers(
+    product: str, in_4_bits: list[str], tmp_path: Path
+) -> None:
+    program, _ = toy(product)
+    ends = {"x": (-1.5, 2.0), "h": (-9.0, 7.0), "logits": (-30.0, 25.0)}
+    round_weights(program, products=True, fixed=FixedScales(16, ends, True, in_4_bits))
+    options = session_options(in_16_bits=True)
+    options.optimized_model_filepath = str(tmp_path / "loaded.onnx")
+    onnxruntime.InferenceSession(onnx_ir.to_proto(program).SerializeToString(), options)
+    loaded = onnx_ir.load(tmp_path / "loaded.onnx")
+    products = [one for one in loaded.graph if one.op_type in ("MatMul", "MatMulNBits", "Gemm")]
+    read = [node.inputs[1].const_value.dtype for node in products]
+    assert read == [onnx_ir.DataType.FLOAT] * 2
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -265,7 +285,7 @@ def test_products_in_four_bits_beside_a_tied_head(product: str, is_known: bool) 
     hidden = with_fixed(table[IDS], *ends["x"], 16) @ used.T
     hidden = hidden + (weights["b"] if product != "MatMul" else 0)
     logits = with_fixed(hidden, *ends["h"], 16) @ table.T
-    np.testing.assert_allclose(computed(program), logits, rtol=1e-4, atol=1e-2)
+    np.testing.assert_allclose(computed(program, 16), logits, rtol=1e-4, atol=1e-2)
     stored = {name: one.const_value.dtype.name for name, one in program.graph.initializers.items()}
     assert stored["w.int4"] == "INT4" and stored["table.int8"] == "INT8"
     assert not floats_of(program)
