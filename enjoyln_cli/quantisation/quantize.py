@@ -57,6 +57,7 @@ from enjoyln_cli.quantisers.schemes import (
     FORMATS,
     ONNX,
     OPENVINO,
+    SCHEMES,
     QuantizeOptions,
     for_target,
     require_scheme,
@@ -222,11 +223,13 @@ def within_limits(
             chosen = finer
         found = comparison.measured(chosen)
         if max_size is not None and found.size > max_size:
+            has_fewer = work.scheme.weight_bits > min(one.weight_bits for one in SCHEMES.values())
+            way_out = "choose a --scheme with fewer bits, or " if has_fewer else "pass "
+            way_out += f"a larger {'--max-error' if chosen.finer else '--max-size'}"
             raise VerificationFailed(
                 f"{scheme} takes {size(found.size)}, with an error of "
                 f"{number(found.differences.error)} of the outputs, which is more than --max-size "
-                f"{size(max_size)}, so nothing was written; "
-                "choose a --scheme with fewer bits, or a larger --max-error"
+                f"{size(max_size)}, so nothing was written; {way_out}"
             )
         if chosen.finer:
             work.write(chosen, comparison.exact.examples)

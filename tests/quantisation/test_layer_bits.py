@@ -148,6 +148,10 @@ def test_a_size_is_filled_with_the_layers_that_need_it(tmp_path: Path) -> None:
     small = ("--max-size", first["size"] - 20_000)
     said = refused("quantize", model, "-o", tmp_path / "none", *words, *small)
     assert re.search(r"w4a16 takes .* which is more than --max-size .*, so nothing was", said)
+    assert said.endswith("written; pass a larger --max-size\n")
+    both = ("--max-error", 0.5 * first["held_out"]["error"], "--max-size", first["size"])
+    said = refused("quantize", model, "-o", tmp_path / "none", *words, *both)
+    assert said.endswith("written; pass a larger --max-error\n")
 
 
 @pytest.mark.slow
