@@ -78,6 +78,16 @@ class RoundedWeight:
         )
         return (self.integers.float() - zeros) * scales
 
+    def on_disk(self, folder: Path) -> RoundedWeight:
+        """A copy in files in ``folder``.
+
+        In memory, small tensors that stay would lie between large tensors that go, so that the
+        memory of these could not be used again.
+        """
+        integers, scales = on_disk(self.integers, folder), on_disk(self.scales, folder)
+        zero_points = on_disk(self.zero_points, folder)
+        return RoundedWeight(integers, scales, zero_points, self.group)
+
 
 def rounded(
     weight: torch.Tensor,
@@ -133,14 +143,15 @@ def _factor_of_inverse(inputs: Squares) -> torch.Tensor:
 
     With few inputs for each feature, ``H`` of other data would be another, so ``λ`` is larger.
     """
-    wide = inputs.sums.double()
-    mean = wide.diagonal().mean()
+    matrix = inputs.sums.double()  # one name for all steps, so that each frees the step before
+    mean = matrix.diagonal().mean()
     least, most = DAMPING
-    share = min(most, max(least, most * len(wide) / inputs.count))
-    damping = share * (mean if mean > 0 else 1.0)
-    wide = wide + damping * torch.eye(len(wide), dtype=wide.dtype)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(wide))
-    return torch.linalg.cholesky(inverse, upper=True).float()
+    share = min(most, max(least, most * len(matrix) / inputs.count))
+    matrix.diagonal().add_(share * (mean if mean > 0 else 1.0))
+    matrix = torch.linalg.cholesky(matrix)
+    matrix = torch.cholesky_inverse(matrix)
+    matrix = torch.linalg.cholesky(matrix, upper=True)
+    return matrix.float()
 
 
 def _scale_of(
@@ -174,7 +185,8 @@ def round_model(
     ``groups`` has the paths of the layers, and how many inputs of each share a scale. ``batches``
     are the calibration data: inputs of ``forward``. A layer that no batch reaches is rounded to the
     nearest integers. ``on_progress`` is called after each block. What blocks return is stored in
-    files in ``folder``, or in memory. Returns the integers by the paths of the layers.
+    files in ``folder``, and so are the integers; without a ``folder``, they stay in memory. Returns
+    the integers by the paths of the layers.
     """
     modules = {path: model.get_submodule(path) for path in groups}
     blocks_called = {name: model.get_submodule(name) for name in map(_block_of, groups)}
@@ -191,7 +203,8 @@ def round_model(
         many = sum(path in block for path in calls)
         inputs = _squares(model, block, [*zip(batches, known, strict=True)], many)
         for path, module in block.items():
-            found[path] = _round_layer(module, inputs.get(path), groups[path], symmetric)
+            result = _round_layer(module, inputs.get(path), groups[path], symmetric)
+            found[path] = result.on_disk(folder) if folder else result
         for each in known if called.count(name) == 1 else ():
             each.modules[name] = blocks_called[name]
         countdown.count()
@@ -277,10 +290,9 @@ def _squares(
     def add(path: str, x: torch.Tensor) -> None:
         nonlocal left
         rows = x.detach().reshape(-1, x.shape[-1]).float()
-        sums, count = rows.T @ rows, len(rows)
-        if path in found:
-            sums, count = found[path].sums + sums, found[path].count + count
-        found[path] = Squares(sums, count)
+        width = rows.shape[1]
+        before = found.get(path) or Squares(rows.new_zeros(width, width), 0)
+        found[path] = Squares(before.sums.addmm_(rows.T, rows), before.count + len(rows))
         left -= 1
         if not left:
             raise _Reached
