@@ -38,7 +38,7 @@ def bytes_in(text: str) -> int:
 
 def counted(many: int, noun: str) -> str:
     """``1 file``, ``2 files``."""
-    return f"{many} {noun}" + "s" * (many != 1)
+    return f"{many} {noun}" if many == 1 else f"{many} {noun}s"
 
 
 def listed_briefly(names: Sequence[str], most: int = 3) -> str:

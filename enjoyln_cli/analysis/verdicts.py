@@ -252,7 +252,8 @@ def _stored_tensors(
     problem: Problem, reference: StoredClass, parameters: Mapping[Parameter, bool]
 ) -> dict[Parameter, list[CentredWeight]]:
     """The stored tensors of ``parameters``, which say whether a scale is fused into them."""
-    names, weights = stored_in_groups(reference, problem.groups), stored_weights(reference.model)
+    names = stored_in_groups(reference, problem.groups)
+    weights = stored_weights(reference.model)
     tensors_of: dict[Parameter, list[CentredWeight]] = {parameter: [] for parameter in parameters}
     for parameter, name in ((p, name) for p in parameters for name in names[p.name]):
         made = tensors_of[parameter]

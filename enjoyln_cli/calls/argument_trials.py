@@ -64,7 +64,8 @@ def _with_cache(model: Any, ids: torch.Tensor) -> Iterator[Call]:
 
 def _one_more(model: Any, inputs: dict[str, Any], known: set[str]) -> Iterator[Call]:
     """Calls with ``inputs`` and one further argument each, with several values to try for it."""
-    beside, (rows, *others) = ", ".join(inputs), next(iter(inputs.values())).shape
+    beside = ", ".join(inputs)
+    rows, *others = next(iter(inputs.values())).shape
     tokens, width = (*others, 1)[0], getattr(model.config, "hidden_size", None)
     shapes = [InputSpec((rows,), 2), InputSpec((rows, tokens), 2)]
     if isinstance(width, int):

@@ -163,7 +163,8 @@ def _features(model: Any, kind: str, token: int, given: Inputs, rows: int) -> in
         return int(getattr(model.config, "latent_query_num", 1)) if _INPUT_OF[kind] in given else 0
     by_error = encode is None  # with one placeholder, the model's error says how many it needs
     if encode is None:
-        encode, given = bare.forward, own | {"input_ids": InputSpec((rows, 1), token + 1, (token,))}
+        encode = bare.forward
+        given = own | {"input_ids": InputSpec((rows, 1), token + 1, (token,))}
     parameters = inspect.signature(encode).parameters
     names = given.keys() & parameters.keys()
     if not names:
@@ -373,7 +374,8 @@ def input_embeddings(model: Any) -> Any:
 def _optional_images(model: Any, pixels: InputSpec) -> Iterator[Call]:
     accepted, plain = accepted_by(model), {"pixel_values": example(model, pixels)}
     rows, channels = pixels.shape[:2]
-    (height, width), patch = image_size(model.config), patch_size(model.config)
+    height, width = image_size(model.config)
+    patch = patch_size(model.config)
     patches = (height // patch[0]) * (width // patch[1])
     if "bool_masked_pos" in accepted:
         masked = torch.zeros(rows, patches, dtype=torch.bool)

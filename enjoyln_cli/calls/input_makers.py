@@ -152,7 +152,8 @@ def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
 def _crops(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     """A downscaled copy and one crop of each image, with a mask over their patches."""
     channels = _channels(config)
-    (height, width), patch = image_size(config), patch_size(config)
+    height, width = image_size(config)
+    patch = patch_size(config)
     crop = _number(config, "crop_size", default=height)
     yield {
         "image_pixel_values": InputSpec((rows, 2, channels, height, width)),

@@ -128,8 +128,8 @@ def require_plan_options(options: Options) -> None:
     """Refuse an option that changes nothing unless another option is given."""
     if passed_options("widen_to") and not options.widen_mlp:
         raise click.UsageError("--widen-to needs --widen-mlp.")
-    used = [*passed_options("seed"), *["--no-values"] * (not options.values)]
-    if (used := [*used, *passed_options("matrix")]) and not options.rotate:
+    used = passed_options("seed", "matrix") + ([] if options.values else ["--no-values"])
+    if used and not options.rotate:
         raise click.UsageError(f"{used[0]} needs --rotate.")
 
 

@@ -206,7 +206,8 @@ def rows_at_once(model: Any) -> int:
 
 def _tokens(model: Any, spec: InputSpec, generator: torch.Generator) -> Batch:
     """Token ids with padding at the end of the last row, its mask, and token types."""
-    accepted, (rows, length, *books) = accepted_by(model), spec.shape
+    accepted = accepted_by(model)
+    rows, length, *books = spec.shape
     vocabulary = spec.below or 2
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     if not (isinstance(padding, int) and 0 <= padding < vocabulary):

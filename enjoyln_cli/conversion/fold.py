@@ -134,10 +134,8 @@ def prepare(
     if recipe is not None and folding.recipe is not None:
         options = _with_options_of(recipe, Path(folding.recipe), options)
     kind = config.model_type
-    to_fold, to_rotate = (
-        f"the LayerNorms of {kind} that can be converted",
-        f"which features of {kind} can be rotated",
-    )
+    to_fold = f"the LayerNorms of {kind} that can be converted"
+    to_rotate = f"which features of {kind} can be rotated"
     event("stage", f"finding {to_fold if options.fold else to_rotate}")
     keywords: dict[str, Any] = {
         "model_class": model_class,

@@ -246,7 +246,8 @@ class CentreAxis(Step):
         end = min(axis.outer, -((axis.start - first - count) // apart))
         if begin >= end:
             return ()
-        start, step = axis.start + begin * apart - first, axis.step if end - begin > 1 else 0
+        start = axis.start + begin * apart - first
+        step = axis.step if end - begin > 1 else 0
         return (replace(self, axis=replace(axis, start=start, outer=end - begin, step=step)),)
 
     def along(self, dim: int, to: int) -> Step | None:

@@ -130,7 +130,7 @@ def _explain(error: BaseException, out: Path, work: Path | None) -> BaseExceptio
     if number in OS_ERROR_ADVICE or (isinstance(error, OSError) and is_told):
         named = error.strerror if isinstance(error, OSError) else None
         why = OS_ERROR_ADVICE.get(number or 0, f"{named or error}")
-        return OutputError(f"cannot write {out}: {why}" + f"; {advice}" * bool(work))
+        return OutputError(f"cannot write {out}: {why}{f'; {advice}' if work else ''}")
     if isinstance(error, EnjoyLNError) and work and "--resume" not in str(error):
         return type(error)(f"{error}; {advice}")
     return error

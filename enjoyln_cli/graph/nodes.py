@@ -143,7 +143,8 @@ def slice_bounds(node: Node) -> tuple[int, int, int] | None:
     """``(dim, start, stop)`` of the elements that a slice, or one part of a split, selects."""
     source: Any = node.args[0] if node.args else None
     if packet(node) is aten.narrow:
-        into, (dim, start, length) = shape_of(source), node.args[1:4]
+        into = shape_of(source)
+        dim, start, length = node.args[1:4]
         if into is None or not (isinstance(dim, int) and isinstance(start, int)):
             return None
         if not isinstance(length, int):
@@ -151,7 +152,8 @@ def slice_bounds(node: Node) -> tuple[int, int, int] | None:
         start %= max(into[dim], 1)
         return dim % len(into), start, start + length
     if packet(node) is aten.slice:
-        into, bounds = shape_of(source), [argument(node, 2, "start"), argument(node, 3, "end")]
+        into = shape_of(source)
+        bounds = [argument(node, 2, "start"), argument(node, 3, "end")]
         dim, step = argument(node, 1, "dim", 0), argument(node, 4, "step", 1)
         if into is None or step != 1 or any(isinstance(bound, Node) for bound in bounds):
             return None
@@ -159,7 +161,8 @@ def slice_bounds(node: Node) -> tuple[int, int, int] | None:
         return dim % len(into), start, stop
     if not is_part(node) or packet(source) not in SPLITS:
         return None
-    dim, part = argument(source, 2, "dim", 0) % rank_of(source.args[0]), int(str(node.args[1]))
+    dim = argument(source, 2, "dim", 0) % rank_of(source.args[0])
+    part = int(str(node.args[1]))
     sizes = [value.shape[dim] for value in source.meta["val"]]
     if not all(isinstance(size, int) for size in sizes):
         return None

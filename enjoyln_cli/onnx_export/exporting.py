@@ -142,13 +142,16 @@ def _rename(graph: torch.fx.Graph) -> None:
         value = node.args[0] if node.target in (*SAME_VALUE, *CASTS) else None
         if not isinstance(value, torch.fx.Node):
             continue
-        dtype, may_copy = node.meta["val"].dtype, True in (*node.args, *node.kwargs.values())
+        dtype = node.meta["val"].dtype
+        may_copy = True in (*node.args, *node.kwargs.values())
         is_returned = any(user.op == "output" for user in node.users)  # then its name is kept
         if value.meta["val"].dtype == dtype and not (may_copy or is_returned):
             node.replace_all_uses_with(value)
             graph.erase_node(node)
         else:
-            node.target, node.args, node.kwargs = aten._to_copy.default, (value,), {"dtype": dtype}
+            node.target = aten._to_copy.default
+            node.args = (value,)
+            node.kwargs = {"dtype": dtype}
 
 
 def _cast(graph: torch.fx.Graph, node: torch.fx.Node, operand: Any) -> None:

@@ -72,7 +72,8 @@ def part_calls(model: Any, batch: Batch, axes: Axes) -> dict[str, ProgramCall]:
     with torch.no_grad(), silent(), refusing(UnsupportedModel, words):
         encoder = ImageEncoder(model, tuple(read), *_source_of_features(model, read))
         embeddings = Embedding(model)
-        (found,), (embedded,) = encoder(*read.values()), embeddings(ids)
+        (found,) = encoder(*read.values())
+        (embedded,) = embeddings(ids)
         merged = with_features(embedded, ids == token, found)
         positions = generated_positions(model, batch)
         told = {MASK: batch.get(MASK, torch.ones_like(ids))}

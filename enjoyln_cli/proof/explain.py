@@ -84,7 +84,7 @@ def _not_subtracted(problem: Problem, before: dict[Item, Item | None], item: Ite
             return f", and the MLP cannot subtract it: {reason}"
         able = able or problem.subtracting(after, source) is not None
         source = after
-    return ", and subtracting it would take more MLPs than norms would convert" * able
+    return ", and subtracting it would take more MLPs than norms would convert" if able else ""
 
 
 def _culprit(problem: Problem, item: Item) -> str:
@@ -152,7 +152,7 @@ def fusion_in_words(plan: Plan, norm: str) -> Tree | None:
     """Which parameters of a folded norm are fused, or why not; ``None`` if fusing is not asked."""
     for one in plan.fused:
         if one.norm == norm:
-            moving = " and ".join(["weight"] * bool(one.weight) + ["bias"] * bool(one.bias))
+            moving = " and ".join(part for part in ("weight", "bias") if getattr(one, part))
             into = tuple(Tree(reader.weight.parameter, True) for reader in one.readers)
             return Tree(f"its {moving} can be fused: all its readers are linear layers", True, into)
     for kept in plan.unfused:
@@ -205,7 +205,8 @@ def _terms(problem: Problem, cut: Cut, item: Item) -> list[tuple[Item, Mlp | Non
     """
     terms: dict[tuple[Item, Mlp | None], None] = {}
     waiting: list[tuple[Item, Mlp | None]] = [(item, None)]
-    visited, widened = set(), {mlp for support in cut.folded.values() for mlp in support.mlps}
+    visited: set[Item] = set()
+    widened = {mlp for support in cut.folded.values() for mlp in support.mlps}
     while waiting:
         current, mlp = waiting.pop()
         if current in visited:

@@ -86,7 +86,8 @@ def _gather(node: Node, axis: Axis) -> Pull:
     """Whole groups are selected if the index is constant along the axis."""
     source, rank = node.args[0], rank_of(node)
     along = op_name(node) == "take_along_dim"  # it broadcasts, and takes the index before dim
-    dim, index = argument(node, 2, "dim") if along else node.args[1], node.args[1 if along else 2]
+    dim = argument(node, 2, "dim") if along else node.args[1]
+    index = node.args[1 if along else 2]
     if dim is None:
         return Opaque("an index over all elements")
     one = (along and shape_of(index)[axis.dim] == 1) or _is_repeated(index, axis.dim - rank)

@@ -204,7 +204,8 @@ def follow_back(node: Any, axis: Axis, reader: Node) -> tuple[Node, Axis, Node] 
         pairs = pull(node, axis)
         if isinstance(pairs, Opaque) or len(pairs) != 1 or readers_of(node) != {reader}:
             return None
-        reader, (node, axis) = node, pairs[0]
+        reader = node
+        node, axis = pairs[0]
         if not is_whole(axis, shape_of(node) or ()):
             return None
     return node, axis, reader

@@ -153,7 +153,9 @@ def _axis_of(found: list[Selected], shape: tuple[int, ...]) -> Axis | None:
 
 def _axis(dim: int, start: int, factors: list[Factor]) -> Axis | None:
     at = next(i for i, factor in enumerate(factors) if factor.mean)
-    (size, inner, _), before, after = factors[at], factors[:at], factors[at + 1 :]
+    size, inner, _ = factors[at]
+    before = factors[:at]
+    after = factors[at + 1 :]
     if after != ([Factor(inner, 1)] if inner > 1 else []) or len(before) > 1:
         return None
     outer, step = (before[0].many, before[0].stride) if before else (1, 0)

@@ -60,8 +60,8 @@ def model_picture(name: str, analysis: Analysis) -> Picture:
     _add_stream(sketch, analysis)
     _add_ops(sketch, analysis)
     _add_links(sketch)
-    more = f" and {others} other class" + "es" * (others > 1) if others else ""
-    title = f"{name} ({plan.model_class}{more})"
+    more = f" and {others} other class{'es' if others > 1 else ''}"
+    title = f"{name} ({plan.model_class}{more if others else ''})"
     boxes, links = collapse_groups(_sort_parts(sketch), sketch.links)
     return Picture(title, "converts " + counts(plan), boxes, links)
 

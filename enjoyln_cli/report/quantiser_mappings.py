@@ -53,7 +53,8 @@ def norm_mappings(plan: Plan, model: Any) -> list[NormMapping]:
     for fusion in plan.fused:
         if _why_none(fusion, model):
             continue
-        layers, weights = _layers(fusion), {reader.weight.parameter for reader in fusion.readers}
+        layers = _layers(fusion)
+        weights = {reader.weight.parameter for reader in fusion.readers}
         reads_head = any(modules[layer] is head for layer in layers) or bool(weights & tied)
         patterns = tuple(dict.fromkeys(map(_pattern, layers)))
         key = _pattern(fusion.norm), patterns, bool(fusion.bias or fusion.divided), reads_head

@@ -45,7 +45,8 @@ def verification_rows(verification: Mapping[str, Any]) -> list[Texts]:
 
 def _run_rows(verification: Mapping[str, Any]) -> list[Texts]:
     """The errors of the model as it runs; without RMSNorm there is only the stock class."""
-    before, dtype = number(verification["original_error"]), verification["compute_dtype"]
+    before = number(verification["original_error"])
+    dtype = verification["compute_dtype"]
     stock = ("stock error", number(verification["stock_error"]), before, "plain transformers class")
     if not verification["norm_input_mean"]:
         return [("runtime error", stock[1], before, f"plain class, in {dtype}")]

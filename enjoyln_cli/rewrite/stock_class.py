@@ -181,7 +181,8 @@ def stock_model(target: StockTarget, config: Any, folded: Any, plan: Plan) -> An
     """
     cls: Any = class_named(target.target)
     made = cls(config).to(next(folded.parameters()).dtype).eval()
-    state, wanted = _named_as_in(target, _smaller(plan, folded.state_dict())), made.state_dict()
+    state = _named_as_in(target, _smaller(plan, folded.state_dict()))
+    wanted = made.state_dict()
     for name in wanted.keys() - state.keys():
         if not _matches(name, target.ones):
             raise UnsupportedModel(

@@ -310,7 +310,8 @@ def _reads_given_value(search: _FusionSearch, position: int, reader: Node) -> bo
 
     The input (``encoder_outputs``) then stands for that result, and has to be given as it is now.
     """
-    trace, layer = search.flow.traces[position], linear_layer(reader, search.named[position])
+    trace = search.flow.traces[position]
+    layer = linear_layer(reader, search.named[position])
     if trace.required or layer is None:
         return False
     given = layer.x

@@ -200,14 +200,16 @@ def _summed_product(named: Mapping[Node, str], node: Node, value: Value) -> Use 
     pair = summed_with(node, value.node, value.axis)
     if pair is None:
         return None
-    reader, (operand, axis) = node, pair
+    reader = node
+    operand, axis = pair
     between: list[tuple[Node, Node]] = []
     while operand not in named:
         found = _operand_below(operand, axis, reader)
         if found is None:
             return None
         between.append((operand, reader))
-        reader, (operand, axis) = operand, found
+        reader = operand
+        operand, axis = found
     if occurrences(reader, operand) != 1 or operand.meta.get("written"):
         return None
     weight = ReadParameter(named[operand], operand, reader)

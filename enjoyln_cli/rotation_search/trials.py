@@ -148,7 +148,8 @@ def trials(
     Raises ``UnsupportedModel`` if there are too few, or if the model cannot run on them.
     """
     event("stage", "running the original on the data")
-    model, most = _load(job, None, device), INPUTS_IN_A_HALF if inputs is None else inputs // 2
+    model = _load(job, None, device)
+    most = INPUTS_IN_A_HALF if inputs is None else inputs // 2
     with TemporaryDirectory() as folder:
         halves = exact_halves(
             model,

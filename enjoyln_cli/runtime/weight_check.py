@@ -108,7 +108,9 @@ def rename(watch: WatchList, tensor: NewName, module: NewName) -> WatchList:
         if (weight := named(old)) is not None:
             weights.append(replace(weight, scale=old.scale and named(old.scale)))
     for mlp in watch.mlps:
-        first, second, bias = named(mlp.first), named(mlp.second), mlp.bias and named(mlp.bias)
+        first = named(mlp.first)
+        second = named(mlp.second)
+        bias = mlp.bias and named(mlp.bias)
         if first is not None and second is not None:
             mlps.append(replace(mlp, first=first, second=second, bias=bias))
     ops = tuple(place for place in map(module, watch.ops) if place is not None)

@@ -85,7 +85,8 @@ class OverflowReport:
     @property
     def lines(self) -> list[str]:
         """What the table means, in sentences."""
-        ran, left = counted(self.inputs, "input"), [o for o in self.overflows if not o.is_mended]
+        ran = counted(self.inputs, "input")
+        left = [o for o in self.overflows if not o.is_mended]
         if not self.overflows:
             return [f"nothing overflows in float16 on {ran}"]
         kinds = Counter(found.kind for found in self.overflows)
@@ -124,10 +125,12 @@ def overflows_of(opened: OpenedModel, data: UserData) -> OverflowReport:
     edits = edits_for(model, batches, analysis_for(opened, model))
     whole = [complete_batch(model, batch, torch.float32) for batch in batches]
     exact = run(model, whole)
-    before, cosine = _largest(model, batches, edits.ranges), _cosine(model, whole, exact)
+    before = _largest(model, batches, edits.ranges)
+    cosine = _cosine(model, whole, exact)
     scale_streams(model, edits.streams)
     with scaled_inputs(model, edits.norms):
-        after, cosine_after = _largest(model, batches, edits.ranges), _cosine(model, whole, exact)
+        after = _largest(model, batches, edits.ranges)
+        cosine_after = _cosine(model, whole, exact)
     shifts = {norm: k for stream, k in edits.streams.items() for norm in stream.norms}
     shifts |= edits.norms
     norms = [

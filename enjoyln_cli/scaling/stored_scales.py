@@ -187,14 +187,16 @@ def _obstacle(edits: Float16Edits, norm: str) -> str:
     for stream in edits.found:
         if stream.obstacle and (norm == stream.norm or norm in stream.norms):
             where = f" (at {stream.obstacle.culprit})" if stream.obstacle.culprit else ""
-            way = ", which --outputs may leave out" * (stream.obstacle.reason == RETURNED)
+            is_output = stream.obstacle.reason == RETURNED
+            way = ", which --outputs may leave out" if is_output else ""
             return f"{stream.obstacle.reason}{where}{way}"
     return "its stream was not found"
 
 
 def _stored_names(reference: StoredClass, groups: Mapping[str, str]) -> TensorsOf:
     """A function that names the stored tensors of a parameter, under all of its tied names."""
-    names, weights = stored_in_groups(reference, groups), stored_weights(reference.model)
+    names = stored_in_groups(reference, groups)
+    weights = stored_weights(reference.model)
 
     def stored(parameter: str) -> list[NamedParameter]:
         found = []

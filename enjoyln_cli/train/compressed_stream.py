@@ -126,7 +126,8 @@ def compress(
     groups = _require_streams(plan, type(model).__name__)
     norms = {path: model.get_submodule(path) for group in groups for path in group.norms}
     readers = _require_readers(model, plan, norms)
-    done, sizes = CompressedStreams(plan), {n: g.size - 1 for g in groups for n in g.norms}
+    done = CompressedStreams(plan)
+    sizes = {n: g.size - 1 for g in groups for n in g.norms}
     before = _outputs(model, args, kwargs)
     for group in groups:
         down, up = coordinates_of(group.size, coordinates)

@@ -83,7 +83,8 @@ def open_to_export(model: str, options: ExportOptions, opening: OpenOptions) -> 
     A model that was not converted is its own original.
     """
     opened = open_model(model, opening)
-    source, kind = opened.source, _as_exported(compute_dtype(opened.checkpoint, options.dtype))
+    source = opened.source
+    kind = _as_exported(compute_dtype(opened.checkpoint, options.dtype))
     stored = compute_dtype(opened.checkpoint, None)
     if MARKER not in opened.checkpoint.raw_config:
         if options.against is not None:
