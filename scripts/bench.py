@@ -41,9 +41,12 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, OPTConfig
 
 from enjoyln_cli import kernels
+from enjoyln_cli.plan.plan import Plan, Verdict
 from enjoyln_cli.runtime.install import install
 
 ENJOYLN = (sys.executable, "-m", "enjoyln_cli")
+ONE_NORM = Plan("", "LayerNorm", (), (Verdict("", "in_weights"),), (), ())
+"""The plan of a model that is a norm."""
 Row = dict[str, Any]
 Task = Callable[[], float]
 """Does its work once, and returns how many seconds of it count."""
@@ -254,7 +257,7 @@ def norms(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
             x = (x - x.mean(-1, keepdim=True)).to(getattr(torch, name))
             weight, bias = weight.to(x.dtype), bias.to(x.dtype)
             stock = torch.nn.LayerNorm(width).to(x.dtype).eval()
-            folded = install(torch.nn.LayerNorm(width).to(x.dtype).eval(), [""], [])
+            folded = install(torch.nn.LayerNorm(width).to(x.dtype).eval(), ONE_NORM)
             tasks = {
                 "layer_norm": partial(F.layer_norm, x, (width,), weight, bias, 1e-5),
                 "rms_norm": partial(kernels.rms_norm, x, weight, bias, 1e-5),

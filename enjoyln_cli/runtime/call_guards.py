@@ -28,7 +28,7 @@ from torch.compiler import is_dynamo_compiling
 
 from enjoyln_cli.models.norm_modules import become
 from enjoyln_cli.plan.cache_argument import spellings
-from enjoyln_cli.plan.covered_calls import CoveredCalls
+from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.runtime.modules import Folded, make_class
 from enjoyln_cli.runtime.scope import CallGuard, FoldedModelState, InputRules, in_python, thread
 from enjoyln_cli.runtime.structure import KeepStructure
@@ -103,13 +103,7 @@ def encoder_of(model: nn.Module) -> nn.Module | None:
     return next((m for m in model.modules() if m is encoder and m is not model), None)
 
 
-def add_guards(
-    model: nn.Module,
-    entry_inputs: tuple[str, ...],
-    unproven: tuple[str, ...],
-    fused: bool,
-    covered: CoveredCalls | None,
-) -> FoldedModelState:
+def add_guards(model: nn.Module, plan: Plan) -> FoldedModelState:
     """Make calls of the model, its base model and its encoder calls of a folded model.
 
     Each gets a guard that checks its structure, and rules for its inputs. Rules that it has
@@ -120,7 +114,8 @@ def add_guards(
     called = {id(module): module for module in (*models, *inner)}.values()
     present = [guard for module in called if (guard := guard_of(module)) is not None]
     state = present[0].state if present else FoldedModelState()
-    names = frozenset(spelling for name in unproven for spelling in spellings(name))
+    unproven = frozenset(spelling for name in plan.unproven for spelling in spellings(name))
+    fused = bool(plan.fused or plan.baked or plan.scaled)
     for module in called:
         check, guard = KeepStructure(module), guard_of(module)
         if guard is None:
@@ -133,10 +128,9 @@ def add_guards(
         if guard.inputs is None:
             parameters = inspect.signature(module.forward).parameters
             defaults = {name: parameter.default for name, parameter in parameters.items()}
-            proven = None if covered is None else covered.calls_of(module)
-            guard.inputs = InputRules(
-                tuple(parameters), names, frozenset(entry_inputs), fused, proven, defaults
-            )
+            proven = None if plan.covered is None else plan.covered.calls_of(module)
+            centred = frozenset(plan.entry_inputs)
+            guard.inputs = InputRules(tuple(parameters), unproven, centred, fused, proven, defaults)
     state.checked = state.trained
     return state
 

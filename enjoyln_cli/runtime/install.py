@@ -28,7 +28,6 @@ from enjoyln_cli.models.norm_modules import (
     runs_torchs_layer_norm,
 )
 from enjoyln_cli.models.norm_probe import Known, LayerNormSpec, examine
-from enjoyln_cli.plan.covered_calls import OTHER_CALLS, CoveredCalls
 from enjoyln_cli.plan.plan import MeanSubtraction, Plan
 from enjoyln_cli.plan.trusted_code import foreign_hooks
 from enjoyln_cli.rewrite.in_memory import centre_parameters
@@ -41,26 +40,14 @@ from enjoyln_cli.runtime.weight_watch import watch_weights
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def install(
-    model: nn.Module,
-    norms: Iterable[str],
-    ops: Iterable[MeanSubtraction],
-    entry_inputs: Iterable[str] = (),
-    unproven: Iterable[str] = (),
-    fused: bool = False,
-    covered: CoveredCalls | None = None,
-) -> nn.Module:
-    """Make ``model`` compute with RMSNorm at ``norms`` and with the centrings ``ops``, in place.
+def install(model: Model, plan: Plan) -> Model:
+    """Make ``model`` compute with the RMSNorms and the mean subtractions of ``plan``, in place.
 
-    Names belong to the class that the plan was made for. ``model`` may be that class, its base
-    class, or a class with the same base class inside (``base_model_prefix``). Norms of a head that
-    ``model`` does not have are skipped. The parameters:
-
-    * ``entry_inputs``: inputs of ``forward`` (``inputs_embeds``) whose last dimension is centred on
-      entry.
-    * ``unproven``: a call that passes one of these inputs computes LayerNorm, or raises
-      ``UnprovenCall`` if norms were ``fused`` into other layers.
-    * ``covered``: if set, any call that it does not cover raises ``UnprovenCall``.
+    ``model`` may be the class that the plan was made for, its base class, or a class with the same
+    base class inside (``base_model_prefix``). Norms of a head that ``model`` does not have are
+    skipped. ``entry_inputs`` are centred on entry. A call that passes an ``unproven`` input
+    computes LayerNorm, or raises ``UnprovenCall`` if that does not restore the original function;
+    if the plan has ``covered`` calls, any other call raises it.
 
     Installing twice changes nothing, except that a model that was trained computes RMSNorm again:
     the caller vouches that its weights are centred.
@@ -69,8 +56,7 @@ def install(
     missing or is not a LayerNorm, or whose calls may not compute its class's ``forward`` (see
     ``models.norm_modules``).
     """
-    ops, unproven = tuple(ops), tuple(unproven)
-    swaps, carried = _changes(model, tuple(norms), ops, unproven, covered)
+    swaps, carried = _changes(model, plan)
     for module, cls in swaps:
         become(module, cls)
     for path, centrings in carried.items():
@@ -80,7 +66,7 @@ def install(
             become(module, centred_subclass(plain))
             module.register_forward_hook(be_called)
         module.centrings = centrings  # type: ignore[assignment]
-    state = add_guards(model, tuple(entry_inputs), unproven, fused, covered)
+    state = add_guards(model, plan)
     for module in model.modules():
         if isinstance(module, Folded) or hasattr(module, "centrings"):
             module._enjoyln_state = state  # type: ignore[assignment]
@@ -88,20 +74,14 @@ def install(
 
 
 def _changes(
-    model: nn.Module,
-    norms: tuple[str, ...],
-    ops: tuple[MeanSubtraction, ...],
-    unproven: tuple[str, ...],
-    covered: CoveredCalls | None,
+    model: nn.Module, plan: Plan
 ) -> tuple[list[tuple[nn.Module, type]], dict[str, tuple[MeanSubtraction, ...]]]:
     """What ``install`` changes: the new class of each norm, and the centrings by module.
 
     Raises ``UnsupportedModel`` as ``install`` does.
     """
-    if covered is None and OTHER_CALLS in unproven:
-        raise UnsupportedModel(
-            f"{type(model).__name__}: the plan covers only some calls; pass covered=plan.covered"
-        )
+    covered = plan.covered
+    norms = [verdict.norm for verdict in plan.folded]
     if covered is not None:
         covered.require_any(type(model).__name__)
     if covered is not None and (changed := covered.changed(model)) is not None:
@@ -109,7 +89,7 @@ def _changes(
             f"{changed}: the plan was proven with the earlier value; restore it, or analyse the "
             "model again"
         )
-    named = (*norms, *(op.module for op in ops))
+    named = (*norms, *(op.module for op in plan.subtractions))
     places = {name: locate(model, name, named) for name in norms}
     swaps: list[tuple[nn.Module, type]] = []
     examined: Known = {}
@@ -122,7 +102,7 @@ def _changes(
             swaps.append((module, _folded_class(module, path, examined)))
     _check_aliases(model, places.values())
     carried: dict[str, tuple[MeanSubtraction, ...]] = {}
-    for op in ops:
+    for op in plan.subtractions:
         place = locate(model, op.module, named)
         if place is not None:
             carried[place] = (*carried.get(place, ()), op)
@@ -132,9 +112,8 @@ def _changes(
 
 
 def require_installable(model: nn.Module, plan: Plan) -> None:
-    """Raise ``UnsupportedModel`` if ``install_plan`` would, before anything is edited."""
-    norms = tuple(verdict.norm for verdict in plan.folded)
-    _changes(model, norms, plan.subtractions, plan.unproven, plan.covered)
+    """Raise ``UnsupportedModel`` if ``install`` would, before anything is edited."""
+    _changes(model, plan)
 
 
 def fold_in_memory(model: nn.Module, plan: Plan) -> nn.Module:
@@ -157,23 +136,10 @@ def run_folded(model: Model, plan: Plan, reference: nn.Module | None = None) -> 
     ``model`` was proven as it is. Returns ``model``. Raises as ``install`` does.
     """
     unproven = (*plan.unproven, *_inner_inputs(model, plan))
-    install_plan(model, replace(plan, unproven=unproven))
+    install(model, replace(plan, unproven=unproven))
     watch_weights(model, WatchList.of(plan), reference)
     kernels.prepare(kinds_of_norms(model))
     return model
-
-
-def install_plan(model: nn.Module, plan: Plan) -> None:
-    """``install`` for everything that ``plan`` says about a model."""
-    install(
-        model,
-        (verdict.norm for verdict in plan.folded),
-        plan.subtractions,
-        plan.entry_inputs,
-        plan.unproven,
-        bool(plan.fused or plan.baked or plan.scaled),
-        plan.covered,
-    )
 
 
 def _inner_inputs(model: nn.Module, plan: Plan) -> set[str]:

@@ -27,7 +27,7 @@ from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.editable import require_editable
 from enjoyln_cli.rewrite.in_memory import require_fit
 from enjoyln_cli.runtime.call_guards import call_guards, guard_of
-from enjoyln_cli.runtime.install import fold_in_memory, install_plan
+from enjoyln_cli.runtime.install import fold_in_memory, install
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.structure import Fact, KeepStructure
 from enjoyln_cli.train.training_plan import analyze_training, dropout_rates
@@ -79,7 +79,7 @@ def reparametrize(
         plan = analyze_training(model, args, kwargs, example_calls).plan
     _require_usable(model, plan)
     edits = _by_tensor(model, plan)
-    install_plan(model, plan)
+    install(model, plan)
     for module, name, axes in edits:
         parametrize.register_parametrization(module, name, Centre(axes))
         parametrisation: Any = module.parametrizations

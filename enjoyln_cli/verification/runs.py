@@ -48,7 +48,7 @@ from enjoyln_cli.models.load import refusing
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.rewrite.stock_class import stock_model
 from enjoyln_cli.runtime.call_guards import input_means
-from enjoyln_cli.runtime.install import install_plan
+from enjoyln_cli.runtime.install import install
 from enjoyln_cli.text import dtype_name
 from enjoyln_cli.verification.checkpoint_pair import CheckpointPair
 from enjoyln_cli.verification.nonfinite import nonfinite_outputs
@@ -201,7 +201,7 @@ def _run(
             centre_parameters(model, pair.plan, allow_nonfinite=True)
             if pair.target:
                 model = stock_model(pair.target, pair.folded.config, model, pair.plan)
-        install_plan(model, pair.marker.plan)
+        install(model, pair.marker.plan)
     batches, outputs = examples.batches, results.outputs.setdefault(run.name, [])
     if run.name == "exact":
         results.outputs["exact"] = pace.run(lambda at: pair.run(model, batches[at]))

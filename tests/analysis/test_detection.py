@@ -25,7 +25,7 @@ from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.runtime.call_guards import input_means
-from enjoyln_cli.runtime.install import install_plan
+from enjoyln_cli.runtime.install import install
 
 OPT = {**BERT, "ffn_dim": 33, "word_embed_proj_dim": 21}
 BLOOM = {**TOKENS, "n_layer": 2, "n_head": 3, "hidden_size": 21}
@@ -83,7 +83,7 @@ def test_one_fold_serves_every_class_that_loads_the_checkpoint(
             load(tmp_path / folder, dtype=torch.float64).eval()
             for folder in ("source", "out", "out")
         )
-        install_plan(folded, stored)
+        install(folded, stored)
         for given in calls(original):
             assert error(folded, original, given) <= 1e-12, (name, sorted(given))
             if "inputs_embeds" not in given:

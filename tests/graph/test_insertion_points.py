@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 from folding_live import Computing
-from live_models import literally, moved
+from live_models import install, literally, moved
 from rounding import as_exact
 from tiny_models import converted
 from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
-from enjoyln_cli.runtime.install import install
 
 WIDTH, TOKENS = 14, 9
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from live_models import moved
+from live_models import install, moved
 from rounding import TIMES, lost_by_norms
 from torch import Tensor, nn
 
 from enjoyln_cli import kernels
-from enjoyln_cli.runtime.install import install
 
 D = 16
 

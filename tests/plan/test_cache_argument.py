@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from live_models import install
 from support.tiny_models import GPT2, live
 from torch import nn
 
 from enjoyln_cli.errors import UnprovenCall
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument, in_plans, returned_cache
 from enjoyln_cli.plan.covered_calls import CallSignature, CoveredCalls, TensorSpec, call_signature
-from enjoyln_cli.runtime.install import install
 
 STATE = torch.ones(2, 3)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from folding_live import Computing, error
-from live_models import computes_rms, moved
+from live_models import computes_rms, install, moved
 from tiny_models import converted
 from torch import nn
 
@@ -28,7 +28,6 @@ from enjoyln_cli.plan.trusted_code import is_stock
 from enjoyln_cli.report.model_report import ModelReport
 from enjoyln_cli.report.notes import notes
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import install
 from enjoyln_cli.runtime.modules import Folded
 
 D = 12
@@ -213,13 +212,6 @@ def test_signatures_are_proven_one_by_one_and_not_mixed() -> None:
     for named, missing in (({"a": one, "b": one}, "b"), ({}, "a")):
         with pytest.raises(UnsupportedModel, match=f"its proof covers no call with {missing};"):
             folded(x(), **named)
-
-
-def test_the_calls_have_to_be_passed_on() -> None:
-    plan = analyze(moved(Labels()), x()).plan
-    assert plan.unproven[0] == "any other call"
-    with pytest.raises(UnsupportedModel, match=r"pass covered=plan\.covered"):
-        install(Labels(), ["norm"], (), (), plan.unproven)
 
 
 class Flagged(Net):

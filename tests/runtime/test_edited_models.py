@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from eight_models import AddsNumbers, far, given, pair, replace_dropout, run, source
-from live_models import computes_rms
+from live_models import computes_rms, install
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -277,8 +277,6 @@ def test_refold_leaves_an_edited_model_alone(eight: Path) -> None:
 
 def test_the_structure_of_a_custom_module_is_checked(eight: Path) -> None:
     """After ``install`` alone the weights are not checked, but the structure is."""
-    from enjoyln_cli.runtime.install import install
-
     net = nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.5), nn.LayerNorm(16)).double().eval()
     with torch.no_grad():
         net[0].weight -= net[0].weight.mean(0)

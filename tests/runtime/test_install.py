@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from live_models import moved
+from live_models import install, moved
 from rounding import as_exact, exactly
 from tiny_models import TOKENS, live
 from torch import nn
@@ -23,7 +23,7 @@ from enjoyln_cli.models.classes import locate
 from enjoyln_cli.models.norm_modules import interference
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import MeanSubtraction
-from enjoyln_cli.runtime.install import fold_in_memory, install
+from enjoyln_cli.runtime.install import fold_in_memory
 from enjoyln_cli.runtime.modules import Folded, RMSNorm
 from enjoyln_cli.runtime.scope import FoldedModelState
 

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from eight_models import calls_inside, far, given, pair, run, source
-from live_models import computed_rms, moved, shaken
+from live_models import computed_rms, install, moved, shaken
 from rounding import as_exact
 from torch import nn
 from torch.utils import checkpoint
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
 from enjoyln_cli.runtime.call_guards import guard_of
-from enjoyln_cli.runtime.install import install
 from enjoyln_cli.runtime.loading import plan_of
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.scope import thread

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 from eight_models import far, given, pair, run
-from live_models import moved
+from live_models import install, moved
 from torch import nn
 
 from enjoyln_cli.plan.axis import feature_axis
 from enjoyln_cli.plan.plan import MeanSubtraction
-from enjoyln_cli.runtime.install import install
 from enjoyln_cli.runtime.scope import thread
 
 

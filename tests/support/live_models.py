@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,9 @@ from unittest import mock
 import torch
 from torch import nn
 
+from enjoyln_cli.plan.covered_calls import CoveredCalls
+from enjoyln_cli.plan.plan import MeanSubtraction, NormFusion, Plan, Verdict
+from enjoyln_cli.runtime.install import install as install_plan
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.scope import FoldedModelState
 
@@ -40,6 +43,31 @@ def shaken(model: nn.Module, size: float = 0.1) -> Any:
         for parameter in model.eval().parameters():
             parameter.add_(size * torch.randn_like(parameter))
     return model
+
+
+def install(
+    model: Any,
+    norms: Iterable[str],
+    ops: Iterable[MeanSubtraction] = (),
+    entry_inputs: Iterable[str] = (),
+    unproven: Iterable[str] = (),
+    fused: bool = False,
+    covered: CoveredCalls | None = None,
+) -> Any:
+    """``runtime.install.install`` of a plan with these parts."""
+    plan = Plan(
+        model_type="",
+        model_class="",
+        classes=(),
+        norms=tuple(Verdict(norm, "in_weights") for norm in norms),
+        centred_weights=(),
+        subtractions=tuple(ops),
+        entry_inputs=tuple(entry_inputs),
+        unproven=tuple(unproven),
+        fused=(NormFusion("norm", "norm.weight"),) if fused else (),
+        covered=covered,
+    )
+    return install_plan(model, plan)
 
 
 def folded_norms(model: nn.Module) -> list[Any]:
