@@ -108,17 +108,7 @@ def fold_checkpoint(
             config = stock(inner)
         else:
             journal = _journal(checkpoint, edits, copied, staged, recipe_text, options)
-            write_shards(
-                checkpoint,
-                edits,
-                inner,
-                dtype=options.stored_dtype,
-                max_shard_size=options.max_shard_size,
-                jobs=options.jobs,
-                progress=progress,
-                journal=journal,
-                allow_nonfinite=options.allow_nonfinite,
-            )
+            write_shards(checkpoint, edits, inner, options, progress=progress, journal=journal)
             taken_over = len(journal.taken_over)
             config = _result_config(checkpoint.raw_config, plan, source, options)
         copy_files(names, source.path, inner)

@@ -22,6 +22,7 @@ from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.edits.finite import unusable_input
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.models.memory import give_back
+from enjoyln_cli.plan.fold_options import WRITE_DEFAULTS, WriteOptions
 from enjoyln_cli.rewrite.edit_pieces import in_threads
 from enjoyln_cli.rewrite.journal import Journal, note, resume_shards
 from enjoyln_cli.rewrite.shard_layout import Shard, index, layout
@@ -41,23 +42,18 @@ def write_shards(
     checkpoint: Checkpoint,
     edits: Mapping[str, Edit],
     into: Path,
+    options: WriteOptions = WRITE_DEFAULTS,
     *,
-    dtype: torch.dtype | None = None,
-    max_shard_size: int | None = None,
-    jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
     journal: Journal | None = None,
-    allow_nonfinite: bool = False,
 ) -> tuple[str, ...]:
     """Write every tensor of ``checkpoint`` to safetensors files in the directory ``into``.
 
     ``edits`` maps names of written tensors to edits; a new tensor is stored in the file of the
-    tensor that it is made from. ``dtype`` converts all floating-point tensors. ``max_shard_size``
-    (bytes) distributes the tensors over new files; without it the layout stays, and without
-    ``dtype`` so does every header. ``jobs`` is the number of cores to use, all by default.
-    ``progress`` is called in the calling thread with the number of bytes written since the last
-    call. ``journal`` notes each finished file; a noted file that is still intact is not written
-    again.
+    tensor that it is made from. Without a new ``max_shard_size`` the layout stays, and without a
+    new ``dtype`` so does every header. ``progress`` is called in the calling thread with the number
+    of bytes written since the last call. ``journal`` notes each finished file; a noted file that is
+    still intact is not written again.
 
     Returns the names of the files written, including the index, all synced to the disk.
 
@@ -68,7 +64,7 @@ def write_shards(
     too little space.
     """
     _check_edits(checkpoint, edits)
-    shards = layout(checkpoint, edits, dtype, max_shard_size)
+    shards = layout(checkpoint, edits, options.stored_dtype, options.max_shard_size)
     finished = resume_shards(journal, into, shards) if journal else []
     left = [shard for shard in shards if shard.name not in finished]
     if progress and finished:
@@ -76,14 +72,16 @@ def write_shards(
 
     def edited(files: TensorFiles) -> Iterator[TensorPart]:
         edit = edits.get(files.slot.name, Edit())
-        load = partial(_loaded_edit, checkpoint, allow_nonfinite)
-        return parts_of(files, edit, load, allow_nonfinite)
+        load = partial(_loaded_edit, checkpoint, options.allow_nonfinite)
+        return parts_of(files, edit, load, options.allow_nonfinite)
 
     def finish(path: Path) -> None:
         if journal:
             note(journal, path)
 
-    _write_tensors(checkpoint, edited, left, into, jobs=jobs, progress=progress, finish=finish)
+    _write_tensors(
+        checkpoint, edited, left, into, jobs=options.jobs, progress=progress, finish=finish
+    )
     texts = index(checkpoint, shards)
     for name, text in texts.items():
         _write_file(into / name, text)

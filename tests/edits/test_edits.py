@@ -19,6 +19,7 @@ from enjoyln_cli.edits.new_values import Append, Fill
 from enjoyln_cli.edits.step import Step
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.axis import Axis, blocks
+from enjoyln_cli.plan.fold_options import WriteOptions
 from enjoyln_cli.plan.orthogonal_matrices import Rotation
 from enjoyln_cli.plan.orthogonal_matrices import matrix as dense
 from enjoyln_cli.rewrite import edit_pieces, tensor_parts
@@ -110,7 +111,12 @@ def test_another_dtype_and_memory(tmp_path: Path, case: str, divided: None) -> N
     held = tensors(torch.float32)
     store(tmp_path / "model", held, "single")
     (tmp_path / "out").mkdir()
-    write_shards(opened(tmp_path / "model"), {name: edit}, tmp_path / "out", dtype=torch.float16)
+    write_shards(
+        opened(tmp_path / "model"),
+        {name: edit},
+        tmp_path / "out",
+        WriteOptions(dtype=torch.float16),
+    )
     exact = by_definition(held, name, edit)
     assert same(written(tmp_path / "out")[name], exact.half())
     source = held[edit.source or name].double()
@@ -279,7 +285,7 @@ def test_nan_that_spreads_and_overflow_are_refused(tmp_path: Path) -> None:
         file.unlink()
     big = Edit((Scale("g", 0, 9.0),))
     with pytest.raises(BadCheckpoint, match="beyond F16"):
-        write_shards(checkpoint, {"t": big}, tmp_path / "out", dtype=torch.float16)
+        write_shards(checkpoint, {"t": big}, tmp_path / "out", WriteOptions(dtype=torch.float16))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -304,5 +310,5 @@ def test_an_error_about_nan_names_the_fused_tensor(
         (tmp_path / out).mkdir()
     with pytest.raises(BadCheckpoint, match=f"^{where} holds NaN or Inf and cannot be fused"):
         write_shards(checkpoint, {name: edit}, tmp_path / "refused")
-    write_shards(checkpoint, {name: edit}, tmp_path / "allowed", allow_nonfinite=True)
+    write_shards(checkpoint, {name: edit}, tmp_path / "allowed", WriteOptions(allow_nonfinite=True))
     assert not written(tmp_path / "allowed")[name].isfinite().all()

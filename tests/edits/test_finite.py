@@ -22,7 +22,7 @@ from enjoyln_cli.edits.finite import require_finite
 from enjoyln_cli.edits.linear_steps import AddProduct, CentreAxis, LayerScale, RotateAxis, Scale
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.axis import Axis, feature_axis
-from enjoyln_cli.plan.fold_options import Options
+from enjoyln_cli.plan.fold_options import Options, WriteOptions
 from enjoyln_cli.plan.orthogonal_matrices import Rotation, matrix
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.rewrite.writer import write_shards
@@ -120,7 +120,9 @@ def test_in_files_it_is_refused_by_name(case: str, tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=words.replace("beyond", "beyond F16")):
         write_shards(opened(tmp_path / "model"), {name: edit}, tmp_path / "out")
     if words.endswith(BEYOND):
-        write_shards(opened(tmp_path / "model"), {name: edit}, tmp_path, dtype=torch.float32)
+        write_shards(
+            opened(tmp_path / "model"), {name: edit}, tmp_path, WriteOptions(dtype=torch.float32)
+        )
         assert all(tensor.isfinite().all() for tensor in written(tmp_path).values())
 
 

@@ -18,6 +18,7 @@ from stored_files import opened
 from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.plan.axis import Axis, centre, feature_axis
+from enjoyln_cli.plan.fold_options import WriteOptions
 from enjoyln_cli.rewrite import edit_pieces, tensor_parts
 from enjoyln_cli.rewrite.shard_layout import layout
 from enjoyln_cli.rewrite.tensor_parts import TensorFiles, parts_of
@@ -25,12 +26,18 @@ from enjoyln_cli.rewrite.writer import write_shards
 
 
 def centred_shards(
-    source: Path, edits: dict[str, tuple[Axis, ...]] = EDITS, name: str = "out", **options: Any
+    source: Path,
+    edits: dict[str, tuple[Axis, ...]] = EDITS,
+    name: str = "out",
+    progress: Any = None,
+    **options: Any,
 ) -> tuple[Path, tuple[str, ...]]:
     """A new directory beside the source with its shards, centred, and the names of its files."""
     out = source.parent / name
     out.mkdir()
-    return out, write_shards(opened(source), centring(edits), out, **options)
+    return out, write_shards(
+        opened(source), centring(edits), out, WriteOptions(**options), progress=progress
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,5 +223,5 @@ def test_edits_that_make_no_sense(source: Path, tmp_path: Path) -> None:
         with pytest.raises(BadCheckpoint, match=words):
             write_shards(opened(source), centring(edits), tmp_path)
     with pytest.raises(OutputError, match="float8"):
-        write_shards(opened(source), {}, tmp_path, dtype=torch.float8_e4m3fn)
+        write_shards(opened(source), {}, tmp_path, WriteOptions(dtype=torch.float8_e4m3fn))
     assert list(tmp_path.glob("*.safetensors")) == []

@@ -15,6 +15,7 @@ from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.edits.linear_steps import AddProduct, CentreAxis, RotateAxis, Scale
 from enjoyln_cli.edits.new_values import Fill
 from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.fold_options import WriteOptions
 from enjoyln_cli.plan.orthogonal_matrices import GivenMatrix, Rotation, matrix
 from enjoyln_cli.rewrite.writer import write_shards
 from enjoyln_cli.verification.stored_tensors import check_tensors
@@ -76,7 +77,7 @@ def converted(
     original: Checkpoint, folder: Path, edits: dict[str, Edit], **options: object
 ) -> Checkpoint:
     folder.mkdir()
-    write_shards(original, edits, folder, **options)  # type: ignore[arg-type]
+    write_shards(original, edits, folder, WriteOptions(**options))  # type: ignore[arg-type]
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
     return open_checkpoint(open_source(str(folder), weights=True))
 
