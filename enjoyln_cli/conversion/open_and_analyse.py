@@ -28,6 +28,7 @@ from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.holders import holds_a_model, models_in
 from enjoyln_cli.plan.fold_options import CENTRING_ONLY, FOLD_DEFAULTS, FoldOptions, Options
+from enjoyln_cli.plan.option_field import keywords_of
 from enjoyln_cli.report.model_report import ModelReport
 
 if TYPE_CHECKING:
@@ -57,14 +58,12 @@ class AnalysedModel:
         )
 
 
+@keywords_of(opening=OpenOptions)
 def analyze(
     model: str | Path | PretrainedConfig | torch.nn.Module | Pipeline,
     *example_inputs: Any,
+    opening: OpenOptions,
     model_class: str | None = None,
-    revision: str | None = None,
-    token: str | None = None,
-    cache_dir: str | Path | None = None,
-    trust_remote_code: bool = False,
     outputs: str | Sequence[str] = (),
     options: Options = CENTRING_ONLY,
     example_calls: ExampleCalls = (),
@@ -81,7 +80,7 @@ def analyze(
       patterns (``vision_model_output.pooler_output``, ``logits_*``); all of them by default.
     * ``options`` allow more changes than centring.
 
-    Raises ``EnjoyLNError``.
+    Raises ``EnjoyLNError``. The other keywords:
     """
     from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
     from enjoyln_cli.models.outputs import as_names
@@ -105,14 +104,8 @@ def analyze(
     config: Any = model
     checkpoint = None
     if isinstance(model, (str, Path)):
-        opening = OpenOptions(
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            trust_remote_code=trust_remote_code,
-        )
         config, checkpoint = _opened(str(model), opening)
-    elif not trust_remote_code:
+    elif not opening.trust_remote_code:
         require_no_code(config, f"this {type(config).__name__}")
     return analyze_config(
         config,

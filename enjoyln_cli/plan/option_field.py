@@ -147,12 +147,13 @@ def keywords_of(**kinds: type) -> Callable[[Callable[..., Made]], Callable[..., 
             return function(*args, **made, **rest)
 
         own = signature(function)
-        kept = [each for name, each in own.parameters.items() if name not in kinds]
-        fresh = [
+        every = [each for name, each in own.parameters.items() if name not in kinds]
+        every += [
             Parameter(name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
             for name, each in named.items()
         ]
-        called.__signature__ = own.replace(parameters=[*kept, *fresh])  # type: ignore
+        every.sort(key=lambda each: each.kind)
+        called.__signature__ = own.replace(parameters=every)  # type: ignore
         lines = [f"    * ``{name}``: {_help(each)}" for name, each in named.items()]
         called.__doc__ = "\n".join([(function.__doc__ or "").rstrip(), "", *lines, ""])
         return called
