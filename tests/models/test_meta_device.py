@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from folding_live import Computing, error, randomised
+from live_models import install
 from tiny_models import converted
 from torch import nn
 
@@ -25,7 +26,6 @@ from enjoyln_cli.models.meta_device import (
     meta_weights,
     without_weights,
 )
-from enjoyln_cli.runtime.install import install
 from enjoyln_cli.trace.capture import accepts
 
 WIDTH = 12

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from folding_live import Computing, randomised
+from live_models import install
 from rounding import relative
 from tiny_models import converted
 from torch import nn
@@ -22,7 +23,6 @@ from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import install
 from enjoyln_cli.runtime.modules import Folded
 
 D = 11

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from folding_live import Computing
-from live_models import literally
+from live_models import install, literally
 from rounding import as_exact, exactly
 from spelled_norms import WIDTH, Block, Formula, Spelled, eps_outside, normed, plain
 from torch import nn
@@ -18,7 +18,6 @@ from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.models.norm_probe import LayerNormSpec, computes_rms_norm, examine
 from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import install
 
 
 def layer_norm_spec(module: nn.Module) -> LayerNormSpec | None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from live_models import install
 from spelled_norms import WIDTH, Block, Formula, Spelled, eps_outside, plain
 
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.norm_probe import LayerNormSpec, examine
-from enjoyln_cli.runtime.install import install
 
 
 class Trap(Spelled):

@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from folding_live import VOCAB, Computing, D, floats, ids, randomised
+from live_models import install
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.plan.plan import Verdict
-from enjoyln_cli.runtime.install import fold_in_memory, install
+from enjoyln_cli.runtime.install import fold_in_memory
 
 Change = Callable[[nn.Module], Any]
 ROWS, SIGNAL, IMAGE = floats(3, D) + 0.3, floats(2, 4, 6) + 0.3, floats(2, 4, 6, 6) + 0.3
