@@ -17,10 +17,9 @@ from torch import nn
 
 from enjoyln_cli.analysis.stored_layout import Conversion, conversion
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor, same_values
+from enjoyln_cli.edits.step import Shape
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.text import first_line
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.data_files import UserData
-from enjoyln_cli.comparison.embedding import EMBEDDING, embedder
+from enjoyln_cli.comparison.embedding import EMBEDDING, Embed, embedder
 from enjoyln_cli.comparison.metrics import distances_of, largest, pool_distances, relative
 from enjoyln_cli.comparison.output_meaning import (
     DECISIONS,
@@ -31,7 +31,7 @@ from enjoyln_cli.comparison.output_meaning import (
     results,
     sums,
 )
-from enjoyln_cli.comparison.run import choose_outputs, encoded_once, run
+from enjoyln_cli.comparison.run import Outputs, choose_outputs, encoded_once, run
 from enjoyln_cli.comparison.text_scores import perplexity_of, text_loss
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event
@@ -39,10 +39,8 @@ from enjoyln_cli.models.outputs import match_names
 from enjoyln_cli.quantisation.examples import Example, split
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 
-Outputs = dict[str, torch.Tensor]
 Compute = Callable[[Batch], Outputs]
 """Runs a model on one batch; returns its outputs by name."""
-EmbedOutputs = Callable[[Outputs, Batch], Outputs]
 ERROR = "error"
 """The relative error among the measures of an output."""
 CHANCE = 0.2
@@ -105,7 +103,7 @@ class ExactOutputs:
     examples: list[Example]
     outputs: list[Outputs]
     """One for each example."""
-    embed: EmbedOutputs | None = None
+    embed: Embed | None = None
     """Adds the sentence embedding of a sentence-transformers pipeline to the outputs."""
 
     @property
@@ -224,7 +222,7 @@ def exact_outputs(
     examples: list[Example],
     names: tuple[str, ...],
     folder: Path,
-    embed: EmbedOutputs | None = None,
+    embed: Embed | None = None,
     on_progress: Progress = no_progress,
 ) -> ExactOutputs:
     """Run the original on each example; the outputs ``names`` are stored in files in ``folder``.
@@ -247,7 +245,7 @@ def exact_outputs(
     return ExactOutputs(meanings(model, outputs[0], examples[0].batch), examples, outputs, embed)
 
 
-def with_embedding(outputs: Outputs, batch: Batch, embed: EmbedOutputs | None) -> Outputs:
+def with_embedding(outputs: Outputs, batch: Batch, embed: Embed | None) -> Outputs:
     """The outputs of a model for a batch, and what ``embed`` adds to them."""
     return embed(outputs, batch) if embed else outputs
 

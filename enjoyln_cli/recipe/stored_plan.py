@@ -15,6 +15,7 @@ from enjoyln_cli.checkpoint.result_files import PLAN_FILE
 from enjoyln_cli.edits.edit import Edit
 from enjoyln_cli.edits.needed_tensors import fitting_edits
 from enjoyln_cli.edits.planned_edits import edits_of
+from enjoyln_cli.edits.step import Shape
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan import schema
 from enjoyln_cli.plan.covered_calls import CoveredCalls
@@ -24,8 +25,6 @@ from enjoyln_cli.text import first_line
 MAX_BYTES = 1 << 26
 _LEFT_OUT = frozenset({"needs", "mlps", "path", "covered", "given"})
 """Fields that only a proof needs, or that are in other files."""
-
-Shape = tuple[int, ...]
 
 
 def plan_text(plan: Plan) -> str:
