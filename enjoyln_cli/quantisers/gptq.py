@@ -34,6 +34,7 @@ from enjoyln_cli.clock import Countdown, Progress, no_progress
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import input_dimension
+from enjoyln_cli.models.memory import give_back
 from enjoyln_cli.models.offload import on_disk
 
 BITS = 4
@@ -79,11 +80,7 @@ class RoundedWeight:
         return (self.integers.float() - zeros) * scales
 
     def on_disk(self, folder: Path) -> RoundedWeight:
-        """A copy in files in ``folder``.
-
-        In memory, small tensors that stay would lie between large tensors that go, so that the
-        memory of these could not be used again.
-        """
+        """A copy in files in ``folder``."""
         integers, scales = on_disk(self.integers, folder), on_disk(self.scales, folder)
         zero_points = on_disk(self.zero_points, folder)
         return RoundedWeight(integers, scales, zero_points, self.group)
@@ -188,6 +185,7 @@ def round_model(
     files in ``folder``, and so are the integers; without a ``folder``, they stay in memory. Returns
     the integers by the paths of the layers.
     """
+    give_back()
     modules = {path: model.get_submodule(path) for path in groups}
     blocks_called = {name: model.get_submodule(name) for name in map(_block_of, groups)}
     called = _calls(model, modules | blocks_called, batches[0]) if batches else []
