@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -67,26 +67,32 @@ CONTINUED = 2
 """Batches whose last tokens are generated. Each token takes a call of the original in float64."""
 
 
-@dataclass(frozen=True)
-class RuntimeCheck:
-    """What running the file in one program showed. Errors are relative, of the worst output."""
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """The error of a file beside the original's own. Both are relative, of the worst output."""
 
-    runtime: str
-    """``onnxruntime`` or ``openvino``, with its version."""
     error: float
     original_error: float
     """The original's own rounding error in the dtype of the file."""
-    original_ran_in: str
-    """``torch``, or the program itself if that rounds more than torch."""
     ratio: float
     """Their ratio for the worst output."""
     chance: float
     """By chance, ``ratio`` may be this many times the true ratio (see ``comparison.metrics``)."""
+    failure: str
+    """Why the file does not pass; empty if it does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeCheck(Judgement):
+    """What running the file in one program showed."""
+
+    runtime: str
+    """``onnxruntime`` or ``openvino``, with its version."""
+    original_ran_in: str
+    """``torch``, or the program itself if that rounds more than torch."""
     rows: int
     """Number of inputs that were run."""
     dtype: str
-    failure: str
-    """Why the file does not pass; empty if it does."""
     generated: int = 0
     """Number of tokens that the original generated."""
     same_tokens: int = 0
@@ -197,27 +203,22 @@ def check_in(
 
     outputs = computed(programs)
     found = distances(outputs, reference.exact)
+    judged = _judge(found, reference.own, dtype, max_ratio)
+    measure = "torch"
+    if judged.failure and original is not None:
+        own = distances(computed(original()), reference.exact)
+        if not _judge(own, reference.own, dtype, PROGRAM_RATIO).failure:
+            judged = _judge(found, own, dtype, max_ratio)
+            measure = runtime
     generated, same_tokens = _generated(outputs, reference)
-    checked = replace(
-        _judge(found, reference.own, dtype, max_ratio),
+    return RuntimeCheck(
+        **vars(judged),
         runtime=f"{runtime} {version(runtime)}",
+        original_ran_in=measure,
         rows=sum(map(length, inputs.batches)),
+        dtype=dtype_name(dtype),
         generated=generated,
         same_tokens=same_tokens,
-    )
-    if not checked.failure or original is None:
-        return checked
-    own = distances(computed(original()), reference.exact)
-    if _judge(own, reference.own, dtype, PROGRAM_RATIO).failure:
-        return checked
-    judged = _judge(found, own, dtype, max_ratio)
-    return replace(
-        checked,
-        original_error=judged.original_error,
-        original_ran_in=runtime,
-        ratio=judged.ratio,
-        chance=judged.chance,
-        failure=judged.failure,
     )
 
 
@@ -236,9 +237,8 @@ def _generated(outputs: Sequence[Outputs], reference: Reference) -> tuple[int, i
 
 def _judge(
     found: dict[str, Distance], own: dict[str, Distance], dtype: torch.dtype, max_ratio: float
-) -> RuntimeCheck:
-    """Compare the distances of the file's outputs with the distances of the original's ``own``
-    outputs."""
+) -> Judgement:
+    """Compare ``found``, the distances of the file's outputs, with the original's ``own``."""
     ratio = worst(ratios(found, own, dtype))
     failure = ""
     if not math.isfinite(largest(relative(own))):
@@ -247,15 +247,11 @@ def _judge(
         allowed = f"{max_ratio * ratio.chance:.3g} x for so few inputs"
         limits = f"limit {max_ratio:g} x, or {allowed}"
         failure = f"error {ratio.value:.2f} x the original's own ({limits})"
-    return RuntimeCheck(
-        runtime="",
+    return Judgement(
         error=largest(relative(found)),
         original_error=largest(relative(own)),
-        original_ran_in="torch",
         ratio=ratio.value,
         chance=ratio.chance,
-        rows=0,
-        dtype=dtype_name(dtype),
         failure=failure,
     )
 
