@@ -7,7 +7,7 @@ recipe that is not of its plan is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -137,23 +137,24 @@ def prepare(
     to_fold = f"the LayerNorms of {kind} that can be converted"
     to_rotate = f"which features of {kind} can be rotated"
     event("stage", f"finding {to_fold if options.fold else to_rotate}")
-    keywords: dict[str, Any] = {
-        "model_class": model_class,
-        "checkpoint": checkpoint,
-        "outputs": outputs,
-        "options": options,
-        "example_calls": folding.example_calls,
-    }
-    analysis, target = analyze_config(config, **keywords), None
+    analyze = partial(
+        analyze_config,
+        model_class=model_class,
+        checkpoint=checkpoint,
+        outputs=outputs,
+        options=options,
+        example_calls=folding.example_calls,
+    )
+    analysis, target = analyze(config), None
     if folding.stored_as:
         target = target_for(analysis.plan.model_class, folding.stored_as)
+        before = options, outputs
         options = replace(options, **target.options)
         if folding.compress:
             options = replace(options, rotate=True, values=options.rotate and options.values)
-        found = {"options": options, "outputs": outputs or target.outputs}
-        if any(keywords[name] != value for name, value in found.items()):
-            keywords |= found
-            analysis = analyze_config(config, **keywords)
+        if (options, outputs or target.outputs) != before:
+            analyze = partial(analyze, options=options, outputs=outputs or target.outputs)
+            analysis = analyze(config)
         require_all_folded(analysis.plan)
     plan = compressed_plan(analysis.plan) if folding.compress else analysis.plan
     if target is not None:
@@ -165,34 +166,24 @@ def prepare(
         options = replace(options, matrix=MATRIX_FILE)
     if unproven := sorted(set(config.architectures or ()) - set(plan.classes)):
         event("warning", _why_another_class(plan, unproven, is_chosen=bool(model_class or outputs)))
-    if options.rotate and not options.untie and (more := _may_rotate_if_untied(analysis)):
-        event("warning", f"weights are tied; --untie may also rotate {more}")
-    if options.untie and not plan.untied:
-        which = "no LayerNorm" if options.fold else "nothing that is rotated"
-        event("warning", f"--untie changes nothing here: {which} depends on a tied weight")
-    if not plan.changes_weights and not options.fold and not scales:
-        raise NothingToFold(why_nothing_changes(plan, str(model)))
+    for warning in _about_untying(analysis, options):
+        event("warning", warning)
     if not plan.changes_weights and not scales:
-        event("stage", "looking for options that would convert some")
-        is_chosen = model_class or options.keep_norms  # whose names are of one class
-        alone = {
-            name: analyze_config(config, model_class=name, checkpoint=checkpoint, options=options)
-            for name in (plan.classes if len(plan.classes) > 1 and not is_chosen else ())
-        }
-        ways = _ways_to_convert(analysis, options, alone)
+        ways: Sequence[str] = ()
+        if options.fold:
+            event("stage", "looking for options that would convert some")
+            is_chosen = model_class or options.keep_norms  # whose names are of one class
+            alone = {
+                name: analyze_config(
+                    config, model_class=name, checkpoint=checkpoint, options=options
+                )
+                for name in (plan.classes if len(plan.classes) > 1 and not is_chosen else ())
+            }
+            ways = _ways_to_convert(analysis, options, alone)
         raise NothingToFold(why_nothing_changes(plan, str(model), ways))
     if plan.covered is not None:
         plan.covered.require_any(plan.model_class)
-    return FoldJob(
-        opened,
-        plan,
-        analysis,
-        options,
-        opening,
-        folding,
-        target,
-        partial(analyze_config, **keywords),
-    )
+    return FoldJob(opened, plan, analysis, options, opening, folding, target, analyze)
 
 
 def with_safe_scales(
@@ -364,6 +355,15 @@ def convert(
         job = with_safe_scales(job, fp16_data, writing, on_event)
     listeners: Any = {"on_event": on_event, "on_progress": on_progress, "on_check": on_check}
     return write(job, out, writing, checking, data, **listeners)
+
+
+def _about_untying(analysis: Analysis, options: Options) -> Iterator[str]:
+    """Warnings if untying would rotate more, or changes nothing."""
+    if options.rotate and not options.untie and (more := _may_rotate_if_untied(analysis)):
+        yield f"weights are tied; --untie may also rotate {more}"
+    if options.untie and not analysis.plan.untied:
+        which = "no LayerNorm" if options.fold else "nothing that is rotated"
+        yield f"--untie changes nothing here: {which} depends on a tied weight"
 
 
 def _may_rotate_if_untied(analysis: Analysis) -> str:
