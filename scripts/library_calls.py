@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--calls", nargs="*", help="parts of the names of calls (default: all)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    opened, data = open_model(options.model), read_user_data(options.text, audio=options.audio)
+    opened, data = open_model(options.model), read_user_data(text=options.text, audio=options.audio)
     plan, _ = rotation_plan(opened, ignored)
     original = opened.as_class(plan.model_class) if plan else opened
     model = original.load(torch.float32)

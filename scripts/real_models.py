@@ -82,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measured(options: argparse.Namespace, format_name: str, scheme: str) -> dict[str, Any]:
     """All numbers of one format and scheme."""
     images = [options.image] if options.image else []
-    data = read_user_data(options.text, images, audio=options.audio, tokens=options.tokens)
+    places = {"text": options.text, "audio": options.audio, "tokens": options.tokens}
+    data = read_user_data(images=images, **places)
     with TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         row = quantize(

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.plan.option_field import data_option, measuring_option
+from enjoyln_cli.plan.option_field import data_option, keywords_of, measuring_option
 from enjoyln_cli.text import counted
 
 SAMPLES_FILE = "--samples with a file"
@@ -143,23 +143,14 @@ class DataFiles:
         )
 
 
-def read_user_data(
-    text: str | Path | None = None,
-    images: str | Path | Sequence[str | Path] = (),
-    samples: int | str | Path | None = None,
-    audio: str | Path | None = None,
-    tokens: str | Path | None = None,
-) -> UserData:
-    """Read the user's data.
+@keywords_of(files=DataFiles)
+def read_user_data(*, files: DataFiles) -> UserData:
+    """Read the user's data: from one source, or images with a text.
 
-    ``images`` is a file or a directory, or several of them; ``audio`` is a directory, ``text`` and
-    ``tokens`` are files. ``samples`` is a number, or a file with one text on each line. If there
-    are images, each line of ``text`` is a text for an image, or its only line for all of them.
-
-    Raises ``UnsupportedModel`` if ``samples`` is neither, if a file cannot be read, or if more than
-    one source is given, other than images with a text.
+    Raises ``UnsupportedModel`` if ``samples`` is neither a number nor a file, if a file cannot be
+    read, or if sources are given that cannot be combined. The keywords:
     """
-    return DataFiles(text, images, samples, audio, tokens).read()
+    return files.read()
 
 
 def texts_in(file: str | Path) -> tuple[str, ...]:

@@ -140,7 +140,7 @@ def test_a_model_with_outliers_is_rotated_and_rounds_better(tmp_path: Path) -> N
 def test_norms_that_are_not_rotated_are_smoothed(tmp_path: Path) -> None:
     model, out = with_outliers(tmp_path / "model"), tmp_path / "out"
     events: list[str] = []
-    data = read_user_data(LICENCE)
+    data = read_user_data(text=LICENCE)
     result = quantize(
         model, out, data, rotations=0, inputs=4, on_event=lambda _, text: events.append(text)
     )
@@ -355,7 +355,7 @@ def test_a_vision_language_model_is_quantised_with_pictures(tmp_path: Path) -> N
     parts = ("decoder_model_merged", "embed_tokens", "vision_encoder")
     files = [f"{part}_quantized.onnx" for part in parts]
     assert sorted(os.listdir(out / "onnx")) == files
-    (example, *_), _ = split(original, model, read_user_data(text, [images]), 4, False)
+    (example, *_), _ = split(original, model, read_user_data(text=text, images=[images]), 4, False)
     exact = run(original, [example.batch])[0]["logits"]
     loaded = load_onnx(out)
     logits = loaded(**example.batch).logits
