@@ -39,8 +39,8 @@ def edit_like(
     marker = read_marker(result.checkpoint.raw_config, result.source.model)
     if marker.stored_from and target_for(marker.stored_from, marker.plan.model_class).renamed:
         raise UnsupportedModel(
-            f"{like} is a {marker.plan.model_class}, whose layers have other names than those of "
-            f"{marker.stored_from}; merge {model} into the original and fold the result"
+            f"{like} is a {marker.plan.model_class}, whose layers have other names than the layers "
+            f"of {marker.stored_from}; merge {model} into the original and fold the result"
         )
     original = original_of(result, marker, opening)
     plan = plan_of_result(result.checkpoint, marker)

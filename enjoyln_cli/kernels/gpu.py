@@ -1,9 +1,9 @@
 """What computes a folded norm on a GPU: the fastest of a few candidates, measured at load.
 
 ``prepare`` measures for the norms of a model, when it is loaded or optimised and never in a call.
-Each candidate is compared with the float64 formula on the GPU. Those that are right are timed with
-``torch.utils.benchmark``, as replays of a CUDA graph and as calls from Python. The choice lasts as
-long as the process. ``ENJOYLN_KERNELS=0`` switches this off.
+Each candidate is compared with the float64 formula on the GPU. Candidates that are right are timed
+with ``torch.utils.benchmark``, as replays of a CUDA graph and as calls from Python. The choice
+lasts as long as the process. ``ENJOYLN_KERNELS=0`` switches this off.
 """
 
 from __future__ import annotations

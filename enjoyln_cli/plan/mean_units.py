@@ -72,7 +72,7 @@ class Widening:
         if self.to < self.size + UNITS:
             raise ValueError(f"to is {self.to}, but must be at least {self.size + UNITS}")
         if self.first.dim == self.second.dim or (self.bias and self.bias.dim):
-            raise ValueError("dim of first is 1 minus that of second, and dim of bias is 0")
+            raise ValueError("dim of first is 1 minus dim of second, and dim of bias is 0")
 
     @property
     def parts(self) -> tuple[GrownParameter, ...]:

@@ -104,7 +104,7 @@ def flag_for(name: str, value: Any, text: OptionText) -> str:
 def changed_options(options: Any) -> Iterator[tuple[str, Any, OptionText]]:
     """The options that do not have their default, with their values, also of inner dataclasses.
 
-    Those that are switched off come last.
+    Options that are switched off come last.
     """
     for each in sorted(fields(options), key=lambda field: getattr(options, field.name) is False):
         value = getattr(options, each.name)

@@ -136,7 +136,7 @@ class Snapshot:
     """Modules of a model and some of its values at one time, to be compared with the present.
 
     The comparison runs at every call of the model. For 160 modules it takes about ten microseconds
-    in a loop, and several times that in real calls, whose work replaces all of this in the caches.
+    in a loop, and several times as long in real calls, whose work replaces all of it in the caches.
     """
 
     def __init__(

@@ -219,7 +219,7 @@ def test_an_adapter_follows_if_names_stay(tmp_path: Path) -> None:
     made(stored(OLMO, tmp_path / "olmo33", **OF_33), tmp_path / "less", "llama", compress=True)
     with pytest.raises(UnsupportedModel, match="has one feature less than its original"):
         edit_like(lora, tmp_path / "less", tmp_path / "x")
-    with pytest.raises(UnsupportedModel, match="other names than those of Starcoder2"):
+    with pytest.raises(UnsupportedModel, match="other names than the layers of Starcoder2"):
         edit_like(adapter(coder, ["c_fc"]), tmp_path / "arcee", tmp_path / "x")
 
 
