@@ -2,8 +2,8 @@
 
 The best of these is also tried with smoothed norms (see ``scaling.smoothing``).
 
-A rotation unties the head, which then has its own scales. So the untied model is tried as well: its
-gain is no merit of a rotation.
+A rotation unties the head. Where an untied head has scales of its own, the untied model is tried as
+well: its gain is no merit of a rotation.
 
 Each candidate is a proven plan (see ``analysis``), which is carried out on the model in memory.
 """
@@ -58,29 +58,22 @@ class Candidate:
         return self.plan is not None and any(b.kind != "values" for b in self.plan.rotated)
 
 
-def rounded_by_error(candidate: Candidate, source: str, symmetric: bool) -> list[Candidate]:
-    """The same candidate, its weights rounded by the outputs' error, by the GPTQ of ``source``.
-
-    ``symmetric`` says that integers with another zero point than the middle cannot be stored.
-    """
-    found = [replace(candidate, name=f"{candidate.name}, GPTQ of {source}", rounding="gptq")]
-    if not symmetric:
-        name = f"{candidate.name}, asymmetric GPTQ of {source}"
-        found.append(replace(candidate, name=name, rounding="asymmetric gptq"))
-    return found
+def rounded_by_error(candidate: Candidate, source: str) -> Candidate:
+    """The same candidate, its weights rounded by the outputs' error, by the GPTQ of ``source``."""
+    return replace(candidate, name=f"{candidate.name}, GPTQ of {source}", rounding="gptq")
 
 
 def candidates(
-    plan: Plan | None, seeds: Sequence[int], head_is_rounded: bool = True
+    plan: Plan | None, seeds: Sequence[int], rounds_untied_heads: bool
 ) -> list[Candidate]:
     """The original, and the candidates by ``plan``, which rotates all that can rotate.
 
-    A head that is not rounded gains nothing from its own copy of the weights.
+    A head gains nothing from its own copy of the weights if it is rounded as before, or not at all.
     """
     found = [Candidate(ORIGINAL, None)]
     if plan is None or not plan.rotated:
         return found
-    if plan.untied and head_is_rounded:
+    if plan.untied and rounds_untied_heads:
         found.append(Candidate("untied", replace(plan, rotation_groups=(), fused=())))
     values = tuple(group for group in plan.rotated if group.kind == "values")
     if values:

@@ -93,7 +93,8 @@ class Comparison:
     def choose(self) -> Candidate:
         """The best candidate without finer layers.
 
-        It is also tried with smoothed norms, and by GPTQ if weights have 4 bits.
+        It is also tried with smoothed norms. If weights have 4 bits, GPTQ rounds it and the
+        original: rounding to the nearest integer does not tell which of them GPTQ rounds better.
         """
         chosen = self.best_of(self.candidates)
         if more := self.work.smoothed(chosen, self.exact.examples):
@@ -101,8 +102,10 @@ class Comparison:
             chosen = self.best_of(self.candidates)
         if self.work.scheme.weight_bits == 4:
             source = FORMATS[self.work.format].gptq
-            only_symmetric = self.work.scheme.is_static
-            self.candidates = [*self.candidates, *rounded_by_error(chosen, source, only_symmetric)]
+            original = self.candidates[0]
+            both = [original] if chosen is original else [original, chosen]
+            by_error = [rounded_by_error(candidate, source) for candidate in both]
+            self.candidates = [*self.candidates, *by_error]
             chosen = self.best_of(self.candidates)
         return chosen
 

@@ -146,9 +146,8 @@ def quantize(
             examples = [*choosing.examples, *held_out.examples]
             work.trace(float_model, examples, event, shifts)
         del float_model
-        tried = candidates(
-            plan, range(options.rotations), settings.rounds_untied_heads(format_name)
-        )
+        unties = FORMATS[format_name].rounds_untied_heads
+        tried = candidates(plan, range(options.rotations), unties)
         max_size = options.max_size
         comparison = Comparison(work, choosing, event, on_progress, max_size, tried)
         limit = settings.max_error if options.max_error is None else options.max_error

@@ -178,9 +178,8 @@ class Workshop:
             groups = dict.fromkeys(layers, GROUP)
             if not self.scheme.is_in_groups:
                 groups = {path: max(model.get_parameter(f"{path}.weight").shape) for path in layers}
-            symmetric = candidate.rounding == "gptq"
             self.rounded[candidate.name] = round_model(
-                model, groups, calibration, symmetric, on_progress, self.folder
+                model, groups, calibration, self.scheme.is_static, on_progress, self.folder
             )
         return self.rounded[candidate.name]
 

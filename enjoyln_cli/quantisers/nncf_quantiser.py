@@ -53,16 +53,14 @@ def quantised(
         modes = nncf.CompressWeightsMode
         if scheme.weight_bits == 8:
             return nncf.compress_weights(program, mode=modes.INT8_ASYM, **common)
-        by_error = rounding != "nearest"
-        symmetric = rounding != "asymmetric gptq"
-        mode = modes.INT4_SYM if symmetric else modes.INT4_ASYM
+        by_error = rounding == "gptq"
         parameters = nncf.AdvancedCompressionParameters(
             group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST,
             gptq_params=nncf.AdvancedGPTQParameters(subset_size=max(1, len(samples))),
         )
         return nncf.compress_weights(
             program,
-            mode=mode,
+            mode=modes.INT4_ASYM if by_error else modes.INT4_SYM,
             group_size=GROUP,
             gptq=by_error,
             advanced_parameters=parameters,

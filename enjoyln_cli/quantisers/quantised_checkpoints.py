@@ -79,15 +79,14 @@ def write(
     skipped = [name for name in linear if name not in layers]
     groups = _groups(layers, scheme, bits)
     rounded: Mapping[str, RoundedWeight] = {}
-    if format_name == TORCHAO and rounding != "nearest":
+    if format_name == TORCHAO and rounding == "gptq":
         sizes = {
             name: group or layers[name].in_features
             for (count, group), names in groups.items()
             for name in names
             if count == BITS
         }
-        symmetric = rounding == "gptq"
-        rounded = round_model(model, sizes, calibration, symmetric, on_progress, folder.parent)
+        rounded = round_model(model, sizes, calibration, False, on_progress, folder.parent)
     with TemporaryDirectory(dir=folder.parent) as scratch, quiet():
         source, model_class = float_folder or Path(scratch), type(model)
         model.save_pretrained(source)
@@ -224,10 +223,10 @@ def _oneshot(
         name = f"W{bits}A{scheme.input_bits or 16}"
         preset: Any = preset_name_to_scheme(name, ["Linear"] if len(groups) == 1 else layers)
         scales: dict[str, Any] = {"group_size": group, "strategy": "group" if group else "channel"}
-        scales["symmetric"] = rounding != "asymmetric gptq" or bits != BITS
+        scales["symmetric"] = rounding == "nearest" or bits != BITS
         preset.weights = preset.weights.model_copy(update=scales)
         config_groups[f"group_{at}"] = preset
-    by_error = rounding != "nearest"
+    by_error = rounding == "gptq"
     data: dict[str, Any] = {}
     if by_error:
         batches: Any = [

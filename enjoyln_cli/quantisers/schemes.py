@@ -17,8 +17,9 @@ from enjoyln_cli.text import bytes_in
 
 FLOAT_BITS = 32
 """Bits of layers that are not rounded, whatever dtype they are stored in."""
-RoundingMethod = Literal["nearest", "gptq", "asymmetric gptq"]
-"""How weights of 4 bits are rounded: each to the nearest integer, or by the outputs' error."""
+RoundingMethod = Literal["nearest", "gptq"]
+"""How weights of 4 bits are rounded: each to the nearest integer, by symmetric integers, or by the
+outputs' error, by asymmetric integers if the scheme is not static."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,6 @@ class QuantisationScheme:
     def can_be_smoothed(self, format_name: str) -> bool:
         """Whether large features of inputs may be moved into the weights; NNCF does so itself."""
         return self.input_bits == 8 and not self.is_in_groups and format_name != OPENVINO
-
-    def rounds_untied_heads(self, format_name: str) -> bool:
-        """Whether a head is rounded in another way if it has a copy of the embedding's weights."""
-        return not (
-            FORMATS[format_name].is_checkpoint or (format_name == ONNX and self.rounds_tied_heads)
-        )
 
     def finer_bits(self, format_name: str) -> tuple[int, ...]:
         """The bits that single layers may have instead, the fewest first."""
@@ -108,6 +103,8 @@ class TargetFormat:
     """Whether ``from_pretrained`` loads it; otherwise ``transformers.exporters`` write it."""
     is_timed: bool = True
     """Whether the time of a call says something about the engine that the format is for."""
+    rounds_untied_heads: bool = False
+    """Whether a head is rounded in another way if it has a copy of the embedding's weights."""
     gptq: str = ""
     """Whose GPTQ rounds weights of 4 bits."""
 
@@ -123,6 +120,7 @@ FORMATS: Mapping[str, TargetFormat] = {
         ("nncf", "openvino", "openvino_tokenizers", "onnx", "onnxscript"),
         ("w8a8-static", "w8a16", "w4a16"),
         ("openvino",),
+        rounds_untied_heads=True,
         gptq="NNCF",
     ),
     TORCHAO: TargetFormat(

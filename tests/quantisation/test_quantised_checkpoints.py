@@ -104,7 +104,7 @@ def test_gptq_rounds_a_checkpoint_by_the_error_of_its_outputs(
     rows = torch.randint(3, 37, (17, 1, 30), generator=torch.Generator().manual_seed(1))
     *calibration, held_out = ({"input_ids": ids} for ids in rows)
     errors = []
-    for rounding in ("nearest", "gptq", "asymmetric gptq"):
+    for rounding in ("nearest", "gptq"):
         folder = tmp_path / rounding
         changes = {"rounding": rounding, "calibration": calibration}
         written(copy.deepcopy(model), format_name, scheme, folder, **changes)
@@ -112,8 +112,8 @@ def test_gptq_rounds_a_checkpoint_by_the_error_of_its_outputs(
         with torch.no_grad():
             exact, found = (one(**held_out, use_cache=False).logits for one in (model, loaded))
         errors.append(float((found - exact).norm() / exact.norm()))
-    nearest, *by_error = errors
-    assert 0 < max(by_error) < 0.8 * nearest
+    nearest, by_error = errors
+    assert 0 < by_error < 0.8 * nearest
 
 
 def test_a_class_without_input_embeddings_is_refused_for_torchao(tmp_path: Path) -> None:
@@ -222,10 +222,10 @@ def test_a_model_with_no_layer_to_round_is_refused(format_name: str, tmp_path: P
 def test_a_head_that_is_not_rounded_is_not_untied() -> None:
     options = Options(fold=False, rotate=True, untie=True)
     plan = analyze_config(small_opt().config, model_class="OPTForCausalLM", options=options).plan
-    names = [one.name for one in candidates(plan, (0,))]
+    names = [one.name for one in candidates(plan, (0,), rounds_untied_heads=True)]
     assert names == ["original", "untied", "values only", "rotated, seed 0"]
     names.remove("untied")
-    assert [one.name for one in candidates(plan, (0,), head_is_rounded=False)] == names
+    assert [one.name for one in candidates(plan, (0,), rounds_untied_heads=False)] == names
 
 
 def test_a_scheme_or_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
