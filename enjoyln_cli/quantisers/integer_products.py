@@ -1,18 +1,12 @@
 """ONNX programs with weights of 8 or 4 bits, and with inputs of products that are rounded as well.
 
-A weight ``W`` of shape ``(inputs, outputs)`` becomes integers ``Q`` and a scale for each output:
+A product ``x W`` becomes ``(x_q Q) * (s_x s_j)``, with the integers ``Q`` and the scales ``s`` of
+the weight (see ``integer_weights``), and the integers ``x_q`` of the input and their scale ``s_x``.
 
-    s_j = max_i |W_ij| / top,    Q_ij = round(W_ij / s_j),    x W = (x_q Q) * (s_x s_j)
-
-A table that is read by rows has a scale for each row. A head that is tied to it reads the same
-integers: a row of the table is an output of the head. So nothing is stored twice.
-
-In groups, a few inputs of an output share a scale. Integers without a sign are stored, of shape
-``(outputs, groups, inputs of a group)``, as ``MatMulNBits`` reads them, and a scale for each group.
-A product with inputs in floating point multiplies by ``(Q - 128) s`` as numbers again. onnxruntime
-computes these numbers when it loads the program, so that a call takes as long as in float32.
-``MatMulNBits`` with ``accuracy_level`` 0 computes them in each call, and takes up to a hundred
-times as long for one token.
+A product with weights in groups and inputs in floating point multiplies by ``(Q - 128) s`` as
+numbers again. onnxruntime computes these numbers when it loads the program, so that a call takes as
+long as in float32. ``MatMulNBits`` with ``accuracy_level`` 0 computes them in each call, and takes
+up to a hundred times as long for one token.
 
 Weights of products have 4 bits on demand, if the scales of inputs are fixed; tables have 8 bits.
 The scale of an input follows from its values in each call, or is fixed. onnxruntime fuses these
@@ -22,181 +16,28 @@ scales ``QuantizeLinear`` and ``DequantizeLinear`` in front of a product (QDQ).
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from enjoyln_cli.quantisers.gptq import RoundedWeight
-
-TOP, REDUCED_TOP, TOP_OF_4_BITS = 127, 64, 7
-"""The largest integer, that of processors whose sums of products saturate, and that of 4 bits."""
-ROWS, COLUMNS = 0, 1
-"""The dimension of a stored weight that has a scale for each of its elements."""
-ZERO = 128
-"""The integer without a sign that stands for 0 in groups."""
-FLOAT = 1
-"""``onnx.TensorProto.FLOAT``."""
-MICROSOFT = "com.microsoft"
-"""The domain of operators that read 16-bit and 4-bit integers before opset 21."""
-Range = tuple[float, float]
-"""The smallest and the largest value."""
-
-
-@dataclass(frozen=True)
-class FixedScales:
-    """How the inputs of products are rounded if their scales are fixed."""
-
-    bits: int
-    """8 or 16, without a sign."""
-    ranges: Mapping[str, Range]
-    """By the names of values. A product whose input is not among them is not rounded."""
-    with_outputs: bool
-    """Whether results of products of known ranges are rounded as well, as NPUs need them."""
-    in_4_bits: Container[str] = ()
-    """The names of products whose weights get 4 bits."""
-    rounded: Mapping[str, RoundedWeight] = field(default_factory=dict)
-    """Weights of 4 bits that are rounded already, each with one scale for an output, by name."""
-
-
-@dataclass
-class Rounding:
-    """The weights of one program, as they are rounded."""
-
-    graph: Any
-    """The ``onnx_ir.Graph`` that owns the weights."""
-    top: int
-    group: int | None = None
-    """At most how many inputs of an output share a scale; ``None`` for all of them."""
-    fixed: FixedScales | None = None
-    """``None`` if inputs are scaled in each call."""
-    stored: dict[tuple[Any, Any], tuple[Any, Any]] = field(default_factory=dict)
-    """The integers and the scales, by the weight in float32 and its dimension, or ``int4``."""
-    scales_in_a_row: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
-    """The scales of rounded weights in one dimension and their zero points, by the integers."""
-    inputs: dict[tuple[Any, Any], Any] = field(default_factory=dict)
-    """The node that rounds an input of products, by the graph that it stands in."""
-    numbers: Iterator[int] = field(default_factory=count)
-    """Numbers for the names of new nodes."""
-
-    def graph_of(self, value: Any) -> Any:
-        """The graph that gets what a weight becomes.
-
-        onnxruntime 1.32 joins a product with fixed scales and its weight in a branch, and fails if
-        the weight is outside of the branch.
-        """
-        graphs = {user.graph for user, _ in value.uses()}
-        return graphs.pop() if self.fixed and len(graphs) == 1 else self.graph
-
-    def weight(self, value: Any, dimension: int) -> tuple[Any, Any]:
-        """The integers of a weight and their scales."""
-        if (value, dimension) not in self.stored:
-            matrix, graph = value.const_value.numpy(), self.graph_of(value)
-            if self.group:
-                by_outputs = matrix if dimension == ROWS else matrix.T
-                integers, scales = rounded_in_groups(by_outputs, self.group)
-            else:
-                integers, scales = rounded(matrix, dimension, self.top)
-            self.stored[value, dimension] = (
-                constant(graph, f"{value.name}.int8", integers),
-                constant(graph, f"{value.name}.scale", scales),
-            )
-        return self.stored[value, dimension]
-
-    def weight_in_4_bits(
-        self, value: Any, dimension: int, known: RoundedWeight | None
-    ) -> tuple[Any, Any]:
-        """The integers of a weight, of shape ``(inputs, outputs)``, and their scales.
-
-        ``known`` has them if the weight is rounded already.
-        """
-        from ml_dtypes import int4
-
-        if (value, int4) not in self.stored:
-            if known is not None:
-                integers = known.integers.numpy().T - np.int8(known.zero_points[0, 0])
-                scales = known.scales.numpy().T
-            else:
-                matrix = value.const_value.numpy()
-                matrix = matrix.T if dimension == ROWS else matrix
-                integers, scales = rounded(matrix, COLUMNS, TOP_OF_4_BITS)
-            graph = self.graph_of(value)
-            self.stored[value, int4] = (
-                constant(graph, f"{value.name}.int4", integers.astype(int4)),
-                constant(graph, f"{value.name}.scale", scales),
-            )
-        return self.stored[value, int4]
-
-    def in_a_row(self, integers: Any, scales: Any) -> tuple[Any, Any]:
-        """The scales of a weight in one dimension, and as many zero points."""
-        if integers not in self.scales_in_a_row:
-            flat = scales.const_value.numpy().reshape(-1)
-            zeros = np.zeros(flat.shape, integers.const_value.numpy().dtype)
-            self.scales_in_a_row[integers] = (
-                constant(integers.graph, f"{scales.name}s", flat),
-                constant(integers.graph, f"{integers.name}.zeros", zeros),
-            )
-        return self.scales_in_a_row[integers]
-
-    def node(
-        self, kind: str, inputs: list[Any], outputs: int = 1, domain: str = "", **attributes: Any
-    ) -> Any:
-        """A new node, whose name no other graph of the program has."""
-        import onnx_ir
-
-        name = f"int8.{kind}.{next(self.numbers)}"
-        results = [onnx_ir.Value(name=f"{name}.{at}") for at in range(outputs)]
-        return onnx_ir.node(kind, inputs, attributes, domain=domain, outputs=results, name=name)
-
-
-def constant(graph: Any, name: str, array: np.ndarray[Any, Any]) -> Any:
-    """A new weight of an ``onnx_ir.Graph``, under ``name`` or a longer name."""
-    import onnx_ir
-
-    while name in graph.initializers:
-        name += "_"
-    tensor = onnx_ir.tensor(array, name=name)
-    shape = onnx_ir.Shape(array.shape)
-    value = onnx_ir.Value(
-        name=name, shape=shape, type=onnx_ir.TensorType(tensor.dtype), const_value=tensor
-    )
-    graph.register_initializer(value)
-    return value
-
-
-def rounded(
-    weight: np.ndarray[Any, Any], dimension: int, top: int
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Integers of the shape of ``weight``, and scales, of size 1 in the other dimension."""
-    largest = np.abs(weight).max(axis=1 - dimension, keepdims=True)
-    scales = np.where(largest > 0, largest / top, 1.0).astype(np.float32)
-    numbers = weight / scales
-    np.clip(np.rint(numbers, out=numbers), -top, top, out=numbers)
-    return numbers.astype(np.int8), scales
-
-
-def rounded_in_groups(
-    weight: np.ndarray[Any, Any], group: int
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Integers and scales of a weight of shape ``(outputs, inputs)`` in groups.
-
-    Shapes ``(outputs, groups, inputs of a group)``, with zero at 128, and ``(outputs, groups)``.
-    """
-    outputs, inputs = weight.shape
-    groups = inputs // group_of(inputs, group)
-    integers, scales = rounded(weight.reshape(outputs * groups, -1), ROWS, TOP)
-    unsigned = integers.view(np.uint8) ^ np.uint8(ZERO)
-    return unsigned.reshape(outputs, groups, -1), scales.reshape(outputs, groups)
-
-
-def group_of(inputs: int, most: int) -> int:
-    """How many inputs share a scale: the largest divisor of ``inputs`` of at most ``most``.
-
-    All inputs, if that divisor is at most a quarter of ``most``.
-    """
-    return next((size for size in range(most, most // 4, -1) if inputs % size == 0), inputs)
+from enjoyln_cli.quantisers.gptq import BITS, RoundedWeight
+from enjoyln_cli.quantisers.integer_weights import (
+    COLUMNS,
+    FLOAT,
+    MICROSOFT,
+    REDUCED_TOP,
+    ROWS,
+    TOP,
+    ZERO,
+    FixedScales,
+    Rounding,
+    constant,
+    group_of,
+    packed,
+    scale_of,
+    weights_by_name,
+)
 
 
 def round_weights(
@@ -236,6 +77,30 @@ def round_weights(
         elif products:
             _round_product(node, rounding)
     _read_integers(rounding)
+
+
+def write_rounded(program: Any, weights: Mapping[str, RoundedWeight], accuracy: int) -> None:
+    """Let the products of an ``onnx_ir.Model`` read ``weights``, by the paths of their layers.
+
+    The program is changed in place. ``accuracy`` is the ``accuracy_level`` of
+    ``MatMulNBits``: 4 rounds the inputs to 8 bits, 0 leaves them.
+    """
+    by_name = weights_by_name(weights)
+    stored: dict[str, list[Any]] = {}
+    for node in list(program.graph.all_nodes()):
+        value = node.inputs[1] if node.op_type == "MatMul" else None
+        if value is None or not value.is_initializer() or value.name not in by_name:
+            continue
+        name, weight = value.name, by_name[value.name]
+        if name not in stored:
+            arrays = packed(weight)
+            stored[name] = [constant(program.graph, f"{name}.{n}", a) for n, a in arrays.items()]
+        shape, group = weight.integers.shape, weight.group
+        _multiply_in_groups(node, shape, stored[name], BITS, group, accuracy)
+        if not value.uses():
+            del program.graph.initializers[value.name]
+    if stored:
+        program.opset_imports.setdefault(MICROSOFT, 1)
 
 
 def _is_weight(value: Any) -> bool:
@@ -299,10 +164,7 @@ def _round_tied_head(node: Any, rounding: Rounding, group: int) -> None:
     found = matrix_of(node)
     if found not in rounding.stored or group_of(found[0].shape[1], group) != group:
         return
-    (outputs, inputs), stored = found[0].shape, rounding.stored[found]
-    sizes = {"K": inputs, "N": outputs, "bits": 8, "block_size": group, "accuracy_level": 4}
-    made = rounding.node("MatMulNBits", [node.inputs[0], *stored], domain=MICROSOFT, **sizes)
-    _replace(node, [made])
+    _multiply_in_groups(node, found[0].shape, rounding.stored[found], 8, group, accuracy=4)
 
 
 def _round_product(node: Any, rounding: Rounding) -> None:
@@ -381,15 +243,6 @@ def _rounded_value(value: Any, name: str, rounding: Rounding, fixed: FixedScales
     ]
 
 
-def scale_of(values: Range, bits: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The scale and the zero point of integers without a sign for such values; 0 is exact."""
-    low, high = min(values[0], 0.0), max(values[1], 0.0)
-    top = 2**bits - 1
-    scale = np.float32((high - low) / top if high > low else 1.0)
-    zero = np.clip(np.rint(-low / scale), 0, top)
-    return np.asarray(scale), np.asarray(zero, f"uint{bits}")
-
-
 def _weight_of(node: Any) -> Any:
     """The stored matrix that a product or a table multiplies by or reads; ``None`` for others."""
     found = matrix_of(node)
@@ -418,6 +271,30 @@ def matrix_of(node: Any) -> tuple[Any, int] | None:
     if maker is not None and maker.op_type == "Transpose" and dimension == COLUMNS:
         right, dimension = maker.inputs[0], ROWS
     return (right, dimension) if _is_weight(right) else None
+
+
+def _multiply_in_groups(
+    node: Any, shape: Sequence[int], weight: Sequence[Any], bits: int, group: int, accuracy: int
+) -> None:
+    """Let a product multiply by integers in groups of ``group`` inputs.
+
+    ``shape`` is ``(outputs, inputs)``. ``weight`` are the integers of so many ``bits``, their
+    scales, and zero points if these are not in the middle. ``accuracy`` is as for
+    ``write_rounded``.
+    """
+    import onnx_ir
+
+    sizes = {"K": shape[1], "N": shape[0], "bits": bits, "block_size": group}
+    name = f"{node.name}.in_groups"
+    made = onnx_ir.node(
+        "MatMulNBits",
+        [node.inputs[0], *weight],
+        {**sizes, "accuracy_level": accuracy},
+        domain=MICROSOFT,
+        name=name,
+        outputs=[onnx_ir.Value(name=name)],
+    )
+    _replace(node, [made])
 
 
 def _replace(node: Any, nodes: list[Any]) -> None:

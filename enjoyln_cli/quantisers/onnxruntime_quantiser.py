@@ -15,13 +15,8 @@ from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export.onnx_program import module_of
 from enjoyln_cli.quantisers.fused_attention import fuse_attention
 from enjoyln_cli.quantisers.gptq import RoundedWeight
-from enjoyln_cli.quantisers.integer_products import (
-    FixedScales,
-    Range,
-    reads_integers,
-    round_weights,
-)
-from enjoyln_cli.quantisers.products_in_groups import weights_by_name, write_rounded
+from enjoyln_cli.quantisers.integer_products import reads_integers, round_weights, write_rounded
+from enjoyln_cli.quantisers.integer_weights import FixedScales, Range, weights_by_name
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, QuantisationScheme, bits_at
 from enjoyln_cli.rewrite.in_memory import ROTATION_LAYER
 

@@ -18,7 +18,8 @@ from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.programs import Programs, save
 from enjoyln_cli.onnx_export.runtimes import LoadedProgram
-from enjoyln_cli.quantisers.integer_products import Range, matrix_of
+from enjoyln_cli.quantisers.integer_products import matrix_of
+from enjoyln_cli.quantisers.integer_weights import Range
 
 ENDS = {"ReduceMin": ".smallest", "ReduceMax": ".largest"}
 

@@ -21,16 +21,8 @@ from enjoyln_cli.onnx_export.onnx_program import module_of
 from enjoyln_cli.onnx_export.programs import programs_of
 from enjoyln_cli.onnx_export.runtimes import session_options
 from enjoyln_cli.quantisers import gptq
-from enjoyln_cli.quantisers.integer_products import (
-    COLUMNS,
-    ROWS,
-    FixedScales,
-    matrix_of,
-    reads_integers,
-    round_weights,
-    rounded,
-    scale_of,
-)
+from enjoyln_cli.quantisers.integer_products import matrix_of, reads_integers, round_weights
+from enjoyln_cli.quantisers.integer_weights import COLUMNS, ROWS, FixedScales, rounded, scale_of
 from enjoyln_cli.quantisers.onnxruntime_quantiser import quantizer_in_groups
 from enjoyln_cli.quantisers.static_ranges import ranges_of
 

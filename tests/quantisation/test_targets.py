@@ -9,7 +9,7 @@ import pytest
 from commands import GPT2, refused
 
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.quantisers.integer_products import REDUCED_TOP
+from enjoyln_cli.quantisers.integer_weights import REDUCED_TOP
 from enjoyln_cli.quantisers.schemes import SCHEMES, for_target, require_target
 
 
