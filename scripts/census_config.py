@@ -120,8 +120,8 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
         depth = max(2, *(1 + list(kinds).index(kind) for kind in kinds))
         config.layer_types, config.num_hidden_layers = list(kinds[:depth]), depth
         if vars(config).get("rope_parameters") == {}:
-            turned = {"rope_type": "default", "rope_theta": 10000.0}
-            config.rope_parameters = {kind: dict(turned) for kind in config.layer_types}
+            rotary = {"rope_type": "default", "rope_theta": 10000.0}
+            config.rope_parameters = {kind: dict(rotary) for kind in config.layer_types}
     _cut(config, before)
     if isinstance(stages, int) and max(config.out_indices or [0]) > config.num_hidden_layers:
         config.num_hidden_layers = stages  # later stages of this backbone are read

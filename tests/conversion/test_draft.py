@@ -154,7 +154,7 @@ def test_a_draft_proposes_the_same_tokens_for_the_rotated_target(
     tmp_path: Path,
 ) -> None:
     states, table, wanted = run_target(folders[target])
-    turned_states, rotated_table, wanted_after = run_target(folders[f"{target}-rotated"])
+    rotated_states, rotated_table, wanted_after = run_target(folders[f"{target}-rotated"])
     tensors = draft_of(table, layer, embedding, norm_before_fc)
     exact, proposed = run_draft(tensors, states, tensors.get("embed_tokens.weight", table))
 
@@ -166,10 +166,10 @@ def test_a_draft_proposes_the_same_tokens_for_the_rotated_target(
     tables = [] if embedding == "none" else [edited["embed_tokens.weight"]]
     tables += [] if embedding == "own" else [rotated_table]  # a program may share the target's
     for each in tables:
-        logits, tokens = run_draft(edited, turned_states, each)
+        logits, tokens = run_draft(edited, rotated_states, each)
         assert float((logits - exact).abs().max() / exact.abs().max()) < 1e-12
         assert torch.equal(tokens == wanted_after, proposed == wanted)
-        before, _ = run_draft(tensors, turned_states, each)
+        before, _ = run_draft(tensors, rotated_states, each)
         assert float((before - exact).abs().max() / exact.abs().max()) > 1e-2
 
     reads = {"fc.weight", "input_norm.weight"}

@@ -130,7 +130,7 @@ def rotating(axis: Axis, fixes_ones: bool = True) -> RotateAxis:
 
 INPUTS, OUTPUTS = rotating(Axis(1, 0, 1, 26, 1)), rotating(Axis(0, 0, 1, 37, 1))
 HEADS = rotating(Axis(0, 4, 4, 4, 1, 8))
-TURNED = {
+ROTATIONS = {
     "inputs": ("w", Edit((Scale("g", 1), INPUTS))),
     "inputs, by signs": ("w", Edit((rotating(Axis(1, 0, 1, 26, 1), False),))),
     "outputs": ("w", Edit((LayerScale("s", 0), CentreAxis(OUTPUTS.axis), OUTPUTS))),
@@ -147,11 +147,11 @@ TURNED = {
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("case", TURNED)
+@pytest.mark.parametrize("case", ROTATIONS)
 def test_rotated_files_hold_what_the_dense_matrix_says(
     tmp_path: Path, case: str, stored: torch.dtype, divided: None
 ) -> None:
-    name, edit = TURNED[case]
+    name, edit = ROTATIONS[case]
     held = tensors(stored)
     store(tmp_path / "model", held, "single")
     (tmp_path / "out").mkdir()

@@ -30,7 +30,7 @@ from enjoyln_cli.runtime.modules import RMSNorm
 
 Tensors = dict[str, torch.Tensor]
 OUT = feature_axis((ROWS, IN), 0)
-TURN = Edit((RotateAxis(OUT, Rotation(ROWS, 0, "w", fixes_ones=True)),))
+ROTATION = Edit((RotateAxis(OUT, Rotation(ROWS, 0, "w", fixes_ones=True)),))
 NORM = ("w", "g", "v", 1e-5)
 MERGE, SCALE, ADD = Scale("g", 1), LayerScale("s", 0), AddProduct("w", 1, "v")
 
@@ -53,21 +53,21 @@ def both(*changes: Callable[[Tensors], None]) -> Callable[[Tensors], None]:
 
 
 def along_a_row_of_the_matrix(held: Tensors) -> None:
-    row = matrix(TURN.steps[0].rotation)[3]
+    row = matrix(ROTATION.steps[0].rotation)[3]
     held["w"][:, 5] = 6e4 * row.sign()
 
 
 BEYOND, HOLDS = "beyond", "holds NaN"
 WRONG: dict[str, tuple[str, Edit, Callable[[Tensors], None], str]] = {
     "NaN is centred": ("w", Edit((CentreAxis(OUT),)), put("w", math.nan, 3, 4), f"w.* {HOLDS}"),
-    "Inf is rotated": ("w", TURN, put("w", math.inf, 3, 4), f"w.* {HOLDS}"),
+    "Inf is rotated": ("w", ROTATION, put("w", math.inf, 3, 4), f"w.* {HOLDS}"),
     "Inf in half a tensor": (
         "w", Edit((CentreAxis(Axis(0, 4, 2, 15, 1)),)), put("w", -math.inf, 5, 4), f"w.* {HOLDS}",
     ),
     "a mean of large numbers": (
         "w", Edit((CentreAxis(OUT),)), both(put("w", 6e4), put("w", -6e4, 0, 0)), f"w.* {BEYOND}",
     ),
-    "a rotation": ("w", TURN, along_a_row_of_the_matrix, f"w.* {BEYOND}"),
+    "a rotation": ("w", ROTATION, along_a_row_of_the_matrix, f"w.* {BEYOND}"),
     "a fused weight": (
         "w", Edit((MERGE,)), both(put("w", 300.0, 1, 2), put("g", 300.0, 2)), f"w.* {BEYOND}",
     ),
@@ -139,8 +139,8 @@ def test_the_reciprocal_of_a_number_near_zero_is_not_finite(tmp_path: Path) -> N
         write_shards(opened(tmp_path / "model"), {"v": edit}, tmp_path / "out")
 
 
-CASES = {**EDITS, "rotated": ("w", TURN), "rotated and fused": (
-    "w", Edit((MERGE, SCALE, CentreAxis(OUT), *TURN.steps)),
+CASES = {**EDITS, "rotated": ("w", ROTATION), "rotated and fused": (
+    "w", Edit((MERGE, SCALE, CentreAxis(OUT), *ROTATION.steps)),
 )}  # fmt: skip
 
 

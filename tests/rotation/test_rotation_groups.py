@@ -74,7 +74,7 @@ def rope(h: torch.Tensor) -> torch.Tensor:
     return torch.cat([-second, first], -1)
 
 
-TURNS: dict[str, Callable[[Stream, torch.Tensor], Any]] = {
+ROTATES: dict[str, Callable[[Stream, torch.Tensor], Any]] = {
     "nothing": lambda m, h: h,
     "other tokens": lambda m, h: h + h.roll(1, 1) * 0.5,
     "an LayerScale before the sum": lambda m, h: h + m.scale * m.back(F.relu(m.wide(h))),
@@ -141,9 +141,9 @@ def rows(seed: int = 3) -> torch.Tensor:
     return torch.randn(2, 2, 7, generator=torch.Generator().manual_seed(seed)).double()
 
 
-@pytest.mark.parametrize("case", TURNS)
+@pytest.mark.parametrize("case", ROTATES)
 def test_a_stream_that_rotates(case: str) -> None:
-    model = Stream(TURNS[case])
+    model = Stream(ROTATES[case])
     plan = analyze_module(model, rows(), options=ROTATED).plan
     assert not [
         group.reason for group in plan.rotation_groups if group.kind == "residual" and group.reason
@@ -179,7 +179,7 @@ def test_a_weight_that_is_read_twice_stays() -> None:
 
 
 def test_a_zero_in_a_weight_keeps_the_bias_from_being_divided() -> None:
-    model = Stream(TURNS["nothing"])
+    model = Stream(ROTATES["nothing"])
     with torch.no_grad():
         model.last.weight[2] = 0
     plan = analyze_module(model, rows(), options=ROTATED).plan

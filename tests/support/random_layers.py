@@ -138,7 +138,7 @@ def convolutions(r: Random) -> Case:
     spatial, kernel = [r.randint(3, 4)] * n, [r.randint(1, 2)] * n
     x = tensor(r, *lead, channels, *spatial)
     weight = tensor(r, out, channels // groups, *kernel)
-    turned = tensor(r, channels, out // groups, *kernel)
+    transposed = tensor(r, channels, out // groups, *kernel)
     bias = None if r.random() < 0.4 else tensor(r, out)
     biases = () if bias is None else (bias,)
     forward = (aten.conv1d, aten.conv2d, aten.conv3d)[n - 1]
@@ -153,11 +153,11 @@ def convolutions(r: Random) -> Case:
         (lambda x, w, *b: forward(x, w, *(b or (None,)), one, pad, one, groups), (
             x, weight, *biases)),
         (lambda x, w, *b: backward(x, w, *(b or (None,)), one, pad, zero, groups), (
-            x, turned, *biases)),
+            x, transposed, *biases)),
         (lambda x, w, *b: aten.convolution(
             x, w, *(b or (None,)), one, pad, one, False, zero, groups), (x, weight, *biases)),
         (lambda x, w, *b: aten.convolution(
-            x, w, *(b or (None,)), one, pad, one, True, zero, groups), (x, turned, *biases)),
+            x, w, *(b or (None,)), one, pad, one, True, zero, groups), (x, transposed, *biases)),
     ))  # fmt: skip
 
 
