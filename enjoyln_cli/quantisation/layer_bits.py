@@ -6,14 +6,14 @@ save this cost, and take bytes. The layers that save most for each byte come fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import inf, isinf
 from typing import Any
 
 from enjoyln_cli.clock import Countdown, Progress
-from enjoyln_cli.comparison.run import run
+from enjoyln_cli.comparison.run import encoded_once, run
 from enjoyln_cli.comparison.simulated_rounding import (
     Scheme,
     head_of,
@@ -82,12 +82,21 @@ def finer_layers(
         countdown.count()
         return found
 
-    ranked = []
+    def costs_of(paths: Iterable[str]) -> dict[str, list[float]]:
+        return {path: [cost(path, level) for level in bits_by_layer[path]] for path in paths}
+
+    bits_by_layer = {}
     for path, layer in layers.items():
         first = 8 if layer is head and 8 in levels else levels[0]
-        bits = [level for level in levels if level >= first]
-        costs, worth = [cost(path, level) for level in bits], inf
-        weights = layer.weight.numel()
+        bits_by_layer[path] = [level for level in levels if level >= first]
+    in_encoder = _layers_in_encoder(model, layers)
+    with encoded_once(model):
+        costs_by_layer = costs_of(path for path in layers if path not in in_encoder)
+    costs_by_layer |= costs_of(in_encoder)
+    ranked = []
+    for path, bits in bits_by_layer.items():
+        costs = costs_by_layer[path]
+        worth, weights = inf, layers[path].weight.numel()
         for at in range(1, len(bits)):
             size = weights * (bits[at] - bits[at - 1]) // 8
             saved = inf if isinf(costs[at - 1]) else costs[at - 1] - costs[at]
@@ -97,6 +106,14 @@ def finer_layers(
     while steps and steps[-1].bits == FLOAT_BITS and _are_all_in_float(steps, layers):
         steps.pop()
     return steps
+
+
+def _layers_in_encoder(model: Any, layers: Mapping[str, Any]) -> list[str]:
+    """The paths of the layers in the encoder of a model that has an encoder beside a decoder."""
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return []
+    inside = set(model.get_encoder().modules())
+    return [path for path, layer in layers.items() if layer in inside]
 
 
 def _are_all_in_float(steps: Sequence[FinerLayer], layers: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 from commands import good, refused
-from live_models import CHECKPOINTS, ROOT
+from live_models import CHECKPOINTS, ROOT, shaken
 from stored_files import shallow
 from tiny_models import one_layer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE
 from enjoyln_cli.comparison.output_meaning import Kind, Meaning
+from enjoyln_cli.comparison.simulated_rounding import linear_layers
+from enjoyln_cli.quantisation import layer_bits
 from enjoyln_cli.quantisation.examples import Example
 from enjoyln_cli.quantisation.layer_bits import FinerLayer, bits_of, fewest, finer_layers, in_words
 from enjoyln_cli.quantisation.measure import ExactOutputs
@@ -65,6 +68,24 @@ def test_a_layer_gets_eight_bits_before_it_is_left_in_float(
         assert [step.bits for step in own] in ([8, FLOAT_BITS], [8])
         assert own[0].size * 6 == own[-1].size or len(own) == 1
         assert own[0].cost > own[-1].cost or len(own) == 1
+
+
+def test_an_encoder_runs_again_only_for_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    config = T5Config(vocab_size=40, decoder_start_token_id=0, **sizes)
+    model = shaken(T5ForConditionalGeneration(config).eval(), 0.3)
+    ids = torch.randint(1, 40, (2, 1, 9), generator=torch.Generator().manual_seed(1))
+    examples = [Example({"input_ids": row, "decoder_input_ids": row[:, :5]}) for row in ids]
+    with torch.no_grad():
+        outputs = [{"logits": model(**example.batch).logits} for example in examples]
+    exact = ExactOutputs({"logits": Meaning(Kind.ONE_OF)}, examples, outputs)
+    runs: list[int] = []
+    model.encoder.block[0].register_forward_hook(lambda *_: runs.append(1))
+    steps = steps_of((model, exact), "w4a16")
+    inside = [path for path in linear_layers(model) if path.startswith("encoder.")]
+    assert len(inside) == 12 and len(runs) == len(examples) * (1 + 2 * len(inside))
+    monkeypatch.setattr(layer_bits, "encoded_once", lambda model: nullcontext())
+    assert steps == steps_of((model, exact), "w4a16")
 
 
 def test_openvino_keeps_single_layers_in_float_only() -> None:
