@@ -29,6 +29,8 @@ class Scheme:
     """Whether each token has a scale of its own; otherwise all tokens of a call share one."""
     group: int | None = None
     """How many neighbouring inputs of a weight share a scale; ``None``: all inputs of an output."""
+    rounds_results: bool = False
+    """Whether the results of layers get the bits of inputs, with one scale for a call."""
 
 
 def input_dimension(module: nn.Module) -> int | None:
@@ -100,8 +102,11 @@ def simulated(model: Any, scheme: Scheme, only: str | None = None) -> Iterator[N
         dim = -1 if scheme.per_token else None
         return (round_to(args[0], scheme.input_bits, dim), *args[1:])
 
-    def end(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+    def end(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
         module._parameters["weight"] = originals.pop(module)
+        if scheme.rounds_results and scheme.input_bits:
+            return round_to(result, scheme.input_bits, None)
+        return result
 
     originals: dict[nn.Module, Any] = {}
     layers = linear_layers(model) if only is None else {only: model.get_submodule(only)}

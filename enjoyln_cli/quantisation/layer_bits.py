@@ -75,7 +75,11 @@ def finer_layers(
         if bits == FLOAT_BITS:
             return 0.0
         rounding = Scheme(
-            bits, scheme.input_bits, per_token=False, group=GROUP if scheme.is_in_groups else None
+            bits,
+            scheme.input_bits,
+            per_token=False,
+            group=GROUP if scheme.is_in_groups else None,
+            rounds_results=scheme.rounds_results,
         )
         with simulated(model, rounding, only=path):
             found = differences(lambda batch: run(model, [batch])[0], few).cost

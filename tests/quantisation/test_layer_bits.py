@@ -70,6 +70,25 @@ def test_a_layer_gets_eight_bits_before_it_is_left_in_float(
         assert own[0].cost > own[-1].cost or len(own) == 1
 
 
+def test_a_layer_whose_result_is_rounded_costs_what_that_costs() -> None:
+    """One large feature of a result, which the next norm takes away again, sets its scale."""
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2").eval()
+    layer = "transformer.h.2.mlp.c_proj"
+    with torch.no_grad():
+        model.get_submodule(layer).bias += 1000.0
+    ids = torch.randint(3, 500, (2, 40), generator=torch.Generator().manual_seed(1))
+    examples = [Example({"input_ids": row[None]}) for row in ids]
+    with torch.no_grad():
+        outputs = [{"logits": model(**example.batch).logits} for example in examples]
+    exact = ExactOutputs({"logits": Meaning(Kind.ONE_OF)}, examples, outputs)
+    found = {
+        rounded: {step.layer: step.cost for step in steps_of((model, exact), "w8a8-static", **more)}
+        for rounded, more in ((False, {}), (True, {"rounds_results": True}))
+    }
+    assert max(found[True], key=found[True].__getitem__) == layer
+    assert found[True][layer] > 10 * found[False][layer]
+
+
 def test_an_encoder_runs_again_only_for_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
     config = T5Config(vocab_size=40, decoder_start_token_id=0, **sizes)
