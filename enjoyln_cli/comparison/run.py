@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -73,12 +74,14 @@ def encoded_once(model: Any) -> Iterator[None]:
     if encoder is model:
         yield
         return
-    before, forward = vars(encoder).get("forward"), encoder.forward
+    before, forward, of_class = vars(encoder).get("forward"), encoder.forward, type(encoder).forward
     names = list(inspect.signature(forward).parameters)
     known: dict[Any, tuple[Any, Any]] = {}
 
-    @functools.wraps(forward)
-    def once(*args: Any, **inputs: Any) -> Any:
+    @functools.wraps(of_class)
+    def once(this: Any, *args: Any, **inputs: Any) -> Any:
+        if this is not encoder:  # a copy of it, which may have other weights or none
+            return of_class(this, *args, **inputs)
         if torch.is_grad_enabled():
             return forward(*args, **inputs)
         given = {**dict(zip(names, args, strict=False)), **inputs}
@@ -89,7 +92,7 @@ def encoded_once(model: Any) -> Iterator[None]:
             known[key] = forward(*args, **inputs), told
         return known[key][0]
 
-    encoder.forward = once
+    encoder.forward = MethodType(once, encoder)
     try:
         yield
     finally:

@@ -79,11 +79,8 @@ def split(
         repeated = len(rows) - len(examples)
         again = f", of which {repeated} repeat another" if repeated else ""
         raise too_little(f"{counted(len(rows), 'input')}{windows}{again}")
-    countdown, rows = Countdown(len(examples), on_progress), []
-    for example in examples:
-        row = _as_tokenized(model, example.batch, own.tokenizer)
-        rows.append(_with_places(model, _with_decoder_inputs(model, row)))
-        countdown.count()
+    rows = [_as_tokenized(model, example.batch, own.tokenizer) for example in examples]
+    rows = [_with_places(model, row) for row in _with_decoder_inputs(model, rows, on_progress)]
     rows = user_data.runnable(model, rows, torch.float32, lambda row: run(model, [row]), event)
     scored = "input_ids" in rows[0] and "decoder_input_ids" not in rows[0]
     scored = scored and (kind == "causal" or own.mask_token is not None)
@@ -229,10 +226,14 @@ def _with_places(model: Any, row: Batch) -> Batch:
     return {**row, "position_ids": found} if found.ndim > 2 else row
 
 
-def _with_decoder_inputs(model: Any, row: Batch) -> Batch:
-    """The row with what the model generates for it, if it has a decoder of its own."""
+def _with_decoder_inputs(model: Any, rows: list[Batch], on_progress: Progress) -> list[Batch]:
+    """The rows with what the model generates for them, if it has a decoder of its own."""
     if not model.config.is_encoder_decoder or not model.can_generate():
-        return row
+        return rows
+    countdown = Countdown(len(rows), on_progress)
     words = f"{type(model).__name__} generates no tokens for its decoder"
     with refusing(UnsupportedModel, words):
-        return {**row, "decoder_input_ids": decoded(model, inputs_for(model, row))}
+        for at, tokens in decoded(model, [inputs_for(model, row) for row in rows]):
+            rows[at] = {**rows[at], "decoder_input_ids": tokens}
+            countdown.count()
+    return rows

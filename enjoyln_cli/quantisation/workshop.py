@@ -20,7 +20,7 @@ from enjoyln_cli.models.load import refusing
 from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.programs import save
 from enjoyln_cli.onnx_export.runtimes import LoadedProgram
-from enjoyln_cli.plan.plan import NormFusion
+from enjoyln_cli.plan.plan import NormFusion, Plan
 from enjoyln_cli.quantisation.candidates import ORIGINAL, Candidate
 from enjoyln_cli.quantisation.examples import Example, traced_batch
 from enjoyln_cli.quantisation.layer_bits import bits_of
@@ -58,6 +58,8 @@ class Workshop:
     """What programs are made from."""
     rounded: dict[str, dict[str, RoundedWeight]] = field(default_factory=dict, init=False)
     """Weights that were rounded by error, by the names of candidates and the paths of layers."""
+    edited: tuple[Plan | None, Any] | None = field(default=None, init=False)
+    """The plan and the model of the candidate that was smoothed, until that is written."""
 
     def place(self, name: str) -> Path:
         """The folder of a candidate."""
@@ -95,9 +97,11 @@ class Workshop:
 
     def model(self, candidate: Candidate) -> Any:
         """A candidate before it is quantised."""
-        model = self.original.load(torch.float32, candidate.plan)
-        smooth(model, candidate.smoothed)
-        return model
+        edited, self.edited = self.edited, None
+        if edited is None or edited[0] is not candidate.plan:
+            edited = candidate.plan, self.original.load(torch.float32, candidate.plan)
+        smooth(edited[1], candidate.smoothed)
+        return edited[1]
 
     def smoothed(self, candidate: Candidate, examples: Sequence[Example]) -> Sequence[Candidate]:
         """The candidate with smoothed norms, if that is worth trying.
@@ -109,9 +113,12 @@ class Workshop:
         if not norms or not self.scheme.can_be_smoothed(self.format):
             return ()
         batches = [example.batch for example in examples]
-        smoothed = smoothing(self.model(candidate), norms, batches)
-        name = f"{candidate.name}, smoothed"
-        return [replace(candidate, name=name, smoothed=smoothed)] if smoothed else ()
+        model = self.model(candidate)
+        smoothed = smoothing(model, norms, batches)
+        if not smoothed:
+            return ()
+        self.edited = candidate.plan, model
+        return [replace(candidate, name=f"{candidate.name}, smoothed", smoothed=smoothed)]
 
     def write(
         self,

@@ -29,6 +29,8 @@ TOP, REDUCED_TOP, TOP_OF_4_BITS = 127, 64, 7
 """The largest integer, that of processors whose sums of products saturate, and that of 4 bits."""
 ROWS, COLUMNS = 0, 1
 """The dimension of a stored weight that has a scale for each of its elements."""
+PIECE = 1 << 16
+"""About how many weights are rounded at once; they stay in a core's cache."""
 ZERO = 128
 """The integer without a sign that stands for 0 in groups."""
 FLOAT = 1
@@ -164,11 +166,17 @@ def rounded(
     weight: np.ndarray[Any, Any], dimension: int, top: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Integers of the shape of ``weight``, and scales, of size 1 in the other dimension."""
-    largest = np.abs(weight).max(axis=1 - dimension, keepdims=True)
+    across = 1 - dimension
+    largest = np.maximum(weight.max(across, keepdims=True), -weight.min(across, keepdims=True))
     scales = np.where(largest > 0, largest / top, 1.0).astype(np.float32)
-    numbers = weight / scales
-    np.clip(np.rint(numbers, out=numbers), -top, top, out=numbers)
-    return numbers.astype(np.int8), scales
+    integers = np.empty(weight.shape, np.int8)
+    count = max(1, PIECE // weight.shape[1])
+    for first in range(0, len(weight), count):
+        rows = slice(first, first + count)
+        numbers = weight[rows] / (scales[rows] if dimension == ROWS else scales)
+        np.clip(np.rint(numbers, out=numbers), -top, top, out=numbers)
+        integers[rows] = numbers
+    return integers, scales
 
 
 def rounded_in_groups(

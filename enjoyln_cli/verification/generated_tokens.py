@@ -7,7 +7,7 @@ differs, the rest of a row has no meaning and counts as different.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from enjoyln_cli.calls.input_sets import accepted_by
-from enjoyln_cli.comparison.batches import Batch, positions
+from enjoyln_cli.comparison.batches import ROWS_AT_ONCE, Batch, positions
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.text import counted
@@ -107,10 +107,40 @@ def continued(model: Any, batches: Sequence[Batch], is_decoded: bool = False) ->
     return Prompts(prompts, most, wanted)
 
 
-def decoded(model: Any, batch: Batch) -> torch.Tensor:
-    """The tokens that the decoder of ``model`` generates for the inputs of its encoder."""
-    room = positions(model.config.get_text_config(decoder=True))
-    return _generated(model, batch, min(MOST_DECODED, room))
+def decoded(model: Any, rows: Sequence[Batch]) -> Iterator[tuple[int, torch.Tensor]]:
+    """The tokens that the decoder of ``model`` generates for the inputs of its encoder.
+
+    Each of ``rows`` is a batch of one row. Rows of equal shapes are decoded together, so the number
+    of each comes with its tokens.
+    """
+    most = min(MOST_DECODED, positions(model.config.get_text_config(decoder=True)))
+    encoder, alike = model.get_encoder(), defaultdict(list)
+    for at, row in enumerate(rows):
+        is_read = row.keys() <= accepted_by(encoder)  # its states are all that a decoder needs
+        alike[tuple(value.shape for value in row.values()) if is_read else at].append(at)
+    for members in alike.values():
+        for first in range(0, len(members), ROWS_AT_ONCE):
+            some = members[first : first + ROWS_AT_ONCE]
+            batch = {name: torch.cat([rows[at][name] for at in some]) for name in rows[some[0]]}
+            more = {}
+            if len(some) > 1:
+                with torch.no_grad(), silent():
+                    encoded = [encoder(**rows[at]) for at in some]
+                states = torch.cat([one.last_hidden_state for one in encoded])
+                more = {"encoder_outputs": type(encoded[0])(last_hidden_state=states)}
+            else:
+                batch = rows[some[0]]
+            tokens = _generated(model, batch, most, **more)
+            yield from zip(some, (_ended(model, row)[None] for row in tokens), strict=True)
+
+
+def _ended(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """A row of a decoder's tokens without the padding behind its end."""
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        return tokens
+    found = torch.isin(tokens[1:], torch.tensor(ends)).nonzero()  # the first may be an end itself
+    return tokens[: int(found[0]) + 2] if len(found) else tokens
 
 
 def agreement(model: Any, prompts: Prompts, original: Any = None) -> Agreement:
@@ -135,8 +165,11 @@ def agreement(model: Any, prompts: Prompts, original: Any = None) -> Agreement:
     return Agreement(inputs, tokens, same)
 
 
-def _generated(model: Any, batch: Batch, most: int) -> torch.Tensor:
-    """Rows of tokens, which begin with the prompt, or with the tokens that start a decoder."""
+def _generated(model: Any, batch: Batch, most: int, **more: Any) -> torch.Tensor:
+    """Rows of tokens, which begin with the prompt, or with the tokens that start a decoder.
+
+    ``more`` are other arguments of ``generate``.
+    """
     from transformers import GenerationMixin
 
     given = {
@@ -145,7 +178,7 @@ def _generated(model: Any, batch: Batch, most: int) -> torch.Tensor:
     }
     with torch.no_grad(), silent():
         found: torch.Tensor = GenerationMixin.generate(
-            model, **given, do_sample=False, num_beams=1, max_new_tokens=most
+            model, **given, **more, do_sample=False, num_beams=1, max_new_tokens=most
         )
     return found.cpu()
 

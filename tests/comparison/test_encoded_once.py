@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -55,6 +56,19 @@ def test_other_tensors_and_gradients_run_it_again(model: Any) -> None:
     assert len(seen) == 4 and not torch.equal(first, other)
     assert encoder.block[0].layer[0].layer_norm.weight.grad is not None
     assert "forward" not in vars(encoder)
+
+
+def test_a_copy_runs_its_own_encoder(model: Any) -> None:
+    call = {"input_ids": torch.randint(1, 40, (1, 7)), "decoder_input_ids": torch.zeros(1, 1).int()}
+    other = deepcopy(model)
+    with torch.no_grad():
+        other.get_encoder().embed_tokens.weight.mul_(0.5)
+        expected = other(**call).logits
+        with encoded_once(model):
+            copied = deepcopy(model)
+            copied.get_encoder().embed_tokens.weight.mul_(0.5)
+            model(**call)
+            assert torch.equal(copied(**call).logits, expected)
 
 
 def test_a_model_without_an_encoder_is_left_alone() -> None:

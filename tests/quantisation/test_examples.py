@@ -248,6 +248,24 @@ def test_a_decoder_gets_what_the_original_generates(t5: Any, tmp_path: Path) -> 
     assert traced["decoder_input_ids"].shape[1] != 12
 
 
+def test_rows_decoded_together_are_as_each_alone(t5: Any, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    for weight in t5.parameters():
+        torch.nn.init.normal_(weight, 0.1, 0.6)
+    lengths = (5, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 5, 7, 9)
+    ids = tuple(tuple(torch.randint(3, 60, (n,)).tolist()) for n in lengths)
+    found = [
+        one.batch for half in split(t5, tmp_path, UserData(tokens=ids), 9, False) for one in half
+    ]
+    sizes = set()
+    for row, batch in zip(ids, found, strict=True):
+        alone = t5.generate(torch.tensor([row]), do_sample=False, max_new_tokens=48)
+        assert batch["input_ids"].tolist() == [list(row)]
+        assert torch.equal(batch["decoder_input_ids"], alone)
+        sizes.add(alone.shape[1])
+    assert len(sizes) > 1  # some rows end before others do
+
+
 def test_a_decoder_without_a_first_token_is_refused(t5: Any, tmp_path: Path) -> None:
     t5.generation_config.decoder_start_token_id = t5.generation_config.bos_token_id = None
     ids = tuple((at + 3, 5) for at in range(8))

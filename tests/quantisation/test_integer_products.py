@@ -88,9 +88,10 @@ def floats_of(program: Any) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize("shape", [(5, 7), (700, 300)])  # as a whole, and in several pieces
 @pytest.mark.parametrize("dimension", [ROWS, COLUMNS])
-def test_each_output_has_its_scale(dimension: int) -> None:
-    weight = np.random.default_rng(0).normal(0.1, 1, (5, 7)).astype(np.float32)
+def test_each_output_has_its_scale(dimension: int, shape: tuple[int, int]) -> None:
+    weight = np.random.default_rng(0).normal(0.1, 1, shape).astype(np.float32)
     weight[2, :] *= 50
     weight[:, 3] = weight[4, :] = 0
     integers, scales = rounded(weight, dimension, 127)
