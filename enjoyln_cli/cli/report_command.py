@@ -176,7 +176,7 @@ def _report_overflows(
         from enjoyln_cli.scaling.overflows import overflows_of
 
         opened = open_model(model, opening, unfolded=True)
-        opened = opened.as_class(model_class or opened.stored_class)
+        opened = opened.as_class(model_class or opened.stored_class.name)
         found = overflows_of(opened, own)
     if as_json:
         write_json(to_json(found))

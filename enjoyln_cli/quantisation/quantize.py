@@ -113,10 +113,12 @@ def quantize(
     adds = format_name == ONNX and can_add(Path(out), options.force)
     replaces = options.force or adds
     check_place(Path(out), source=source.root, force=replaces)
+    if options.keep:
+        require_layers(opened.stored_class.model, options.keep)
     event("stage", f"finding which features of {opened.config.model_type} can be rotated")
     online_rotations = format_name == ONNX and settings.is_static
     plan, norms = rotation_plan(opened, event, online_rotations)
-    name = plan.model_class if plan else opened.stored_class
+    name = plan.model_class if plan else opened.stored_class.name
     original = opened.as_class(name)
     if adds:
         made_from = MadeFrom(source.origin, source.revision, name)
@@ -130,7 +132,6 @@ def quantize(
         work = Workshop(Path(scratch), format_name, settings, bits, original, norms)
         event("stage", "running the original on the data")
         float_model = original.load(torch.float32)
-        require_layers(float_model, options.keep)
         used = plan.outputs if plan else ()
         choosing, held_out = exact_halves(
             float_model, opened, data, options.inputs, used, work.folder, event, on_progress

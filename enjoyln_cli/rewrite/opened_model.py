@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from enjoyln_cli.analysis.stored_class import class_of
+from enjoyln_cli.analysis.stored_names import StoredClass
 from enjoyln_cli.checkpoint.config import load_config, require_unfolded
 from enjoyln_cli.checkpoint.open_options import OPENED_PLAINLY, OpenOptions
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
@@ -45,13 +46,12 @@ class OpenedModel:
         return class_in(self.source.path, self.model_class, self.config, self.trust_remote_code)
 
     @property
-    def stored_class(self) -> str:
-        """The name of the class that the stored tensors belong to.
+    def stored_class(self) -> StoredClass:
+        """The class that the stored tensors belong to, with a model of it without weights.
 
         Raises ``BadCheckpoint`` if they fill no class.
         """
-        listed = classes_for(self.config)
-        return class_of(listed, self.config, self.checkpoint).name
+        return class_of(classes_for(self.config), self.config, self.checkpoint)
 
     def as_class(self, name: str) -> OpenedModel:
         """The same model, to be loaded as the class ``name``."""

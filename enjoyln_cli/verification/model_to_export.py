@@ -89,7 +89,7 @@ def open_to_export(model: str, options: ExportOptions, opening: OpenOptions) -> 
     if MARKER not in opened.checkpoint.raw_config:
         if options.against is not None:
             raise UnsupportedModel(f"{model} was not converted: drop --against")
-        opened = opened.as_class(options.model_class or opened.stored_class)
+        opened = opened.as_class(options.model_class or opened.stored_class.name)
         return ModelToExport(
             opened=opened,
             plan=None,

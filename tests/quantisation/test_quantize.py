@@ -34,7 +34,7 @@ from vision_language import pictures, vision_language_model
 
 from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE
 from enjoyln_cli.cli.console import write_quantised
-from enjoyln_cli.comparison.data_files import read_user_data
+from enjoyln_cli.comparison.data_files import UserData, read_user_data
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import path_of_head
 from enjoyln_cli.errors import UnsupportedModel
@@ -232,11 +232,16 @@ def test_fixed_scales_serve_a_decoder_with_a_cache(tmp_path: Path) -> None:
         assert sum(node.op_type == "QuantizeLinear" for node in nodes) >= 8
 
 
-def test_a_path_to_keep_that_no_layer_has_is_refused() -> None:
+def test_a_path_to_keep_that_no_layer_has_is_refused(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     require_layers(model, ["0"])
     with pytest.raises(UnsupportedModel, match=r"--keep \*.fc: no layer has such a path"):
         require_layers(model, ["0", "*.fc"])
+    told: list[tuple[str, str]] = []
+    data = UserData(tokens=((1, 2, 3),) * 8)
+    with pytest.raises(UnsupportedModel, match="--keep nope: no layer"):
+        quantize(GPT2, tmp_path / "out", data, keep=("nope",), on_event=lambda *e: told.append(e))
+    assert not told  # before the model is analysed
 
 
 LOGITS = {"logits": {"KL divergence": 0.01, "top-1 agreement": 0.9, "error": 0.02}}
