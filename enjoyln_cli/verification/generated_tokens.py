@@ -114,24 +114,30 @@ def decoded(model: Any, rows: Sequence[Batch]) -> Iterator[tuple[int, torch.Tens
     of each comes with its tokens.
     """
     most = min(MOST_DECODED, positions(model.config.get_text_config(decoder=True)))
-    encoder, alike = model.get_encoder(), defaultdict(list)
+    read, alike = accepted_by(model.get_encoder()), defaultdict(list)
     for at, row in enumerate(rows):
-        is_read = row.keys() <= accepted_by(encoder)  # its states are all that a decoder needs
-        alike[tuple(value.shape for value in row.values()) if is_read else at].append(at)
+        shapes = tuple((name, value.shape) for name, value in row.items())
+        alike[shapes if row.keys() <= read else at].append(at)
     for members in alike.values():
         for first in range(0, len(members), ROWS_AT_ONCE):
             some = members[first : first + ROWS_AT_ONCE]
-            batch = {name: torch.cat([rows[at][name] for at in some]) for name in rows[some[0]]}
-            more = {}
-            if len(some) > 1:
-                with torch.no_grad(), silent():
-                    encoded = [encoder(**rows[at]) for at in some]
-                states = torch.cat([one.last_hidden_state for one in encoded])
-                more = {"encoder_outputs": type(encoded[0])(last_hidden_state=states)}
-            else:
-                batch = rows[some[0]]
-            tokens = _generated(model, batch, most, **more)
-            yield from zip(some, (_ended(model, row)[None] for row in tokens), strict=True)
+            found = _decoded_together(model, [rows[at] for at in some], most)
+            yield from zip(some, (_ended(model, row)[None] for row in found), strict=True)
+
+
+def _decoded_together(model: Any, rows: Sequence[Batch], most: int) -> torch.Tensor:
+    """The tokens for some rows of equal shapes: several rows hold inputs of the encoder alone.
+
+    The encoder reads each row by itself, as it does in later calls (see ``encoded_once``).
+    """
+    if len(rows) == 1:
+        return _generated(model, rows[0], most)
+    with torch.no_grad(), silent():
+        encoded = [model.get_encoder()(**row) for row in rows]
+    states = torch.cat([one.last_hidden_state for one in encoded])
+    together = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    outputs = type(encoded[0])(last_hidden_state=states)
+    return _generated(model, together, most, encoder_outputs=outputs)
 
 
 def _ended(model: Any, tokens: torch.Tensor) -> torch.Tensor:
