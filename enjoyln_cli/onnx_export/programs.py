@@ -98,6 +98,19 @@ def programs_of(
     would be exported as LayerNorm.
     """
     calls = program_calls(model, dtype, outputs)
+    return programs_of_calls(model, calls, opset=opset, shifts=shifts, cross_cache=cross_cache)
+
+
+@no_collections()
+def programs_of_calls(
+    model: Any,
+    calls: Mapping[str, ProgramCall],
+    *,
+    opset: int | None = None,
+    shifts: Mapping[str, int] | None = None,
+    cross_cache: bool = True,
+) -> Programs:
+    """Trace these calls of ``model``, by the names of their programs, as ``programs_of`` does."""
     norms = {name: norms_that_run(model, call) for name, call in calls.items()}
     if opset is None:
         opset = OPSET if any(norms.values()) else OPSET_OF_LAYER_NORMS

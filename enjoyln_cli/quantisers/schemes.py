@@ -98,9 +98,9 @@ class TargetFormat:
     packages_to_run: tuple[str, ...] = ()
     """What has to be installed to run a result; ``packages`` by default."""
     transformers: tuple[int, int] = (5, 24)
-    """The oldest version that it was tested with, and whose exporters take a quantiser."""
+    """The oldest version that it was tested with."""
     is_checkpoint: bool = False
-    """Whether ``from_pretrained`` loads it; otherwise ``transformers.exporters`` write it."""
+    """Whether ``from_pretrained`` loads it; otherwise the result is programs."""
     is_timed: bool = True
     """Whether the time of a call says something about the engine that the format is for."""
     rounds_untied_heads: bool = False

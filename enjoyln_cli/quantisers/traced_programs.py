@@ -3,13 +3,14 @@
 A rotation changes weights and no structure, so all candidates share one trace. A candidate has a
 trace of its own if it has a product that others lack, or if the config entries that its untied head
 needs change what the model computes. If the cache of a model cannot be exported, or if data have
-other inputs than its config tells, the model is one program of a whole call, which is exported anew
-for each candidate.
+other inputs than its config tells, the model is one program of a whole call. If torch cannot export
+that, transformers' exporter does so anew for each candidate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,12 +22,19 @@ from enjoyln_cli.comparison.run import encoded_once, run
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event
 from enjoyln_cli.models.classes import apply_experts, leave_out_cache
-from enjoyln_cli.onnx_export import exporting
 from enjoyln_cli.onnx_export.cached_calls import MODEL
-from enjoyln_cli.onnx_export.call import call_to_export
+from enjoyln_cli.onnx_export.call import (
+    BATCH,
+    Axes,
+    ExportedCall,
+    Positional,
+    ProgramCall,
+    call_to_export,
+)
+from enjoyln_cli.onnx_export.exporting import exported, exporting
 from enjoyln_cli.onnx_export.image_parts import VISION, image_inputs
 from enjoyln_cli.onnx_export.onnx_program import fold_transposed_weights, scale_norms
-from enjoyln_cli.onnx_export.programs import Programs, programs_of, with_weights
+from enjoyln_cli.onnx_export.programs import Programs, programs_of, programs_of_calls, with_weights
 from enjoyln_cli.plan.plan import Plan, Setting
 from enjoyln_cli.quantisers import onnxruntime_quantiser
 from enjoyln_cli.quantisers.gptq import RoundedWeight
@@ -52,6 +60,8 @@ class TracedPrograms:
     """See ``programs_of``."""
     is_one_call: bool = field(default=False, init=False)
     """Whether the programs are traced from the sample, without a cache."""
+    is_by_transformers: bool = field(default=False, init=False)
+    """Whether that is done by transformers' exporter, for each candidate anew."""
     traced: dict[Structure, Programs] = field(default_factory=dict)
     harmless: set[tuple[Setting, ...]] = field(default_factory=set)
     """Config entries that were found to change no output."""
@@ -65,23 +75,42 @@ class TracedPrograms:
         if structure in self.traced:
             return with_weights(self.traced[structure], model)
         apply_experts(model, "batched_mm")
-        if self.is_one_call:
-            return _one_call(model, self.traced_sample, self.shifts)
+        made = self._of_one_call(model) if self.is_one_call else self._traced(model)
+        if made.bare:
+            self.traced[structure] = replace(made, models={})
+        return made
+
+    def _traced(self, model: Any) -> Programs:
         try:
-            _require_same_inputs(model, self.samples)
-            made = programs_of(
-                model, torch.float32, shifts=self.shifts, cross_cache=self.cross_cache
-            )
-            _require_sizes(made, self.samples)
-            if VISION in made.bare and not self.cross_cache:
-                raise UnsupportedModel("OpenVINO takes a model of pictures and text as a whole")
+            return self._in_parts(model)
         except UnsupportedModel as error:
-            whole = _one_call(model, self.traced_sample, self.shifts)
+            whole = self._of_one_call(model)
             self.is_one_call = True
             if model.can_generate():
                 self.event("warning", f"exported without a cache: {error}")
             return whole
-        self.traced[structure] = replace(made, models={})
+
+    def _in_parts(self, model: Any) -> Programs:
+        """The programs in the layout that clients read, with a cache if the model generates."""
+        _require_same_inputs(model, self.samples)
+        made = programs_of(model, torch.float32, shifts=self.shifts, cross_cache=self.cross_cache)
+        _require_sizes(made, self.samples)
+        if VISION in made.bare and not self.cross_cache:
+            raise UnsupportedModel("OpenVINO takes a model of pictures and text as a whole")
+        return made
+
+    def _of_one_call(self, model: Any) -> Programs:
+        """One program of a whole call with the inputs of the user.
+
+        transformers' exporter replaces parts of some models that torch cannot export.
+        """
+        leave_out_cache(model)
+        if not self.is_by_transformers:
+            with suppress(UnsupportedModel):
+                call = _whole_call(model, self.samples, self.traced_sample)
+                return programs_of_calls(model, {MODEL: call}, shifts=self.shifts)
+        made = _by_transformers(model, self.traced_sample, self.shifts)
+        self.is_by_transformers = True
         return made
 
     def _structure(self, model: Any, plan: Plan | None) -> Structure:
@@ -133,15 +162,39 @@ def _require_size(name: str, taken: Sequence[int | str], samples: Sequence[Batch
             )
 
 
-def _one_call(model: Any, batch: Batch, shifts: Mapping[str, int]) -> Programs:
-    """One program of a whole call with the inputs of ``batch``."""
+def _whole_call(model: Any, samples: Sequence[Batch], traced: Batch) -> ProgramCall:
+    """A call with the inputs of the user, which is traced with the inputs ``traced``.
+
+    An axis is dynamic if the config tells so, or if its sizes differ. Axes of equal sizes have one
+    name.
+    """
+    with exporting(model, "torch.onnx"):
+        (found,) = run(model, [traced])
+    try:
+        told = call_to_export(model, (), torch.float32).axes
+    except UnsupportedModel:
+        told = {}
+    axes: Axes = {}
+    names: dict[tuple[int, ...], str] = {}
+    for name, value in traced.items():
+        axes[name] = dict(told.get(name, {}))
+        for at in range(value.ndim):
+            sizes = tuple(batch[name].shape[at] for batch in (traced, *samples))
+            if len({*sizes}) > 1:
+                known = names.setdefault(sizes, f"size_{len(names)}" if at else BATCH)
+                axes[name].setdefault(at, known)
+    call = ExportedCall(traced, tuple(found), axes)
+    return ProgramCall(Positional(model, call), call.batch, call.outputs, call.axes)
+
+
+def _by_transformers(model: Any, batch: Batch, shifts: Mapping[str, int]) -> Programs:
+    """One program of a whole call with the inputs of ``batch``, which others cannot fill."""
     from transformers.exporters import OnnxConfig, OnnxExporter
 
-    leave_out_cache(model)
     config = OnnxConfig(dynamic=True)
     in_parts = computed_in_parts(model, shifts)
     with scaled_inputs(model, in_parts):
-        program = exporting.exported(OnnxExporter(), model, batch, config).program
+        program = exported(OnnxExporter(), model, batch, config).program
     scale_norms([program.graph], {norm: k for norm, k in shifts.items() if norm not in in_parts})
     fold_transposed_weights(program)
     return Programs({MODEL: program}, {})

@@ -16,6 +16,8 @@ from transformers import (
     GPT2Model,
     LongcatFlashConfig,
     LongcatFlashForCausalLM,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
     YolosConfig,
@@ -115,21 +117,55 @@ def test_experts_in_a_loop_are_refused(make: Any, capfd: pytest.CaptureFixture[s
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [32, 48])
 def test_pictures_of_another_size_than_the_config_says(width: int, tmp_path: Path) -> None:
-    """Also if only some have another size; then the program takes all sizes."""
+    """Also if only some have another size; then the program takes all sizes.
+
+    Another candidate fills the same program.
+    """
     config = YolosConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
         image_size=[32, 32], patch_size=8, num_detection_tokens=4, num_labels=3,
     )  # fmt: skip
     model = shaken(YolosForObjectDetection(config))
+    other = shaken(YolosForObjectDetection(config), 0.3)
     torch.manual_seed(0)
     samples = [{"pixel_values": torch.randn(1, 3, 32, size)} for size in (32, 32, width)]
     forms = TracedPrograms(samples, {"pixel_values": torch.randn(2, 3, 32, 32)}, lambda *said: None)
-    save(forms.programs(model, None), tmp_path)
-    assert forms.is_one_call == (width != 32)
-    compute = whole_rows(load_programs(tmp_path))
-    for sample in samples:
-        with torch.no_grad():
-            exact = model(**sample)
-        found = compute(sample)
-        for name in ("logits", "pred_boxes"):
-            assert relative(found[name], exact[name]) < 1e-5
+    for candidate in (model, other):
+        save(forms.programs(candidate, None), tmp_path)
+        assert forms.is_one_call == (width != 32) and len(forms.traced) == 1
+        compute = whole_rows(load_programs(tmp_path))
+        for sample in samples:
+            with torch.no_grad():
+                exact = candidate(**sample)
+            found = compute(sample)
+            for name in ("logits", "pred_boxes"):
+                assert relative(found[name], exact[name]) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_model_that_only_transformers_exports(tmp_path: Path) -> None:
+    """Its positions are resized to the shape of each picture."""
+    config = Siglip2VisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_patches=16, patch_size=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+
+    def pictures(rows: int, height: int, width: int) -> dict[str, torch.Tensor]:
+        mask = (torch.arange(20) < height * width).long()
+        return {
+            "pixel_values": torch.randn(rows, 20, 48),
+            "pixel_attention_mask": mask.expand(rows, 20),
+            "spatial_shapes": torch.tensor([[height, width]]).expand(rows, 2),
+        }
+
+    samples = [pictures(1, 4, 5), pictures(1, 3, 4)]
+    forms = TracedPrograms(samples, pictures(2, 4, 5), lambda *said: None)
+    for model in (shaken(Siglip2VisionModel(config)), shaken(Siglip2VisionModel(config), 0.3)):
+        save(forms.programs(model, None), tmp_path)
+        compute = whole_rows(load_programs(tmp_path))
+        for sample in samples:
+            with torch.no_grad():
+                exact = model(**sample).last_hidden_state
+            assert relative(compute(sample)["last_hidden_state"], exact) < 1e-5
+    assert forms.is_by_transformers and not forms.traced
