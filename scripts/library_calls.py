@@ -6,8 +6,8 @@
 
 Each call of onnxruntime or NNCF rounds the programs of the model as it is, and each call of torchao
 or llm-compressor the model itself. The table shows the mean KL divergence of the logits, or
-relative error of the outputs, on held-out data: the same inputs and programs as those of
-``scripts/real_models.py``.
+relative error of the outputs, on held-out data: on the same inputs and in the same programs as the
+table of ``scripts/real_models.py``.
 """
 
 from __future__ import annotations

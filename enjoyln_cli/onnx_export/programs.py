@@ -73,7 +73,6 @@ class Programs:
         return int(version)
 
 
-@no_collections()  # a trace makes many objects, of which few are garbage
 def programs_of(
     model: Any,
     dtype: torch.dtype,
@@ -101,7 +100,7 @@ def programs_of(
     return programs_of_calls(model, calls, opset=opset, shifts=shifts, cross_cache=cross_cache)
 
 
-@no_collections()
+@no_collections()  # a trace makes many objects, of which few are garbage
 def programs_of_calls(
     model: Any,
     calls: Mapping[str, ProgramCall],

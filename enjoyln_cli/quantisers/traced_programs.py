@@ -75,12 +75,13 @@ class TracedPrograms:
         if structure in self.traced:
             return with_weights(self.traced[structure], model)
         apply_experts(model, "batched_mm")
-        made = self._of_one_call(model) if self.is_one_call else self._traced(model)
+        made = self._of_one_call(model) if self.is_one_call else self._in_parts_or_whole(model)
         if made.bare:
             self.traced[structure] = replace(made, models={})
         return made
 
-    def _traced(self, model: Any) -> Programs:
+    def _in_parts_or_whole(self, model: Any) -> Programs:
+        """The programs that clients read, or one program if these cannot be made."""
         try:
             return self._in_parts(model)
         except UnsupportedModel as error:
