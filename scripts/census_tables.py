@@ -99,7 +99,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
             single += f" (by rounding its weights: {row['own_rounding']:.0e})"
         cells = [
             row["type"], row["class"] + ("*" if row["by_example"] else ""), row["norms"],
-            row["static"], row["folded"] - row["static"], row["ops"],
+            row["in_weights"], row["folded"] - row["in_weights"], row["ops"],
             " ".join(f"{count}{kind}" for kind, count in sorted(kinds.items())),
             f"{row['error']:.0e}{single}", row["seconds"],
         ]  # fmt: skip
@@ -156,8 +156,8 @@ def _totals(
         *([f"* {left} types have not been examined yet."] if left else []),
         f"* {types(runnable)} types can be built and given inputs; {types(analysed)} of them are "
         f"analysed, {types(done)} folded and compared ({len(done)} classes).",
-        f"* {counts['norms']} LayerNorms: {counts['static']} become RMSNorm in the weights alone, "
-        f"{counts['folded'] - counts['static']} with an added mean subtraction, "
+        f"* {counts['norms']} LayerNorms: {counts['in_weights']} become RMSNorm in the weights alone, "
+        f"{counts['folded'] - counts['in_weights']} with an added mean subtraction, "
         f"{counts['norms'] - counts['folded']} stay.",
         f"* Wrong folds: {len(wrong)}. Largest error in float64 {max(exact, default=0):.0e} "
         f"({len(exact)} classes), in float32 {max(single, default=0):.0e} ({len(single)}).",

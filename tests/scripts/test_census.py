@@ -8,6 +8,7 @@ from typing import Any
 import census
 import pytest
 from census_config import shrink
+from census_tables import summary
 from transformers import CONFIG_MAPPING
 
 
@@ -84,6 +85,19 @@ def test_a_folded_model_computes_what_it_did(model_type: str) -> None:
 def test_a_result_of_an_unusual_class_runs_rms_norm(model_class: str, model_type: str) -> None:
     row = census.examine(model_class, model_type)
     assert row["status"] == "ok" and row["loaded"] == "ok" and row["folded"], row
+
+
+def test_rows_of_every_mode_become_one_page() -> None:
+    """GPT-2 has two norms in each of two layers, and one behind them."""
+    modes = {mode: {mode: True} if mode else {} for mode in ("", *census.MODES)}
+    rows = [
+        census.examine("GPT2LMHeadModel", "gpt2", mode) | asked for mode, asked in modes.items()
+    ]
+    page = summary(rows)
+    assert f"| gpt2 | GPT2LMHeadModel | 5 | 0 | {rows[0]['folded']} |" in page
+    assert f"| gpt2 | GPT2LMHeadModel | 1/1 | 2/2 |  | {rows[2]['error']:.0e} |" in page
+    assert "Wrong folds: 0" in page and "Wrong rotations: 0" in page
+    assert "## With every option" in page
 
 
 def test_a_result_that_computes_something_else_is_reported() -> None:
