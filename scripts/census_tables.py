@@ -149,16 +149,17 @@ def _totals(
     cancelling = [row["class"] for row in done if "own_rounding" in row]
     exact = [r["error"] for r in done if r["dtype"] == "float64" and "own_rounding" not in r]
     single = [row["error"] for row in done if row["dtype"] == "float32"]
-    counts = {k: sum(row[k] for row in done) for k in ("norms", "in_weights", "folded")}
+    norms, weights, folded = (
+        sum(row[k] for row in done) for k in ("norms", "in_weights", "folded")
+    )
     left = len(set(transformers.CONFIG_MAPPING) - {row["type"] for row in rows})
     return [
         f"* {types(rows)} model types; {types(with_norms)} have a LayerNorm or are not built here.",
         *([f"* {left} types have not been examined yet."] if left else []),
         f"* {types(runnable)} types can be built and given inputs; {types(analysed)} of them are "
         f"analysed, {types(done)} folded and compared ({len(done)} classes).",
-        f"* {counts['norms']} LayerNorms: {counts['in_weights']} become RMSNorm in the weights alone, "
-        f"{counts['folded'] - counts['in_weights']} with an added mean subtraction, "
-        f"{counts['norms'] - counts['folded']} stay.",
+        f"* {norms} LayerNorms: {weights} become RMSNorm in the weights alone, "
+        f"{folded - weights} with an added mean subtraction, {norms - folded} stay.",
         f"* Wrong folds: {len(wrong)}. Largest error in float64 {max(exact, default=0):.0e} "
         f"({len(exact)} classes), in float32 {max(single, default=0):.0e} ({len(single)}).",
         *(
