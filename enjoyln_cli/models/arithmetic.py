@@ -51,7 +51,7 @@ def decision(module: nn.Module, size: tuple[int, ...], fixed: set[int]) -> str |
     ``None`` if it cannot. Parameters are float64. Dimensions in ``fixed`` have the given size, all
     others may have any size.
     """
-    ops, functions, ones = _Ops(), _Functions(), torch.ones(size, dtype=torch.float64)
+    ops, functions, ones = Operations(), _Functions(), torch.ones(size, dtype=torch.float64)
     with torch.no_grad(), ops, functions, Float64():
         module(ones)
     if functions.called <= FUNCTIONS:
@@ -69,7 +69,7 @@ def decision(module: nn.Module, size: tuple[int, ...], fixed: set[int]) -> str |
         torch.empty(size, dtype=torch.float64),
         symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic),
     )
-    ops, choices = _Ops(), _Choices(sizes)
+    ops, choices = Operations(), _Choices(sizes)
     try:
         with torch.no_grad(), fake, ops, choices, Float64():
             copied(x)
@@ -83,16 +83,8 @@ def decision(module: nn.Module, size: tuple[int, ...], fixed: set[int]) -> str |
     return ops.objection
 
 
-def other_op(module: nn.Module, x: torch.Tensor) -> str | None:
-    """Why ``module`` may compute another formula for some inputs of the dtype of ``x``."""
-    ops = _Ops()
-    with torch.no_grad(), ops:
-        module(x)
-    return ops.objection
-
-
-class _Ops(TorchDispatchMode):
-    """Records the first op that is not analytic."""
+class Operations(TorchDispatchMode):
+    """Finds the first op inside the block that is not analytic."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -69,22 +69,27 @@ def load(
     return model.eval()
 
 
+def said_by(error: BaseException) -> str:
+    """The first line of an exception; its type comes first if the line alone may say nothing."""
+    says_enough = isinstance(error, OSError | RuntimeError | ValueError)
+    return first_line(error) if says_enough else f"{type(error).__name__}: {first_line(error)}"
+
+
 @contextmanager
-def refusing(kind: type[EnjoyLNError], words: str) -> Iterator[None]:
+def refusing(
+    kind: type[EnjoyLNError], words: str, why: Callable[[Exception], str] = said_by
+) -> Iterator[None]:
     """Turn any exception of a library or of a model's code into ``kind``, inside the block.
 
-    Its message is ``words`` with the first line of the exception behind it, and before that line
-    the exception's type if the line alone may say nothing. A lack of memory and the refusals of
-    this package stay what they are.
+    Its message is ``words`` and, after a colon, ``why`` of the exception. A lack of memory and the
+    refusals of this package stay what they are.
     """
     try:
         yield
     except (EnjoyLNError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # neither checks what it is given, and both may raise anything
-        says_enough = isinstance(error, OSError | RuntimeError | ValueError)
-        name = "" if says_enough else f"{type(error).__name__}: "
-        raise kind(f"{words}: {name}{first_line(error)}") from error
+        raise kind(f"{words}: {why(error)}") from error
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ A module is a LayerNorm if a copy in float64 with random parameters computes
 over the last dimension or over the channels (dimension 1 of N, C, ...). The gain is a parameter,
 1 + a parameter, or 1. Three steps:
 
-1. The module is run on inputs of many magnitudes.
+1. The module is run on rows of many magnitudes.
 2. Its ops are examined (see ``arithmetic``). It must not branch on its input, and must consist of
    ops with one formula for all values.
 3. So a few inputs decide whether that formula is LayerNorm: rows of zeros and of one value, and
@@ -23,7 +23,7 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from enjoyln_cli.models.arithmetic import Float64, decision, other_op
+from enjoyln_cli.models.arithmetic import Float64, Operations, decision
 from enjoyln_cli.text import dtype_name
 
 Gain = Literal["weight", "1 + weight", "1"]
@@ -40,17 +40,14 @@ RANKS = range(2, 6)
 """Numbers of dimensions of test inputs."""
 OTHERS = (3, 5, 2)
 """Sizes of the dimensions of a test input that are neither the first nor normalised."""
-ROWS = (6, 64)
-"""Minimum and maximum of rows in a test input. Many rows are needed to detect a clamp, which may
-only change the largest elements."""
 LARGEST = 1 << 16
 """A module with larger parameters (in elements) is not a norm, and is not copied for a test."""
 TOLERANCE = 1e-5
-"""Error relative to the largest element. It allows float32 computation inside the module, but not
-a variance with d - 1 in the denominator."""
+"""Error relative to the largest element of a row. It allows float32 computation inside the module,
+but not a variance with d - 1 in the denominator."""
 MAGNITUDES = (1e-6, 1e-3, 1.0, 1e5)
-SMALL = 1e-3
-"""A magnitude of inputs for which an eps of usual size is noticeable."""
+SMALL, LARGE = MAGNITUDES[1], MAGNITUDES[-1]
+"""Magnitudes of inputs for which an eps of usual size is noticeable, and for which it is not."""
 EXACTLY = 1e-7
 """Error relative to the largest element of a row, if everything is computed in float64. It allows
 constants that are stored in float32."""
@@ -103,50 +100,48 @@ class _Probe:
     weight: torch.Tensor | None
     bias: torch.Tensor | None
 
-    def size(self, dim: int, rank: int) -> tuple[int, ...]:
+    def input(
+        self, dim: int, rank: int, scales: Sequence[float], alone: bool = False
+    ) -> torch.Tensor:
+        """Random values, times one of ``scales`` for each index of the first dimension.
+
+        If ``alone``, other dimensions that are not normalised have the size 1.
+        """
         between = OTHERS[: rank - 1 - len(self.shape)]
-        rows = max(ROWS[0], min(ROWS[1], LARGEST // math.prod(self.shape)))
-        first = max(2, rows // math.prod(between))
-        return (first, *between, *self.shape) if dim == -1 else (first, *self.shape, *between)
+        between = (1,) * len(between) if alone else between
+        sizes = (*between, *self.shape) if dim == -1 else (*self.shape, *between)
+        factors = torch.tensor(scales, dtype=torch.float64).view(-1, *[1] * len(sizes))
+        return factors * (_normal((len(scales), *sizes)) + 0.7)
 
     def fixed(self, dim: int, rank: int) -> set[int]:
         """The dimensions of an input whose sizes are given by the module's parameters."""
         return {1} if dim == 1 else set(range(rank - len(self.shape), rank))
 
-    def input(self, dim: int, rank: int) -> torch.Tensor:
-        """Normally distributed values; shared, so do not write to them."""
-        return _normal(self.size(dim, rank))
-
     def run(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Run the module; ``None`` if it fails, or returns another shape than that of ``x``."""
         wide = Float64() if x.dtype == torch.float64 else nullcontext()
         try:
             with torch.no_grad(), wide:
                 y = self.module(x.clone())
         except Exception:  # a module that fails on these inputs is not a norm of this kind
             return None
-        return y.double() if isinstance(y, torch.Tensor) and y.shape == x.shape else None
+        return y if isinstance(y, torch.Tensor) and y.shape == x.shape else None
 
-    def takes(self, dim: int, rank: int) -> bool:
-        """Whether the module returns the shape of one row; embeddings and projections do not."""
-        fixed = self.fixed(dim, rank)
-        size = (n if i in fixed else 1 for i, n in enumerate(self.size(dim, rank)))
-        return self.run(_normal(tuple(size))) is not None
-
-    def agrees(self, spec: LayerNormSpec, rank: int, magnitude: float) -> bool:
-        x = magnitude * (self.input(spec.dim, rank) + 0.7)
-        y, expected = self.run(x), layer_norm(x, spec, self.weight, self.bias)
-        return y is not None and _off(y, expected) <= TOLERANCE
+    def agrees(self, spec: LayerNormSpec, x: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
+        """Whether the module computes LayerNorm of each row of ``x``, in float64."""
+        if (y := self.run(x)) is None:
+            return False
+        expected = layer_norm(x, spec, self.weight, self.bias).movedim(spec.dim, -1)
+        y = y.double().movedim(spec.dim, -1)
+        close = (y - expected).abs() <= tolerance * expected.abs().amax(-1, keepdim=True)
+        return bool((close | (y.isnan() & expected.isnan())).all())
 
 
 @functools.lru_cache(maxsize=8)
 def _normal(size: tuple[int, ...]) -> torch.Tensor:
+    """Normally distributed values; shared, so do not write to them."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(size, generator=generator, dtype=torch.float64)
-
-
-def _off(y: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error relative to the largest element; NaN if any element is NaN."""
-    return float((y - expected).abs().max() / expected.abs().max())
 
 
 def layer_norm(
@@ -220,7 +215,10 @@ def _examined(module: nn.Module, roles: list[_Roles]) -> LayerNormSpec | str | N
         probe = _probe(module, one)
         found = _spec(probe, one)
         if found is not None:
-            if objection := _objection(module, one, found):
+            if objection := _objection(probe, found):
+                return objection
+            in_its_own = (_objection_in(d, d, module, one, found) for d in NARROW)
+            if objection := next(filter(None, in_its_own), None):
                 return objection
             other = (_objection_in(d, torch.float32, module, one, found, "fails") for d in NARROW)
             return replace(found, takes_other_dtypes=not any(other))
@@ -232,23 +230,27 @@ def _spec(probe: _Probe, roles: _Roles) -> LayerNormSpec | None:
     weight, bias = roles.weight or "weight", roles.bias or "bias"
     for dim in (-1, 1) if len(probe.shape) == 1 else (-1,):
         least = 3 if dim == 1 else len(probe.shape) + 1
-        taken = [rank for rank in RANKS if rank >= least and probe.takes(dim, rank)]
+        ranks = [rank for rank in RANKS if rank >= least]
+        huge = {rank: probe.input(dim, rank, [LARGE], alone=True) for rank in ranks}
         for gain in gains:
             spec = LayerNormSpec(dim, gain, probe.bias is not None, 0.0, None, weight, bias)
-            likely = [r for r in taken if probe.agrees(spec, r, MAGNITUDES[-1])]
+            likely = [rank for rank in ranks if probe.agrees(spec, huge[rank])]
             for eps in _possible_eps(probe, spec, likely[0]) if likely else ():
                 found = replace(spec, eps=eps)
-                ranks = [r for r in likely if all(probe.agrees(found, r, m) for m in MAGNITUDES)]
-                if ranks:
-                    return replace(found, ranks=tuple(ranks))
+                right = [r for r in likely if probe.agrees(found, probe.input(dim, r, MAGNITUDES))]
+                if right:
+                    return replace(found, ranks=tuple(right))
     return None
 
 
-def _objection(module: nn.Module, roles: _Roles, spec: LayerNormSpec) -> str | None:
-    """Why a module that passed the first test may not compute LayerNorm for all inputs."""
-    probe = _probe(module, roles)
+def _objection(probe: _Probe, spec: LayerNormSpec) -> str | None:
+    """Why a module that passed the first test may not compute LayerNorm for all inputs.
+
+    Parameters of ``probe`` are changed.
+    """
     for rank in spec.ranks or ():
-        found = decision(probe.module, probe.size(spec.dim, rank), probe.fixed(spec.dim, rank))
+        size = tuple(probe.input(spec.dim, rank, MAGNITUDES).shape)
+        found = decision(probe.module, size, probe.fixed(spec.dim, rank))
         if found is not None:
             return found
     for what, weight, bias in _parameters(probe):
@@ -256,9 +258,9 @@ def _objection(module: nn.Module, roles: _Roles, spec: LayerNormSpec) -> str | N
             if part is not None:
                 part.copy_(values.reshape(part.shape))
         inputs = (_every_row(probe, spec, rank) for rank in spec.ranks or ())
-        if not all(_is_exact(probe, spec, x) for x in inputs):
+        if not all(probe.agrees(spec, x, EXACTLY) for x in inputs):
             return f"it does not compute LayerNorm of rows that are tiny, huge or constant{what}"
-    return next(filter(None, (_objection_in(d, d, module, roles, spec) for d in NARROW)), None)
+    return None
 
 
 def _objection_in(
@@ -275,17 +277,19 @@ def _objection_in(
     """
     probe = _probe(module, roles)
     probe.module.to(held)
-    x = probe.input(spec.dim, (spec.ranks or (3,))[0]).to(dtype)
+    x = probe.input(spec.dim, (spec.ranks or (3,))[0], (1.0,) * 16).to(dtype)
     weight, bias = (getattr(probe.module, n or "", None) for n in (roles.weight, roles.bias))
     wide = (None if part is None else part.double() for part in (weight, bias))
-    y, expected = probe.run(x), layer_norm(x.double(), spec, *wide)
+    with Operations() as operations:
+        y = probe.run(x)
     if y is None:
         return unsupported
-    if found := other_op(probe.module, x):
-        return found
-    if not _off(y, expected) <= NARROW[dtype]:
+    if operations.objection:
+        return operations.objection
+    expected = layer_norm(x.double(), spec, *wide)
+    if not (y.double() - expected).abs().max() <= NARROW[dtype] * expected.abs().max():
         return f"it does not compute LayerNorm in {dtype_name(dtype)}"
-    if probe.module(x).dtype != dtype:
+    if y.dtype != dtype:
         return "its result has another dtype than its input"
     return None
 
@@ -303,22 +307,10 @@ def _parameters(probe: _Probe) -> Iterator[tuple[str, Any, Any]]:
 
 def _every_row(probe: _Probe, spec: LayerNormSpec, rank: int) -> torch.Tensor:
     """An input with rows of many magnitudes, a row of zeros, and a row of one value."""
-    x = probe.input(spec.dim, rank)[:1] + 0.7
-    scales = [*EXTREMES, *(math.sqrt(spec.eps) * part for part in AROUND if spec.eps)]
-    rows = [scale * x for scale in scales] + [torch.zeros_like(x)]
-    if spec.eps:  # without eps, the result is 0 / 0, up to rounding
-        rows.append(torch.full_like(x, 0.5))
-    return torch.cat(rows)
-
-
-def _is_exact(probe: _Probe, spec: LayerNormSpec, x: torch.Tensor) -> bool:
-    """Whether the module computes LayerNorm of ``x``, in float64."""
-    if (y := probe.run(x)) is None:
-        return False
-    expected = layer_norm(x, spec, probe.weight, probe.bias).movedim(spec.dim, -1)
-    y = y.movedim(spec.dim, -1)
-    close = (y - expected).abs() <= EXACTLY * expected.abs().amax(-1, keepdim=True)
-    return bool((close | (y.isnan() & expected.isnan())).all())
+    around = (math.sqrt(spec.eps) * part for part in AROUND if spec.eps)
+    x = probe.input(spec.dim, rank, (*EXTREMES, *around, 0.0))
+    # without eps, the result for a constant row is 0 / 0, up to rounding
+    return torch.cat([x, torch.full_like(x[:1], 0.5)]) if spec.eps else x
 
 
 def computes_rms_norm(module: nn.Module) -> bool:
@@ -327,11 +319,13 @@ def computes_rms_norm(module: nn.Module) -> bool:
         if roles.weight is None or roles.bias is not None:
             continue
         probe = _probe(module, roles)
-        x = probe.input(-1, len(probe.shape) + 2) + 1
-        y, normed = probe.run(x), x / x.square().mean(-1, keepdim=True).sqrt()
+        x = probe.input(-1, len(probe.shape) + 2, (1.0,) * 4)
+        if (y := probe.run(x)) is None:
+            continue
+        normed = x / x.square().mean(-1, keepdim=True).sqrt()
         weight = per_feature(probe.weight)  # type: ignore[arg-type]
         gains = (weight, 1 + weight)
-        if y is not None and any(torch.allclose(y, normed * gain, rtol=1e-4) for gain in gains):
+        if any(torch.allclose(y.double(), normed * gain, rtol=1e-4) for gain in gains):
             return True
     return False
 
@@ -389,12 +383,11 @@ def _probe(module: nn.Module, roles: _Roles) -> _Probe:
 def _possible_eps(probe: _Probe, spec: LayerNormSpec, rank: int) -> Iterator[float]:
     """Candidates for eps: float attributes of the module, then a fit to its output."""
     yield from (v for v in vars(probe.module).values() if isinstance(v, float) and 0 <= v < 1)
-    x = probe.input(spec.dim, rank)
-    whole = layer_norm(x, spec, probe.weight, None)
-    if (y := probe.run(x * SMALL)) is None:
+    x = probe.input(spec.dim, rank, [SMALL], alone=True)
+    if (y := probe.run(x)) is None:
         return
+    whole = layer_norm(x, spec, probe.weight, None).movedim(spec.dim, -1)
     scaled = y.movedim(spec.dim, -1) - (0 if probe.bias is None else per_feature(probe.bias))
-    shrunk = float((scaled * whole.movedim(spec.dim, -1)).sum() / whole.square().sum())
-    variance = SMALL**2 * float(x.var(spec.dim, correction=0).mean())
+    shrunk = float((scaled * whole).sum() / whole.square().sum())
     if 0 < shrunk < 1:
-        yield float(f"{variance * (1 / shrunk**2 - 1):.1g}")
+        yield float(f"{float(x.var(spec.dim, correction=0).mean()) * (1 / shrunk**2 - 1):.1g}")
