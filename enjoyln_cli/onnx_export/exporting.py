@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.models.load import silent
-from enjoyln_cli.text import first_line
+from enjoyln_cli.models.load import refusing, said_by, silent
 from enjoyln_cli.trace.failure_reasons import say_why_not_exported
 
 if TYPE_CHECKING:
@@ -55,29 +54,30 @@ def exporting(model: Any, exporter: str, advice: str = "") -> Iterator[None]:
     """
     from torch._dynamo import config as dynamo
 
-    kind = type(model).__name__
+    def why(error: Exception) -> str:
+        return (say_why_not_exported(error) or said_by(_first_cause(error))) + advice
+
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)
+    words = f"{exporter} cannot export {type(model).__name__}"
     try:
-        with torch.no_grad(), quiet(), dynamo.patch(fake_tensor_cache_enabled=False):
+        with (
+            refusing(UnsupportedModel, words, why),
+            torch.no_grad(),
+            quiet(),
+            dynamo.patch(fake_tensor_cache_enabled=False),
+        ):
             yield
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # the exporter and a model's code may raise anything
-        why = say_why_not_exported(error) or _first_cause(error)
-        raise UnsupportedModel(f"{exporter} cannot export {kind}: {why}{advice}") from error
     finally:
         log.setLevel(level)
 
 
-def _first_cause(error: BaseException) -> str:
-    """The first line of the exception that started it, with the next after a colon."""
+def _first_cause(error: BaseException) -> BaseException:
+    """The exception that started it."""
     while error.__cause__ is not None:
         error = error.__cause__
-    first, _, rest = str(error).strip().partition("\n")
-    line = first_line(f"{first} {first_line(rest)}" if first.endswith(":") else first)
-    return line if isinstance(error, RuntimeError) else f"{type(error).__name__}: {line}"
+    return error
 
 
 def exported(exporter: Any, model: Any, inputs: Mapping[str, Any], config: Any) -> Any:
