@@ -96,7 +96,8 @@ def programs_of(
     keys and values, if a program would take only inputs of the traced sizes, or if a folded norm
     would be exported as LayerNorm.
     """
-    calls = program_calls(model, dtype, outputs)
+    with encoded_once(model), torch.no_grad():
+        calls = program_calls(model, call_to_export(model, outputs, dtype))
     return programs_of_calls(model, calls, opset=opset, shifts=shifts, cross_cache=cross_cache)
 
 
@@ -126,15 +127,11 @@ def programs_of_calls(
     return with_weights(Programs({}, bare), model)
 
 
-def program_calls(
-    model: Any, dtype: torch.dtype, outputs: Sequence[str] = ()
-) -> dict[str, ProgramCall]:
-    """The calls that ``programs_of`` traces, by the names of their programs."""
-    with encoded_once(model), torch.no_grad():
-        return _program_calls(model, call_to_export(model, outputs, dtype))
+def program_calls(model: Any, call: ExportedCall) -> dict[str, ProgramCall]:
+    """The calls that ``programs_of`` traces, by the names of their programs.
 
-
-def _program_calls(model: Any, call: ExportedCall) -> dict[str, ProgramCall]:
+    ``call`` is what ``call_to_export`` returns. A model that generates is run to make its cache.
+    """
     if not model.can_generate():
         return {MODEL: ProgramCall(Positional(model, call), call.batch, call.outputs, call.axes)}
     if LOGITS not in call.outputs:

@@ -21,8 +21,8 @@ DTYPES = {
     "f16": torch.float16,
 }
 """The dtypes of keys and values, by their names in onnxruntime and in OpenVINO."""
-IN_16_BITS = "a16_static"
-"""In the name of a file whose products have inputs of 16 bits with fixed scales."""
+IN_16_BITS = "inputs_in_16_bits"
+"""The metadata of a program whose products have inputs of 16 bits with fixed scales."""
 BEAMS = "beam_idx"
 """The input of a program with a state that says which row of the state each row continues."""
 
@@ -73,9 +73,14 @@ def in_onnxruntime(file: Path, threads: int = 0, spin: bool = False) -> LoadedPr
     """The file as a program that onnxruntime computes."""
     import onnxruntime
 
-    options = session_options(threads, spin, IN_16_BITS in file.stem)
-    providers = ["CPUExecutionProvider"]
-    session = onnxruntime.InferenceSession(file, options, providers=providers)
+    def loaded(in_16_bits: bool = False) -> Any:
+        options = session_options(threads, spin, in_16_bits)
+        return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+
+    session = loaded()
+    metadata = session.get_modelmeta().custom_metadata_map
+    if IN_16_BITS in metadata:  # a session's options cannot be changed
+        session = loaded(in_16_bits=True)
     inputs = {
         one.name: (tuple(size if isinstance(size, int) else 0 for size in one.shape), one.type)
         for one in session.get_inputs()
@@ -86,7 +91,7 @@ def in_onnxruntime(file: Path, threads: int = 0, spin: bool = False) -> LoadedPr
         found = session.run(names, {name: batch[name].numpy() for name in inputs})
         return {name: torch.from_numpy(value) for name, value in zip(names, found, strict=True)}
 
-    return LoadedProgram(run, inputs, session.get_modelmeta().custom_metadata_map)
+    return LoadedProgram(run, inputs, metadata)
 
 
 def in_openvino(program: Any, threads: int = 0, spin: bool = False) -> LoadedProgram:

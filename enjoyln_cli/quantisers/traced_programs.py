@@ -34,7 +34,13 @@ from enjoyln_cli.onnx_export.call import (
 from enjoyln_cli.onnx_export.exporting import exported, exporting
 from enjoyln_cli.onnx_export.image_parts import VISION, image_inputs
 from enjoyln_cli.onnx_export.onnx_program import fold_transposed_weights, scale_norms
-from enjoyln_cli.onnx_export.programs import Programs, programs_of, programs_of_calls, with_weights
+from enjoyln_cli.onnx_export.programs import (
+    Programs,
+    program_calls,
+    programs_of_calls,
+    with_weights,
+)
+from enjoyln_cli.onnx_export.runtimes import IN_16_BITS
 from enjoyln_cli.plan.plan import Plan, Setting
 from enjoyln_cli.quantisers import onnxruntime_quantiser
 from enjoyln_cli.quantisers.gptq import RoundedWeight
@@ -62,6 +68,8 @@ class TracedPrograms:
     """Whether the programs are traced from the sample, without a cache."""
     is_by_transformers: bool = field(default=False, init=False)
     """Whether that is done by transformers' exporter, for each candidate anew."""
+    axes: Axes = field(default_factory=dict, init=False)
+    """The dynamic axes that the config tells; empty if no inputs can be made from it."""
     traced: dict[Structure, Programs] = field(default_factory=dict)
     harmless: set[tuple[Setting, ...]] = field(default_factory=set)
     """Config entries that were found to change no output."""
@@ -93,8 +101,13 @@ class TracedPrograms:
 
     def _in_parts(self, model: Any) -> Programs:
         """The programs in the layout that clients read, with a cache if the model generates."""
-        _require_same_inputs(model, self.samples)
-        made = programs_of(model, torch.float32, shifts=self.shifts, cross_cache=self.cross_cache)
+        with encoded_once(model), torch.no_grad():
+            call = call_to_export(model, (), torch.float32)
+            self.axes = call.axes
+            if not model.can_generate():
+                _require_same_inputs(call, self.samples)
+            calls = program_calls(model, call)
+        made = programs_of_calls(model, calls, shifts=self.shifts, cross_cache=self.cross_cache)
         _require_sizes(made, self.samples)
         if VISION in made.bare and not self.cross_cache:
             raise UnsupportedModel("OpenVINO takes a model of pictures and text as a whole")
@@ -108,7 +121,7 @@ class TracedPrograms:
         leave_out_cache(model)
         if not self.is_by_transformers:
             with suppress(UnsupportedModel):
-                call = _whole_call(model, self.samples, self.traced_sample)
+                call = _whole_call(model, self.samples, self.traced_sample, self.axes)
                 return programs_of_calls(model, {MODEL: call}, shifts=self.shifts)
         made = _by_transformers(model, self.traced_sample, self.shifts)
         self.is_by_transformers = True
@@ -127,14 +140,12 @@ class TracedPrograms:
         return online_rotations
 
 
-def _require_same_inputs(model: Any, samples: Sequence[Batch]) -> None:
-    """Raise ``UnsupportedModel`` if a model that generates nothing reads other inputs of the user.
+def _require_same_inputs(call: ExportedCall, samples: Sequence[Batch]) -> None:
+    """Raise ``UnsupportedModel`` if a program of this call would not take the user's inputs.
 
-    Its programs take the inputs that its config tells, and pictures of the size that it tells.
+    A program of a model that generates nothing takes the inputs that the config tells, and pictures
+    of the size that it tells.
     """
-    if model.can_generate():
-        return
-    call = call_to_export(model, (), torch.float32)
     if {*call.batch} != {*samples[0]}:
         raise UnsupportedModel(f"the data have {', '.join(samples[0])}")
     for name, value in call.batch.items():
@@ -163,18 +174,13 @@ def _require_size(name: str, taken: Sequence[int | str], samples: Sequence[Batch
             )
 
 
-def _whole_call(model: Any, samples: Sequence[Batch], traced: Batch) -> ProgramCall:
+def _whole_call(model: Any, samples: Sequence[Batch], traced: Batch, told: Axes) -> ProgramCall:
     """A call with the inputs of the user, which is traced with the inputs ``traced``.
 
-    An axis is dynamic if the config tells so, or if its sizes differ. Axes of equal sizes have one
-    name.
+    An axis is dynamic if it is ``told``, or if its sizes differ. Axes of equal sizes have one name.
     """
     with exporting(model, "torch.onnx"):
         (found,) = run(model, [traced])
-    try:
-        told = call_to_export(model, (), torch.float32).axes
-    except UnsupportedModel:
-        told = {}
     axes: Axes = {}
     names: dict[tuple[int, ...], str] = {}
     for name, value in traced.items():
@@ -237,6 +243,8 @@ def quantised(
     }
     for name, program in programs.models.items():
         small[name].metadata_props.update(program.metadata_props)
+        if scheme.input_bits == 16:
+            small[name].metadata_props[IN_16_BITS] = "true"
     if not any(map(onnxruntime_quantiser.is_rounded, small.values())):
         raise UnsupportedModel("the model has no linear layer that this scheme quantises")
     return replace(programs, models=small)

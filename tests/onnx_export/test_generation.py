@@ -23,7 +23,7 @@ from enjoyln_cli import export, fold
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export.export import Exported
-from enjoyln_cli.onnx_export.programs import program_calls, programs_of, save
+from enjoyln_cli.onnx_export.programs import programs_of, save
 from enjoyln_cli.onnx_export.runtimes import RUNTIMES
 from enjoyln_cli.plan.fold_options import Options
 
@@ -285,18 +285,18 @@ def test_a_cache_of_other_states_is_refused() -> None:
     mamba = {"mamba_n_heads": 4, "mamba_d_head": 12, "mamba_n_groups": 1, "attn_layer_indices": [1]}
     model = small("BambaForCausalLM", {**TOKENS, **sizes, **mamba, "num_key_value_heads": 2})
     with pytest.raises(UnsupportedModel, match="its cache holds other states"):
-        program_calls(model, torch.float32)
+        programs_of(model, torch.float32)
 
 
 def test_a_model_that_differs_with_a_cache_is_refused() -> None:
     """With a cache, FSMT has no mask: it expects one token in each call."""
     with pytest.raises(UnsupportedModel, match="FSMT.* other logits with a cache than without"):
-        program_calls(small("FSMTForConditionalGeneration", FSMT), torch.float32)
+        programs_of(small("FSMTForConditionalGeneration", FSMT), torch.float32)
 
 
 def test_a_model_that_keeps_no_cache_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="keeps no cache, since its config has is_decoder"):
-        program_calls(small("BertLMHeadModel", BERT), torch.float32)
+        programs_of(small("BertLMHeadModel", BERT), torch.float32)
 
 
 def test_a_directory_that_exists_is_kept(outs: Outs, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from enjoyln_cli.comparison.run import run
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.image_parts import with_features
-from enjoyln_cli.onnx_export.programs import Programs, program_calls, programs_of, save
+from enjoyln_cli.onnx_export.programs import Programs, programs_of, save
 from enjoyln_cli.onnx_export.runtimes import RUNTIMES
 from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.quantisers.onnxruntime_quantiser import is_rounded
@@ -140,7 +140,7 @@ def test_a_converted_model_is_checked_with_pictures(name: str, tmp_path: Path) -
 
 def refusal(model: Any) -> str:
     with pytest.raises(UnsupportedModel) as refused:
-        program_calls(model.eval(), torch.float32)
+        programs_of(model.eval(), torch.float32)
     return str(refused.value)
 
 

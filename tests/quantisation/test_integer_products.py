@@ -19,7 +19,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from enjoyln_cli.onnx_export.onnx_program import module_of
 from enjoyln_cli.onnx_export.programs import programs_of
-from enjoyln_cli.onnx_export.runtimes import session_options
+from enjoyln_cli.onnx_export.runtimes import IN_16_BITS, in_onnxruntime, session_options
 from enjoyln_cli.quantisers import gptq
 from enjoyln_cli.quantisers.integer_products import matrix_of, reads_integers, round_weights
 from enjoyln_cli.quantisers.integer_weights import COLUMNS, ROWS, FixedScales, rounded, scale_of
@@ -257,6 +257,19 @@ def test_beside_inputs_of_16_bits_weights_are_loaded_as_numbers(
     products = [one for one in loaded.graph if one.op_type in ("MatMul", "MatMulNBits", "Gemm")]
     read = [node.inputs[1].const_value.dtype for node in products]
     assert read == [onnx_ir.DataType.FLOAT] * 2
+
+
+def test_a_program_says_that_its_inputs_have_16_bits(tmp_path: Path) -> None:
+    program, _ = toy()
+    ends = {"x": (-1.5, 2.0), "h": (-9.0, 7.0), "logits": (-30.0, 25.0)}
+    round_weights(program, products=True, fixed=FixedScales(16, ends, True))
+    exact, found = computed(program, 16), []
+    for said in ({}, {IN_16_BITS: "true"}):
+        program.metadata_props.update(said)
+        onnx_ir.save(program, tmp_path / "any.onnx")
+        run = in_onnxruntime(tmp_path / "any.onnx")
+        found.append(np.array_equal(run({"ids": torch.tensor(IDS)})["logits"], exact))
+    assert found == [False, True]
 
 
 @pytest.mark.parametrize("product", PRODUCTS)

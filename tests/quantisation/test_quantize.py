@@ -40,6 +40,7 @@ from enjoyln_cli.comparison.simulated_rounding import path_of_head
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.programs import programs_of, save
+from enjoyln_cli.onnx_export.runtimes import IN_16_BITS
 from enjoyln_cli.quantisation.examples import split
 from enjoyln_cli.quantisation.load_onnx import load_onnx
 from enjoyln_cli.quantisation.measure import Differences
@@ -197,13 +198,15 @@ def test_every_scheme_is_what_onnxruntime_runs(
     bits = dict.fromkeys(keep, rounding.bits_to_keep("onnx"))
     if rounding.weight_bits == 4:
         bits |= dict.fromkeys(path_of_head(model), 8)
-    (file,) = save(quantised(made, rounding, [BATCH], bits), tmp_path, rounding.suffix)
-    kinds = Counter(map(kind_of, onnx_ir.load(file).graph))
+    (file,) = save(quantised(made, rounding, [BATCH], bits), tmp_path)
+    written = onnx_ir.load(file)
+    assert (IN_16_BITS in written.metadata_props) == ("a16-static" in scheme)
+    kinds = Counter(map(kind_of, written.graph))
     assert {kind: n for kind, n in kinds.items() if kind.startswith(ROUNDED)} == products
     assert products or kinds["DequantizeLinear"] >= 25 and kinds["QuantizeLinear"] >= 13
     with torch.no_grad():
         exact = model(**BATCH).logits
-    logits = whole_rows(load_programs(tmp_path, rounding.suffix))(BATCH)["logits"]
+    logits = whole_rows(load_programs(tmp_path))(BATCH)["logits"]
     error = (logits - exact).norm() / exact.norm()
     assert 0 < float(error) < rounding.max_error
 
