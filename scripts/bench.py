@@ -1,23 +1,19 @@
-"""Times on this machine: medians over rounds in which everything that is compared takes turns.
+"""Times of commands: medians over rounds in which everything that is compared takes turns.
 
     python scripts/bench.py fold                    folds of generated checkpoints beside cp
     python scripts/bench.py fold DIR --options=--merge=affine
     python scripts/bench.py command "verify OUT" "report --model-type bloom" --beside ../other
-    python scripts/bench.py norms                   RMSNorm beside torch's LayerNorm
-    python scripts/bench.py models --models gpt2,bert    folded models with random weights
 
 Each prints a table in Markdown, or with ``--json`` its rows. A ratio is the time of the first task
 over the time of this task, so more is faster; it is the median of the ratios within a round, with
 its quartiles. ``memory_mb`` is the largest anonymous memory of a command, minus the memory of an
-interpreter that has imported torch. Without ``--threads``, one thread computes on the CPU.
+interpreter that has imported torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import math
 import os
 import shlex
 import shutil
@@ -27,34 +23,20 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-from model_times import MODELS, time_model
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, OPTConfig
 
-from enjoyln_cli import kernels
-from enjoyln_cli.plan.plan import Plan, Verdict
-from enjoyln_cli.runtime.install import install
-
 ENJOYLN = (sys.executable, "-m", "enjoyln_cli")
-ONE_NORM = Plan("", "LayerNorm", (), (Verdict("", "in_weights"),), (), ())
-"""The plan of a model that is a norm."""
 Row = dict[str, Any]
 Task = Callable[[], float]
 """Does its work once, and returns how many seconds of it count."""
 Command = tuple[tuple[str, ...], Path | None]
 """Arguments of ``enjoyln``, and the checkout whose code runs, by default this one."""
-
-
-# What all comparisons share.
 
 
 def in_rounds(tasks: Mapping[str, Task], rounds: int) -> dict[str, list[float]]:
@@ -72,30 +54,13 @@ def ratios(seconds: Mapping[str, list[float]], name: str) -> list[float]:
     return [a / b for a, b in zip(first, seconds[name], strict=True)]
 
 
-def compared(seconds: Mapping[str, list[float]], unit: float = 1.0) -> Iterable[tuple[str, Row]]:
-    """Each task with its median in ``unit`` seconds, and its ratio to the first task."""
+def compared(seconds: Mapping[str, list[float]]) -> Iterable[tuple[str, Row]]:
+    """Each task with its median in seconds, and its ratio to the first task."""
     for name, values in seconds.items():
-        row: Row = {"time": float(f"{statistics.median(values) / unit:.4g}")}
+        row: Row = {"time": float(f"{statistics.median(values):.4g}")}
         each = ratios(seconds, name)
         low, middle, high = statistics.quantiles(each, n=4) if len(each) > 1 else each * 3
         yield name, row | {"ratio": round(middle, 3), "from": round(low, 3), "to": round(high, 3)}
-
-
-def timed(call: Callable[[], Any], least: float = 2e-4) -> Task:
-    """A task that calls a function as often as takes ``least`` seconds; seconds of one call."""
-    call()
-    begin = time.perf_counter()
-    call()
-    count = max(1, math.ceil(least / max(time.perf_counter() - begin, 1e-9)))
-
-    def task() -> float:
-        call()  # so that no task profits from the caches of the task before
-        begin = time.perf_counter()
-        for _ in range(count):
-            call()
-        return (time.perf_counter() - begin) / count
-
-    return task
 
 
 def table(rows: list[Row]) -> str:
@@ -103,9 +68,6 @@ def table(rows: list[Row]) -> str:
     keys = list(dict.fromkeys(key for row in rows for key in row))
     lines = [keys, ["---"] * len(keys), *([row.get(key, "") for key in keys] for row in rows)]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
-# Commands: their seconds and their memory.
 
 
 @dataclass(frozen=True)
@@ -243,84 +205,20 @@ def beside(name: str, words: tuple[str, ...], checkout: Path | None) -> dict[str
     return before | {name: (words, None)}
 
 
-# Norms and models.
-
-
-def norms(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
-    """Microseconds of a norm of zero-mean rows with weight and bias, and of a folded module."""
-    rows: list[Row] = []
-    keep_pages()
-    torch.set_num_threads(args.threads)
-    with torch.no_grad():
-        for name, width, count in product(args.dtypes, args.widths, args.rows):
-            x, weight, bias = torch.randn(count, width), *torch.randn(2, width)
-            x = (x - x.mean(-1, keepdim=True)).to(getattr(torch, name))
-            weight, bias = weight.to(x.dtype), bias.to(x.dtype)
-            stock = torch.nn.LayerNorm(width).to(x.dtype).eval()
-            folded = install(torch.nn.LayerNorm(width).to(x.dtype).eval(), ONE_NORM)
-            tasks = {
-                "layer_norm": partial(F.layer_norm, x, (width,), weight, bias, 1e-5),
-                "rms_norm": partial(kernels.rms_norm, x, weight, bias, 1e-5),
-                "nn.LayerNorm": partial(stock, x),
-                "folded module": partial(folded, x),
-            }
-            done = in_rounds({name: timed(call) for name, call in tasks.items()}, args.rounds)
-            shape = {"dtype": name, "rows": count, "features": width}
-            rows += [shape | {"what": what} | row for what, row in compared(done, 1e-6)]
-    yield rows
-
-
-def models(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
-    """Folded models with random weights, beside their originals and models without norms."""
-    torch.set_num_threads(args.threads)
-    for name, mode in product(args.models, args.modes):
-        result = time_model(
-            MODELS[name], work / name, args.sizes, args.dtype, args.device, args.seconds, mode,
-            args.rounds,
-        )  # fmt: skip
-        shown = ("case", "speedup", "speedup_interval", "norm_cost", "verdict")
-        for row in result["rows"]:
-            ms = {"model": name, "original_ms": row["models"]["original"]["median_ms"]}
-            yield [ms | {key: row[key] for key in shown}]
-        for line in result["left_out"]:
-            yield [{"model": name, "case": line, "verdict": "left out"}]
-
-
-def keep_pages() -> None:
-    """Tell the C library to keep freed memory; otherwise large results sometimes need new pages."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):
-        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            library.mallopt(option, 1 << 25)
-
-
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
-def names(text: str) -> list[str]:
-    return text.split(",")
-
-
-def sizes(text: str) -> list[list[int]]:
-    """``1x128,4x64``: rows and tokens."""
-    return [[int(number) for number in size.split("x")] for size in text.split(",")]
-
-
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--rounds", type=int, default=5)
-    shared.add_argument("--threads", type=int, default=1, help="of torch in this process")
     shared.add_argument("--json", action="store_true", help="print one JSON array of rows")
     shared.add_argument("--work", type=Path, help="directory for large files")
     kinds = parser.add_subparsers(required=True)
 
-    def kind(run: Any, **defaults: Any) -> argparse.ArgumentParser:
+    def kind(run: Any) -> argparse.ArgumentParser:
         added = kinds.add_parser(run.__name__, parents=[shared], help=run.__doc__)
-        added.set_defaults(run=run, **defaults)
+        added.set_defaults(run=run)
+        added.add_argument("--beside", type=Path, help="checkout whose code takes turns with this")
         return added
 
     of_fold = kind(fold)
@@ -329,25 +227,11 @@ def arguments() -> argparse.ArgumentParser:
     of_fold.add_argument("--options", action="append", default=[], help="such as --merge=affine")
     of_command = kind(command)
     of_command.add_argument("commands", nargs="+", help='such as "fold DIR -o {out}"')
-    for one in (of_fold, of_command):
-        one.add_argument("--beside", type=Path, help="checkout whose code takes turns with this")
-    of_norms = kind(norms, rounds=31)
-    of_norms.add_argument("--dtypes", type=names, default=["float32", "bfloat16"])
-    of_norms.add_argument("--rows", type=numbers, default=[1, 8, 64, 512])
-    of_norms.add_argument("--widths", type=numbers, default=[768, 1024])
-    of_models = kind(models, rounds=15)
-    of_models.add_argument("--models", type=names, default=[n for n in MODELS if n != "tiny"])
-    of_models.add_argument("--sizes", type=sizes, default=[(1, 128), (1, 512)], help="1x128,1x512")
-    of_models.add_argument("--modes", type=names, default=["eager"])
-    of_models.add_argument("--dtype", default="bfloat16")
-    of_models.add_argument("--device", default="cpu")
-    of_models.add_argument("--seconds", type=float, default=math.inf, help="for each model")
     return parser
 
 
 def main() -> None:
     args = arguments().parse_args()
-    warnings.simplefilter("ignore")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=args.work) as work:
         for some in args.run(args, Path(work)):

@@ -89,7 +89,7 @@ def with_bandwidth(choice: Choice) -> dict[str, Any]:
 
 
 def time_eager(seconds: float) -> dict[str, Any]:
-    """All models of ``bench.py``."""
+    """All models of ``model_times.py``."""
     chosen = [(name, SIZES) for name in MODELS if name != "tiny"]
     return time_models(chosen, "cuda", "bfloat16", seconds)
 

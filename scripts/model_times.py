@@ -1,4 +1,6 @@
-"""How fast folded models with random weights are, beside their originals: for the other scripts.
+"""How fast folded models with random weights are, beside their originals.
+
+    python scripts/model_times.py --models gpt2,bert --sizes 1x128,1x512 --dtype float32
 
 Three models take turns: the original, the folded model, and the original with norms that return
 their input. The outputs of the third are meaningless, but no change of the norms can save more time
@@ -7,6 +9,7 @@ than leaving them out.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import math
 import platform
@@ -48,6 +51,7 @@ MODELS: dict[str, tuple[str, str, Settings]] = {
     "tiny": ("gpt2", "GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
 }  # fmt: skip
 """From a name to the model type, the class and the settings that differ from its defaults."""
+ROUNDS = 15
 DOUBT = 0.05
 """Probability that the true median lies outside of its interval."""
 
@@ -71,9 +75,8 @@ def time_model(
     pairs: Iterable[tuple[int, int]],
     dtype: str,
     device: str,
-    seconds: float = math.inf,
-    mode: str = "eager",
-    repeats: int = 15,
+    seconds: float,
+    mode: str,
 ) -> dict[str, Any]:
     """Fold a model with random weights, and time calls with these rows and tokens.
 
@@ -107,7 +110,7 @@ def time_model(
         calls = {name: partial(model, **given) for name, model in ready.items()}
         try:
             with torch.no_grad():
-                times = time_rounds(calls, repeats, share)
+                times = time_rounds(calls, ROUNDS, share)
             rows.append(row_of(f"{case}, {mode}", count, tokens, times))
         except torch.OutOfMemoryError:
             left_out.append(f"{case}: does not fit in the memory of {device}")
@@ -236,3 +239,24 @@ def hardware(device: str) -> str:
         lines = (line.partition(":") for line in info.read_text().splitlines())
         name = next((v.strip() for key, _, v in lines if key.strip() == "model name"), name)
     return f"{name}, {torch.get_num_threads()} threads"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", default=",".join(name for name in MODELS if name != "tiny"))
+    parser.add_argument("--sizes", default="1x128,1x512", help="rows and tokens")
+    parser.add_argument("--mode", choices=("eager", "compile"), default="eager")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=600, help="for all models")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    sizes = [tuple(map(int, size.split("x"))) for size in args.sizes.split(",")]
+    cases: Any = [(name, sizes) for name in args.models.split(",")]
+    results = time_models(cases, args.device, args.dtype, args.seconds, args.mode)
+    print("\n".join(model_lines(results)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,14 +1,13 @@
 """Trains one small checkpoint of each of the six families, for the tests and the README.
 
-    python scripts/train_tiny.py [FAMILY ...] [-o tests/checkpoints] [--seconds 120] [--seed 0]
+    python scripts/train_tiny.py [FAMILY ...] [-o tests/checkpoints] [--seed 0]
 
 Decides the sizes, the data and the initial weights. Language models are trained on the source of
 Python's standard library (the package ``json`` is held out) with a small byte-level BPE tokenizer.
 ViT classifies four drawn shapes. Standard initialisation hides mistakes in a fold (gamma 1, beta 0,
 no biases, no weight means). So all of these start with random values, and Adam without weight decay
 keeps them away from the standard values. Training uses one thread and a fixed number of steps, so
-the seed, the Python release and the torch release determine the result, unless ``--seconds`` (per
-family) ends the training early.
+the seed, the Python release and the torch release determine the result.
 """
 
 from __future__ import annotations
@@ -267,17 +266,14 @@ def measure(model: PreTrainedModel, source: Source, batches: int = 8) -> float:
     return sum(float(model(**source(rows)).loss) for _ in range(batches)) / batches
 
 
-def train(model: PreTrainedModel, source: Source, family: Family, seconds: float) -> int:
-    """Train with Adam, a short warm-up and a cosine decay. Returns the number of steps.
+def train(model: PreTrainedModel, source: Source, family: Family) -> None:
+    """Train with Adam, a short warm-up and a cosine decay.
 
     Dropout stays off, since the models are very small.
     """
     model.eval()
     optimiser = torch.optim.Adam(model.parameters(), lr=family.rate)
-    start = time.perf_counter()
     for step in range(family.steps):
-        if time.perf_counter() - start > seconds:
-            return step
         rate = min((step + 1) / 20, 0.5 + 0.5 * math.cos(math.pi * step / family.steps))
         for group in optimiser.param_groups:
             group["lr"] = family.rate * rate
@@ -285,7 +281,6 @@ def train(model: PreTrainedModel, source: Source, family: Family, seconds: float
         model(**source(ROWS[model.main_input_name])).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimiser.step()
-    return family.steps
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None, into: Path) -> int:
@@ -303,7 +298,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None, into
     return sum(path.stat().st_size for path in into.iterdir())
 
 
-def make(family: str, into: Path, seconds: float, seed: int) -> None:
+def make(family: str, into: Path, seed: int) -> None:
     """Train one family, save it, and print its losses and statistics."""
     torch.manual_seed(seed)
     start = time.perf_counter()
@@ -317,13 +312,13 @@ def make(family: str, into: Path, seconds: float, seed: int) -> None:
         unseen = text_source(tokenizer, stdlib_files(held_out=True))
     model = build(family)
     before = measure(model, unseen)
-    steps = train(model, source, FAMILIES[family], seconds)
+    train(model, source, FAMILIES[family])
     after = measure(model, unseen)
     size = save(model, tokenizer, into / family)
     classes = len(SHAPES) if tokenizer is None else VOCABULARY
     print(
         f"{family}: {model.num_parameters():,} parameters, {size:,} bytes, "
-        f"{steps} of {FAMILIES[family].steps} steps, {time.perf_counter() - start:.0f} s\n"
+        f"{FAMILIES[family].steps} steps, {time.perf_counter() - start:.0f} s\n"
         f"  held-out loss {before:.2f} -> {after:.2f} (uniform {math.log(classes):.2f})",
         flush=True,
     )
@@ -333,7 +328,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train one small checkpoint of each family.")
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)}")
     parser.add_argument("-o", "--output", type=Path, default=Path("tests/checkpoints"))
-    parser.add_argument("--seconds", type=float, default=120.0, help="longest training per family")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     families = args.families or list(FAMILIES)
@@ -346,7 +340,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     for family in families:
-        make(family, args.output, args.seconds, args.seed)
+        make(family, args.output, args.seed)
 
 
 if __name__ == "__main__":

@@ -10,22 +10,14 @@ import train_tiny
 import transformers
 from live_models import CHECKPOINTS
 
-AUTO_CLASSES = {
-    "gpt2": "AutoModelForCausalLM",
-    "bert": "AutoModelForMaskedLM",
-    "opt": "AutoModelForCausalLM",
-    "bloom": "AutoModelForCausalLM",
-    "phi": "AutoModelForCausalLM",
-    "vit": "AutoModelForImageClassification",
-}
-TEXT_FAMILIES = [family for family in AUTO_CLASSES if family != "vit"]
+TEXT_FAMILIES = [family for family in train_tiny.FAMILIES if family != "vit"]
 
 
-@pytest.fixture(scope="module", params=list(AUTO_CLASSES))
+@pytest.fixture(scope="module", params=list(train_tiny.FAMILIES))
 def loaded(request: pytest.FixtureRequest) -> tuple[str, transformers.PreTrainedModel, dict]:
     """Family, model and what transformers says about loading it."""
-    auto = getattr(transformers, AUTO_CLASSES[request.param])
-    model, info = auto.from_pretrained(CHECKPOINTS / request.param, output_loading_info=True)
+    model_class = getattr(transformers, train_tiny.FAMILIES[request.param].model_class)
+    model, info = model_class.from_pretrained(CHECKPOINTS / request.param, output_loading_info=True)
     return request.param, model, info
 
 
