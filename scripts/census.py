@@ -41,6 +41,7 @@ from census_models import built
 from census_runs import (
     differing,
     is_lost,
+    loading,
     outputs_of,
     proof_runs,
     rounded,
@@ -90,7 +91,6 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
     """One class, as a row of the census; ``mode`` is empty or one of ``MODES``."""
     import torch
     from audit import audited
-    from census_loading import loading
 
     from enjoyln_cli.analysis.analyze import analyze_config
     from enjoyln_cli.errors import UnsupportedModel
@@ -179,7 +179,7 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
             bound = 10 * row["own_rounding"]
         row["status"] = "random" if same > 0 else "ok" if row["error"] <= bound else "wrong"
         if names:
-            row |= loading(model, plan, expected, outputs_of, differing, dtype, bound)
+            row |= loading(model, plan, expected, dtype, bound)
         shown = [first, *(run for run in expected if run not in seeds)]
         if mode == "rotate":
             row["seconds"] = round(time.perf_counter() - begin, 1)

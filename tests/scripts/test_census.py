@@ -101,7 +101,6 @@ def test_rows_of_every_mode_become_one_page() -> None:
 
 
 def test_a_result_that_computes_something_else_is_reported() -> None:
-    import census_loading
     import torch
     from eight_models import given, source
 
@@ -109,19 +108,13 @@ def test_a_result_that_computes_something_else_is_reported() -> None:
 
     model = source("gpt2")
     plan = analyze_config(model.config, model_class="GPT2LMHeadModel").plan
-    runs = [lambda m: m(**given("gpt2"))]
 
-    def outputs(run: Any, one: Any, dtype: Any) -> list[Any]:
-        with torch.no_grad():
-            return [run(one).logits]
+    def loaded(plan: Any, bound: float = 1e-9) -> str:
+        runs = [lambda m: m(**given("gpt2"))]
+        return str(census.loading(model, plan, runs, torch.float64, bound)["loaded"])
 
-    def row(fold: Any, differing: Any) -> Any:
-        common = (outputs, differing, torch.float64, 1e-9)
-        return census_loading.loading(model, fold, runs, *common)
-
-    assert row(plan, census.differing)["loaded"] == "ok"
-    assert row(plan, lambda *_: 1e-3)["loaded"] == "differs"
+    assert loaded(plan) == "ok"
+    assert loaded(plan, -1.0) == "differs"
     less = replace(plan, centred_weights=plan.centred_weights[1:])
-    assert row(less, census.differing)["loaded"] == "differs"
-    other = replace(plan, classes=("GPT2Model",))
-    assert "proven for GPT2Model" in row(other, census.differing)["loaded"]
+    assert loaded(less) == "differs"
+    assert "proven for GPT2Model" in loaded(replace(plan, classes=("GPT2Model",)))
