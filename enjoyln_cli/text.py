@@ -41,10 +41,10 @@ def counted(many: int, noun: str) -> str:
     return f"{many} {noun}" if many == 1 else f"{many} {noun}s"
 
 
-def listed_briefly(names: Sequence[str], most: int = 3) -> str:
-    """``a, b, c and 4 more``: up to ``most`` names, and how many are left out."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def listed_briefly(names: Sequence[str]) -> str:
+    """``a, b, c and 4 more``: up to three names, and how many are left out."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def why_no_text(path: str) -> str:

@@ -1,7 +1,7 @@
 """The marker: the ``enjoyln`` entry in the ``config.json`` of a converted checkpoint.
 
-It tells a program that only has the config which norms can compute RMSNorm, for which classes and
-inputs, and which parameters have to be centred for that: the plan, without what only files need.
+A program that has only the config reads there which norms can compute RMSNorm, for which classes
+and inputs, and which parameters have to be centred: the plan, without what only files need.
 """
 
 from __future__ import annotations

@@ -167,18 +167,11 @@ def _compared(found: Outputs, batch: Batch, names: Sequence[str]) -> Outputs:
     mask = batch.get(MASK)
     if mask is None or bool(mask[:, :1].all()):
         return chosen
-    return {
-        name: value.masked_fill(_padding(mask, value), 0.0) if _per_token(mask, value) else value
-        for name, value in chosen.items()
-    }
-
-
-def _per_token(mask: torch.Tensor, value: torch.Tensor) -> bool:
-    return value.shape[:2] == mask.shape
-
-
-def _padding(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return (mask == 0).reshape(*mask.shape, *[1] * (value.ndim - 2))
+    for name, value in chosen.items():
+        if value.shape[:2] == mask.shape:
+            padding = (mask == 0).reshape(*mask.shape, *[1] * (value.ndim - 2))
+            chosen[name] = value.masked_fill(padding, 0.0)
+    return chosen
 
 
 def check_in(

@@ -59,7 +59,6 @@ def split(
     data: UserData,
     most: int,
     trust_remote_code: bool,
-    seed: int = 0,
     on_progress: Progress = no_progress,
     event: Event = default_listener,
 ) -> tuple[list[Example], list[Example]]:
@@ -87,7 +86,7 @@ def split(
     for at, row in enumerate(rows):
         predicted = None
         if kind and scored:
-            row, predicted = with_predicted_tokens(kind, row, own.mask_token, seed + at)
+            row, predicted = with_predicted_tokens(kind, row, own.mask_token, at)
         examples[at] = replace(examples[at], batch=row, predicted=predicted)
     middle = len(examples) // 2
     return examples[:middle], examples[middle:]
@@ -189,14 +188,11 @@ def _distinct(rows: Sequence[Batch], names: Sequence[str]) -> list[Example]:
     """The rows as examples, equal rows once."""
     found: dict[str, Example] = {}
     for row, name in zip(rows, names, strict=True):
-        parts = (part for key in sorted(row) for part in (key.encode(), _bytes_of(row[key])))
+        tensors = ((key, row[key].contiguous().numpy()) for key in sorted(row))
+        parts = (part for key, value in tensors for part in (key.encode(), value.tobytes()))
         digest = digest_of_bytes(parts)[:DIGITS]
         found.setdefault(digest, Example(row, name=name, digest=digest))
     return list(found.values())
-
-
-def _bytes_of(value: torch.Tensor) -> bytes:
-    return value.contiguous().numpy().tobytes()
 
 
 def _as_tokenized(model: Any, row: Batch, tokenizer: Any) -> Batch:

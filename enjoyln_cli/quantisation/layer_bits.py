@@ -107,9 +107,9 @@ def finer_layers(
             worth = min(worth, saved / size)
             ranked.append((-worth, FinerLayer(path, bits[at], costs[at - 1], size)))
     steps = [step for _, step in sorted(ranked, key=lambda each: each[0])]
-    while steps and steps[-1].bits == FLOAT_BITS and _are_all_in_float(steps, layers):
-        steps.pop()
-    return steps
+    in_float = sum(step.bits == FLOAT_BITS for step in steps)
+    is_last_in_float = bool(steps) and steps[-1].bits == FLOAT_BITS and in_float == len(layers)
+    return steps[:-1] if is_last_in_float else steps
 
 
 def _layers_in_encoder(model: Any, layers: Mapping[str, Any]) -> list[str]:
@@ -118,10 +118,6 @@ def _layers_in_encoder(model: Any, layers: Mapping[str, Any]) -> list[str]:
         return []
     inside = set(model.get_encoder().modules())
     return [path for path, layer in layers.items() if layer in inside]
-
-
-def _are_all_in_float(steps: Sequence[FinerLayer], layers: Any) -> bool:
-    return sum(step.bits == FLOAT_BITS for step in steps) == len(layers)
 
 
 def _rounded_layers(model: Any, format_name: str, scheme: QuantisationScheme) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def _round_table(node: Any, rounding: Rounding) -> None:
 def _numbers(integers: Any, scales: Any, shape: list[int], rounding: Rounding) -> list[Any]:
     """The nodes that multiply integers by their scales; the last node has the result.
 
-    ``shape`` is of the result of groups, 0 where it is as that of ``integers``.
+    ``shape`` is the shape of the result of groups; a 0 stands for the size of ``integers`` there.
     """
     numbers = rounding.node("Cast", [integers], to=FLOAT)
     if not rounding.group:

@@ -26,7 +26,7 @@ from enjoyln_cli.onnx_export.programs import TRANSPOSED
 from enjoyln_cli.quantisers.gptq import BITS, RoundedWeight
 
 TOP, REDUCED_TOP, TOP_OF_4_BITS = 127, 64, 7
-"""The largest integer, that of processors whose sums of products saturate, and that of 4 bits."""
+"""The largest integer of 8 bits, of 8 bits where sums of products saturate, and of 4 bits."""
 ROWS, COLUMNS = 0, 1
 """The dimension of a stored weight that has a scale for each of its elements."""
 PIECE = 1 << 16

@@ -143,8 +143,7 @@ class TracedPrograms:
 def _require_same_inputs(call: ExportedCall, samples: Sequence[Batch]) -> None:
     """Raise ``UnsupportedModel`` if a program of this call would not take the user's inputs.
 
-    A program of a model that generates nothing takes the inputs that the config tells, and pictures
-    of the size that it tells.
+    Without generation, a program takes the inputs that the config tells, and pictures of that size.
     """
     if {*call.batch} != {*samples[0]}:
         raise UnsupportedModel(f"the data have {', '.join(samples[0])}")

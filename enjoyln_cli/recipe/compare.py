@@ -6,7 +6,7 @@ line by line. Two lines are the same if they have the same text, without what on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
@@ -59,7 +59,7 @@ def _texts(lines: Recipe) -> dict[str, Any]:
         section: _without_repeats({n: _text(line) for n, line in getattr(lines, section).items()})
         for section in (*SECTIONS, "settings")
     }
-    return texts | {field: _listed(getattr(lines, field)) for field in _LISTS}
+    return texts | {field: ", ".join(sorted(getattr(lines, field))) or _NOTHING for field in _LISTS}
 
 
 def _text(line: Any) -> str:
@@ -88,8 +88,3 @@ def _general(name: str) -> Iterator[str]:
             letters = dict(zip(chosen, LETTERS, strict=False))
             filled = (f"{{{letters[at]}}}" if at in letters else w for at, w in enumerate(words))
             yield ".".join(filled)
-
-
-def _listed(names: Iterable[str]) -> str:
-    """Names in alphabetical order, or ``nothing``."""
-    return ", ".join(sorted(names)) or _NOTHING

@@ -39,15 +39,11 @@ def layers_of(names: Iterable[str]) -> dict[str, int]:
     return {prefix: len(numbers) for prefix, numbers in seen.items() if max(numbers) < len(numbers)}
 
 
-def to_template(name: str, layers: Mapping[str, int]) -> str:
-    """``h.3.ln_1`` -> ``h.{i}.ln_1``."""
-    return relative(name, name, layers)
-
-
 def relative(name: str, to: str, layers: Mapping[str, int]) -> str:
     """``name`` with layer numbers relative to ``to``: ``{i}``, ``{i-1}`` or ``{i+1}``.
 
-    Numbers that differ by more than 1 stay as they are.
+    Relative to itself, ``h.3.ln_1`` is ``h.{i}.ln_1``. Numbers that differ by more than 1 stay as
+    they are.
     """
     words, others = name.split("."), to.split(".")
     for depth, at in enumerate(_levels(others, layers)):
@@ -101,7 +97,7 @@ def join_layers(lines: Lines, layers: Mapping[str, int], *, gaps: bool) -> dict[
     """
     groups: dict[str, dict[str, Any]] = {}
     for name, data in lines.items():
-        groups.setdefault(to_template(name, layers), {})[name] = data
+        groups.setdefault(relative(name, name, layers), {})[name] = data
     joined: dict[str, Any] = {}
     for template, members in groups.items():
         missing = [name for name in names_of(template, layers) if name not in members]

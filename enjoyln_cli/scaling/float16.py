@@ -1,8 +1,8 @@
 """What has to be scaled so that no norm squares or sums beyond float16.
 
-A stream whose norms overflow is held at ``2^-k`` of its scale, by its weights. Where its weights
-cannot do that, each norm that overflows gets a multiplication in front of it, which programs can
-carry: ``LN(x; eps) = LN(2^-k x; 4^-k eps)``.
+A stream whose norms overflow is held at ``2^-k`` of its scale, by its weights. If its weights
+cannot do that, the input of each norm that overflows is multiplied in the program:
+``LN(x; eps) = LN(2^-k x; 4^-k eps)``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where a model overflows in float16 on the user's data, and where another scale prevents it.
 
 The model runs in float32 on a CPU, op by op, before and after its streams are scaled. Numbers that
-float16 does not hold are noted, also the numbers that only an engine computes which takes ops
-apart: the squares and sums of a norm, and the cubes of GELU's tanh form.
+float16 does not hold are noted. So are the squares and sums of a norm, and the cubes of GELU's tanh
+form, which only an engine computes that takes these ops apart.
 """
 
 from __future__ import annotations

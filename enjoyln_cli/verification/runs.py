@@ -315,7 +315,7 @@ def _measurement(pair: CheckpointPair, results: Results, examples: Examples) -> 
 
 
 def _does_not_run(model: Any, dtype: torch.dtype) -> str:
-    """The refusal of a model that does not run in ``dtype``, before what it has raised."""
+    """The refusal of a model that does not run in ``dtype``, without the model's own error."""
     advice = "; pass another --compute-dtype"
     if dtype == torch.float64:
         advice = (

@@ -263,9 +263,9 @@ def original_of(
 ) -> OpenedModel:
     """The model that ``result`` was made from: ``against``, or the model that ``marker`` names.
 
-    Without a revision in ``opening``, the latter is opened at the marker's. Raises
-    ``ModelNotFound`` if it cannot be found, ``AlreadyFolded`` if it is converted itself, and
-    ``BadCheckpoint`` if it is of another model type.
+    The model that ``marker`` names is opened at the marker's revision, unless ``opening`` has
+    another. Raises ``ModelNotFound`` if the original cannot be found, ``AlreadyFolded`` if it is
+    converted itself, and ``BadCheckpoint`` if it is of another model type.
     """
     name = marker.source if against is None else str(against)
     if against is None and opening.revision is None:

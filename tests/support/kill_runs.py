@@ -2,9 +2,9 @@
 
     python tests/support/kill_runs.py FOLDER RUNS SEED
 
-Every run is a child of this process, which has imported torch and has no threads. Fails where the
-source is touched, where there is anything else at OUT than the whole result, and where going on
-does not end in the same bytes as a fold that nobody disturbed. After RUNS rounds it goes on until
+Every run is a child of this process, which has imported torch and has no threads. Fails if the
+source is touched, if OUT is ever anything but the whole result, or if a continued fold writes other
+bytes than an undisturbed fold. After RUNS rounds it goes on until
 there was a kill before and after the first finished file, and a run that continued another.
 """
 

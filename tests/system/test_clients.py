@@ -1,4 +1,4 @@
-"""Programs that users have compute what transformers computes, from what we have written."""
+"""Programs that users have compute from our files what transformers computes."""
 
 from __future__ import annotations
 
