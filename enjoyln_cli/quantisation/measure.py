@@ -228,7 +228,8 @@ def exact_outputs(
     """Run the original on each example; the outputs ``names`` are stored in files in ``folder``.
 
     Raises ``UnsupportedModel`` for an input on which the original returns NaN: any other model that
-    returns NaN there would count as equal.
+    returns NaN there would count as equal. Outputs that are 0 for all inputs have no relative error
+    either.
     """
     countdown, found = Countdown(len(examples), on_progress), []
     for example in examples:
@@ -242,6 +243,11 @@ def exact_outputs(
                 f"the original in float32 returns NaN in {', '.join(wrong)} for {example.name}; "
                 "leave it out"
             )
+    if not any(value.any() for exact in outputs for value in exact.values()):
+        raise UnsupportedModel(
+            f"the original returns nothing but zeros in {', '.join(outputs[0])}, so no error "
+            "can be measured"
+        )
     return ExactOutputs(meanings(model, outputs[0], examples[0].batch), examples, outputs, embed)
 
 

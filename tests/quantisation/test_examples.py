@@ -41,7 +41,7 @@ from enjoyln_cli.calls.processed_inputs import cannot_read, from_audio
 from enjoyln_cli.comparison.data_files import UserData, read_user_data, token_lists
 from enjoyln_cli.comparison.text_scores import NOT_PREDICTED
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.quantisation.examples import require_every_input, split, traced_batch
+from enjoyln_cli.quantisation.examples import Example, require_every_input, split, traced_batch
 from enjoyln_cli.quantisation.measure import exact_outputs
 from enjoyln_cli.quantisation.written_result import verify_quantised
 
@@ -194,6 +194,15 @@ def test_nan_is_refused_by_the_name_of_its_input(tmp_path: Path) -> None:
     assert len(exact(ids)) == 8
     with pytest.raises(UnsupportedModel, match="NaN in logits for input 3 of your data; leave it"):
         exact([*ids[:2], (*ids[2], 7), *ids[3:]])
+
+
+def test_outputs_of_zeros_have_no_error(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2").eval()
+    examples = [Example({"input_ids": torch.arange(3 + at, 23 + at)[None]}) for at in range(2)]
+    exact_outputs(model, examples, ("logits",), tmp_path)
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight))
+    with pytest.raises(UnsupportedModel, match="returns nothing but zeros in logits, so no error"):
+        exact_outputs(model, examples, ("logits",), tmp_path)
 
 
 def test_a_recording_of_nan_and_a_broken_picture_are_named(tmp_path: Path) -> None:
