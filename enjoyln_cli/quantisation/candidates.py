@@ -57,6 +57,17 @@ class Candidate:
         """Whether more than the values of attentions is rotated."""
         return self.plan is not None and any(b.kind != "values" for b in self.plan.rotated)
 
+    @property
+    def seed(self) -> int:
+        """The seed of its rotations; 0 if it has none."""
+        return self.plan.seed if self.plan else 0
+
+    def differs_in_seed(self, other: Candidate) -> bool:
+        """Whether it rotates what ``other`` rotates, by other matrices."""
+        if not (self.plan and other.plan):
+            return False
+        return self.seed != other.seed and replace(self.plan, seed=other.seed) == other.plan
+
 
 def rounded_by_error(candidate: Candidate, source: str) -> Candidate:
     """The same candidate, its weights rounded by the outputs' error, by the GPTQ of ``source``."""

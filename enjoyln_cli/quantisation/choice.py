@@ -37,7 +37,7 @@ class Comparison:
     on_progress: Progress
     max_size: int | None
     candidates: Sequence[Candidate]
-    """The candidates to choose from, the original first."""
+    """The candidates to choose from, the original first, and those that may be measured later."""
     found: dict[str, Compared] = field(default_factory=dict, init=False)
     """What was compared, by the titles of candidates."""
     steps: list[FinerLayer] = field(default_factory=list, init=False)
@@ -93,9 +93,14 @@ class Comparison:
     def choose(self) -> Candidate:
         """The best candidate without finer layers.
 
-        It is also tried with smoothed norms. If weights have 4 bits, GPTQ rounds it and the
-        original: rounding to the nearest integer does not tell which of them GPTQ rounds better.
+        If that is a rotation, other seeds of it are tried. The best candidate is also tried with
+        smoothed norms. If weights have 4 bits, GPTQ rounds it and the original: rounding to the
+        nearest integer does not tell which of them GPTQ rounds better.
         """
+        chosen = self.best_of([one for one in self.candidates if not one.seed])
+        self.candidates = [
+            one for one in self.candidates if not one.seed or one.differs_in_seed(chosen)
+        ]
         chosen = self.best_of(self.candidates)
         if more := self.work.smoothed(chosen, self.exact.examples):
             self.candidates = [*self.candidates, *more]

@@ -38,7 +38,7 @@ from enjoyln_cli.quantisation.measure import (
 )
 from enjoyln_cli.quantisation.quantised import Compared
 from enjoyln_cli.quantisation.quantize import require_gain
-from enjoyln_cli.quantisation.workshop import Measured, Workshop
+from enjoyln_cli.quantisation.workshop import FLOAT, Measured, Workshop
 from enjoyln_cli.quantisers.schemes import ONNX, SCHEMES
 from enjoyln_cli.quantisers.speed import Speed
 from enjoyln_cli.rewrite.opened_model import open_model
@@ -260,6 +260,29 @@ def test_every_candidate_computes_the_function(name: str) -> None:
         *same, first, second = weights  # all but the rotations, which have two seeds
         assert all(torch.equal(other[stream], same[0][stream]) for other in same)
         assert not torch.equal(first[stream], second[stream])
+
+
+@pytest.mark.parametrize("factor, chosen", [(1.3, "values only"), (0.3, "rotated, seed 2")])
+def test_other_seeds_are_tried_of_a_rotation_that_is_best(
+    factor: float, chosen: str, tmp_path: Path
+) -> None:
+    """Nothing can be written here, so a candidate that is tried has to be measured already."""
+    plan, _ = rotation_plan(open_model(str(CHECKPOINTS / "gpt2")), lambda *_: None)
+    tried = candidates(plan, range(3), rounds_untied_heads=False)
+    factors = {"original": 1.0, "values only": 0.6, "rotated, seed 0": factor}
+    if chosen == "rotated, seed 2":
+        factors |= {"rotated, seed 1": 0.35, "rotated, seed 2": 0.25}
+    work: Any = Workshop(tmp_path, ONNX, SCHEMES["w8a8"], {}, None)  # type: ignore[arg-type]
+    exact = ExactOutputs({}, [Example({})] * 5, [])
+    comparison = Comparison(work, exact, default_listener, no_progress, None, tried)
+    (tmp_path / FLOAT).mkdir()
+    (tmp_path / FLOAT / "model.onnx").write_bytes(bytes(FLOAT_SIZE))
+    comparison.found = {
+        name: compared(name, *times(*[each + 0.01 * at for at in range(5)]))
+        for name, each in factors.items()
+    }
+    assert comparison.choose().name == chosen
+    assert [candidate.name for candidate in comparison.candidates] == [*factors]
 
 
 def test_a_model_with_nothing_to_rotate_is_the_candidate() -> None:
