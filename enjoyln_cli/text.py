@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 """What a terminal takes for a colour."""
@@ -70,6 +71,11 @@ def first_line(error: object) -> str:
     first, *rest = COLOURS.sub("", str(error)).strip().split("\n")
     line = f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first
     return line[:MAX_QUOTED_CHARS]
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name matches any of the patterns, such as ``*.fc2``."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:

@@ -1,6 +1,6 @@
 """Runs of a model for the census: its calls, what they return, how far two results are apart.
 
-The last run is that of a folded checkpoint, loaded through ``from_pretrained``.
+``loading`` runs a folded checkpoint, loaded through ``from_pretrained``.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ come from several runs of the script; the row of each class is from the latest r
 """
 LEGEND = """\
 Of the *LNs*, those *in weights* become RMSNorm in the weights alone, those *with ops* with an added
-mean subtraction. *kept* counts those that stay by reason: **m** the output of a LayerNorm with
+mean subtraction. *kept* counts the others by reason: **m** the output of a LayerNorm with
 weights, **r** a weight that is also read by another op, **n** not exercised by these inputs, **o**
 others.
 """
@@ -222,7 +222,7 @@ def _rotated(rows: list[dict[str, Any]]) -> list[str]:
         f"{len(seen)} classes ({len({row['type'] for row in seen})} types) under "
         "`enjoyln rotate --untie`, without `--untie` where a class cannot untie. The rotated model "
         "runs in its own class, with random weights, on three seeded inputs and the optional "
-        "inputs of the proof that do not rotate. The error is that of the table above. Written "
+        "inputs of the proof that do not rotate. The error is measured as above. Written "
         f"with torch {torch.__version__} and transformers {transformers.__version__}.",
         "",
         *([f"* {left} of {len(types)} model types were not run yet."] if left else []),

@@ -166,7 +166,7 @@ def error_of(step: Any) -> str | None:
 def norm_lines(choices: Iterable[Mapping[str, Any]]) -> list[str]:
     """A table: one line for each kind of norm and number of rows."""
     lines = [
-        "Microseconds of a call in a CUDA graph; in brackets those of a call from Python, and GB/s "
+        "Microseconds of a call in a CUDA graph; in brackets of a call from Python, and GB/s "
         "in the graph, for the bytes that have to be read and written.",
         "",
         "| dtype | width | bias | rows | chosen | times |",

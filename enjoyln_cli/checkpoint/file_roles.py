@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from enjoyln_cli.checkpoint.foreign_formats import foreign_format
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+from enjoyln_cli.text import matches
 
 WEIGHTS = (
     "model.safetensors",
@@ -110,7 +110,7 @@ def is_file_name(name: str, *ends: str) -> bool:
 
 def is_housekeeping(name: str) -> bool:
     """Whether a file belongs to a tool such as git, and not to the model."""
-    return any(fnmatchcase(name, pattern) for pattern in _HOUSEKEEPING)
+    return matches(name, _HOUSEKEEPING)
 
 
 def comes_along(name: str) -> bool:
@@ -118,7 +118,7 @@ def comes_along(name: str) -> bool:
     patterns = [*_LEFT_OUT, *_HOUSEKEEPING, *_FOREIGN]
     if "/" not in name:
         patterns += _AT_THE_TOP
-    return not any(fnmatchcase(name, pattern) for pattern in patterns)
+    return not matches(name, patterns)
 
 
 CONFIG = "config.json"

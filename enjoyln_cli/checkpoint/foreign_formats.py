@@ -6,7 +6,8 @@ Decided by names of files alone.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
+
+from enjoyln_cli.text import matches
 
 _MADE_FROM = "pass the Hugging Face checkpoint that it was made from"
 _CONVERT = "save it in Hugging Face's format first, with"
@@ -49,6 +50,6 @@ def foreign_format(names: Iterable[str]) -> str | None:
     names = sorted(names)
     for format_name, patterns, advice in _FORMATS:
         for name in names:
-            if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
+            if matches(name, patterns.split()):
                 return f"holds {format_name} ({name}); {advice}"
     return None

@@ -118,7 +118,7 @@ class _Probe:
         return {1} if dim == 1 else set(range(rank - len(self.shape), rank))
 
     def run(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Run the module; ``None`` if it fails, or returns another shape than that of ``x``."""
+        """Run the module; ``None`` if it fails, or if its result has another shape than ``x``."""
         wide = Float64() if x.dtype == torch.float64 else nullcontext()
         try:
             with torch.no_grad(), wide:

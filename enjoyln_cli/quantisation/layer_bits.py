@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from math import inf, isinf
 from typing import Any
 
@@ -24,7 +23,7 @@ from enjoyln_cli.comparison.simulated_rounding import (
 from enjoyln_cli.quantisation.measure import ExactOutputs, differences
 from enjoyln_cli.quantisers.onnxruntime_quantiser import GROUP
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, FORMATS, QuantisationScheme
-from enjoyln_cli.text import counted
+from enjoyln_cli.text import counted, matches
 
 TRIED_ON = 2
 """Inputs that each layer is rounded on: the order of layers is clear with few."""
@@ -66,7 +65,7 @@ def finer_layers(
     layers = {
         path: layer
         for path, layer in _rounded_layers(model, format_name, scheme).items()
-        if not any(fnmatchcase(path, pattern) for pattern in kept)
+        if not matches(path, kept)
     }
     head, levels = head_of(model), (scheme.weight_bits, *scheme.finer_bits(format_name))
     countdown = Countdown(len(layers) * (len(levels) - 1), on_progress)

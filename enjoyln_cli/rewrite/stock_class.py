@@ -32,7 +32,7 @@ from enjoyln_cli.plan.fold_options import WriteOptions
 from enjoyln_cli.plan.plan import Plan, RotationGroup, size_settings
 from enjoyln_cli.recipe.stock_targets import StockTarget
 from enjoyln_cli.rewrite.opened_model import OpenedModel
-from enjoyln_cli.text import listed_briefly, number
+from enjoyln_cli.text import listed_briefly, matches, number
 
 _IN_EVERY_CONFIG = {"architectures", "model_type", "dtype", "transformers_version", "_name_or_path"}
 
@@ -184,14 +184,14 @@ def stock_model(target: StockTarget, config: Any, folded: Any, plan: Plan) -> An
     state = _named_as_in(target, _smaller(plan, folded.state_dict()))
     wanted = made.state_dict()
     for name in wanted.keys() - state.keys():
-        if not _matches(name, target.ones):
+        if not matches(name, target.ones):
             raise UnsupportedModel(
                 f"{target.target} needs {name}, which {target.source} does not have"
             )
         state[name] = torch.ones_like(wanted[name])
     for name in sorted(state.keys() - wanted.keys()):
         size = float(state.pop(name).abs().max())
-        if size and not _matches(name, target.omitted):
+        if size and not matches(name, target.omitted):
             raise UnsupportedModel(
                 f"{target.target} has no place for {name} of {target.source}, which is not zero "
                 f"(up to {number(size)})"
@@ -245,7 +245,3 @@ def _named_as_in(
             name = name.replace(old, new)
         named[name] = tensor
     return named
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

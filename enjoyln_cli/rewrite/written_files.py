@@ -16,7 +16,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.events import Event, write_or_warn
 from enjoyln_cli.fs.digests import digest_of_data, digest_of_file
 from enjoyln_cli.fs.whole_file import read_object
-from enjoyln_cli.text import listed_briefly
+from enjoyln_cli.text import listed_briefly, matches
 from enjoyln_cli.version import versions
 
 _DIGEST = "digest"
@@ -74,7 +73,7 @@ def written_files(result: Source, accept: Sequence[str] = ()) -> WrittenFiles:
     present = digests_of_files(result)
     record = read_object(result.path / VERIFY_FILE)
     damage = _damage(result.path / VERIFY_FILE, record)
-    if damage and not _matches(name, accept):
+    if damage and not matches(name, accept):
         return WrittenFiles({}, {}, {name: damage}, name)
     recorded = present if damage else dict(record["sha256"])
     accepted = {} if damage else dict(record.get("accepted", {}))
@@ -83,7 +82,7 @@ def written_files(result: Source, accept: Sequence[str] = ()) -> WrittenFiles:
         now, before = present.get(file), recorded.get(file)
         if now in (before, accepted.get(file, before)) or result.cached and now is None:
             continue
-        if _matches(file, accept):
+        if matches(file, accept):
             accepted[file] = now
         else:
             changes[file] = _change(now, before)
@@ -155,7 +154,3 @@ def _change(now: str | None, before: str | None) -> str:
     if now is None:
         return "was deleted"
     return _ADDED if before is None else "has changed since it was written"
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
