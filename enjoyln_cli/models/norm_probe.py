@@ -7,7 +7,7 @@ A module is a LayerNorm if a copy in float64 with random parameters computes
 over the last dimension or over the channels (dimension 1 of N, C, ...). The gain is a parameter,
 1 + a parameter, or 1. Three steps:
 
-1. The module is run on rows of many magnitudes.
+1. The module is run on inputs of many magnitudes.
 2. Its ops are examined (see ``arithmetic``). It must not branch on its input, and must consist of
    ops with one formula for all values.
 3. So a few inputs decide whether that formula is LayerNorm: rows of zeros and of one value, and
@@ -136,6 +136,13 @@ class _Probe:
         close = (y - expected).abs() <= tolerance * expected.abs().amax(-1, keepdim=True)
         return bool((close | (y.isnan() & expected.isnan())).all())
 
+    def agrees_at(
+        self, spec: LayerNormSpec, rank: int, *magnitudes: float, alone: bool = False
+    ) -> bool:
+        """Whether it does so for an input of each magnitude (see ``input``)."""
+        inputs = (self.input(spec.dim, rank, [scale], alone) for scale in magnitudes)
+        return all(self.agrees(spec, x) for x in inputs)
+
 
 @functools.lru_cache(maxsize=8)
 def _normal(size: tuple[int, ...]) -> torch.Tensor:
@@ -215,10 +222,8 @@ def _examined(module: nn.Module, roles: list[_Roles]) -> LayerNormSpec | str | N
         probe = _probe(module, one)
         found = _spec(probe, one)
         if found is not None:
-            if objection := _objection(probe, found):
-                return objection
             in_its_own = (_objection_in(d, d, module, one, found) for d in NARROW)
-            if objection := next(filter(None, in_its_own), None):
+            if objection := _objection(probe, found) or next(filter(None, in_its_own), None):
                 return objection
             other = (_objection_in(d, torch.float32, module, one, found, "fails") for d in NARROW)
             return replace(found, takes_other_dtypes=not any(other))
@@ -231,15 +236,16 @@ def _spec(probe: _Probe, roles: _Roles) -> LayerNormSpec | None:
     for dim in (-1, 1) if len(probe.shape) == 1 else (-1,):
         least = 3 if dim == 1 else len(probe.shape) + 1
         ranks = [rank for rank in RANKS if rank >= least]
-        huge = {rank: probe.input(dim, rank, [LARGE], alone=True) for rank in ranks}
         for gain in gains:
             spec = LayerNormSpec(dim, gain, probe.bias is not None, 0.0, None, weight, bias)
-            likely = [rank for rank in ranks if probe.agrees(spec, huge[rank])]
+            if not any(probe.agrees_at(spec, rank, LARGE, alone=True) for rank in ranks):
+                continue  # as for embeddings and projections
+            likely = [rank for rank in ranks if probe.agrees_at(spec, rank, LARGE)]
             for eps in _possible_eps(probe, spec, likely[0]) if likely else ():
                 found = replace(spec, eps=eps)
-                right = [r for r in likely if probe.agrees(found, probe.input(dim, r, MAGNITUDES))]
+                right = tuple(r for r in likely if probe.agrees_at(found, r, *MAGNITUDES))
                 if right:
-                    return replace(found, ranks=tuple(right))
+                    return replace(found, ranks=right)
     return None
 
 
@@ -249,7 +255,7 @@ def _objection(probe: _Probe, spec: LayerNormSpec) -> str | None:
     Parameters of ``probe`` are changed.
     """
     for rank in spec.ranks or ():
-        size = tuple(probe.input(spec.dim, rank, MAGNITUDES).shape)
+        size = tuple(probe.input(spec.dim, rank, [1.0] * 3).shape)
         found = decision(probe.module, size, probe.fixed(spec.dim, rank))
         if found is not None:
             return found
@@ -388,6 +394,7 @@ def _possible_eps(probe: _Probe, spec: LayerNormSpec, rank: int) -> Iterator[flo
         return
     whole = layer_norm(x, spec, probe.weight, None).movedim(spec.dim, -1)
     scaled = y.movedim(spec.dim, -1) - (0 if probe.bias is None else per_feature(probe.bias))
-    shrunk = float((scaled * whole).sum() / whole.square().sum())
-    if 0 < shrunk < 1:
-        yield float(f"{float(x.var(spec.dim, correction=0).mean()) * (1 / shrunk**2 - 1):.1g}")
+    shrunk = (scaled * whole).sum(-1) / whole.square().sum(-1)
+    eps = float((x.var(spec.dim, correction=0) * (1 / shrunk**2 - 1)).median())
+    if 0 < eps < 1:
+        yield float(f"{eps:.1g}")
