@@ -61,9 +61,9 @@ class Countdown:
         """Seconds for the remaining steps, if each takes as long as the average step before."""
         return self._clock.spent / self.done * (self.steps - self.done)
 
-    def count(self) -> None:
-        """Note that a step is done."""
-        self.done += 1
+    def count(self, steps: int = 1) -> None:
+        """Note that so many more steps are done."""
+        self.done += steps
         self._clock.tell(self.left)
 
 

@@ -229,7 +229,8 @@ def _with_decoder_inputs(model: Any, rows: list[Batch], on_progress: Progress) -
     countdown = Countdown(len(rows), on_progress)
     words = f"{type(model).__name__} generates no tokens for its decoder"
     with refusing(UnsupportedModel, words):
-        for at, tokens in decoded(model, [inputs_for(model, row) for row in rows]):
-            rows[at] = {**rows[at], "decoder_input_ids": tokens}
-            countdown.count()
+        for found in decoded(model, [inputs_for(model, row) for row in rows]):
+            for at, tokens in found.items():
+                rows[at] = {**rows[at], "decoder_input_ids": tokens}
+            countdown.count(len(found))
     return rows

@@ -107,11 +107,11 @@ def continued(model: Any, batches: Sequence[Batch], is_decoded: bool = False) ->
     return Prompts(prompts, most, wanted)
 
 
-def decoded(model: Any, rows: Sequence[Batch]) -> Iterator[tuple[int, torch.Tensor]]:
+def decoded(model: Any, rows: Sequence[Batch]) -> Iterator[dict[int, torch.Tensor]]:
     """The tokens that the decoder of ``model`` generates for the inputs of its encoder.
 
-    Each of ``rows`` is a batch of one row. Rows of equal shapes are decoded together, so the number
-    of each comes with its tokens.
+    Each of ``rows`` is a batch of one row. Rows of equal shapes are decoded together, and their
+    tokens come together, by the numbers of the rows.
     """
     most = min(MOST_DECODED, positions(model.config.get_text_config(decoder=True)))
     read, alike = accepted_by(model.get_encoder()), defaultdict(list)
@@ -122,7 +122,7 @@ def decoded(model: Any, rows: Sequence[Batch]) -> Iterator[tuple[int, torch.Tens
         for first in range(0, len(members), ROWS_AT_ONCE):
             some = members[first : first + ROWS_AT_ONCE]
             found = _decoded_together(model, [rows[at] for at in some], most)
-            yield from zip(some, (_ended(model, row)[None] for row in found), strict=True)
+            yield {at: _ended(model, row)[None] for at, row in zip(some, found, strict=True)}
 
 
 def _decoded_together(model: Any, rows: Sequence[Batch], most: int) -> torch.Tensor:

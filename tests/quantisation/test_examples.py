@@ -246,8 +246,8 @@ def test_a_decoder_gets_what_the_original_generates(t5: Any, tmp_path: Path) -> 
     told: list[tuple[float, float]] = []
     progress = lambda *seconds: told.append(seconds)  # noqa: E731
     choosing, held_out = split(t5, tmp_path, UserData(tokens=ids), 4, False, on_progress=progress)
-    assert len(told) == len(choosing) + len(held_out)
-    assert all(done <= total for done, total in told)
+    [(done, total)] = told  # all rows are decoded together
+    assert done == total and len(choosing) == len(held_out) == 4
     batch = choosing[0].batch
     assert batch["input_ids"].tolist() == [list(ids[0])]
     generated = t5.generate(batch["input_ids"], do_sample=False, max_new_tokens=48)
@@ -263,9 +263,17 @@ def test_rows_decoded_together_are_as_each_alone(t5: Any, tmp_path: Path) -> Non
         torch.nn.init.normal_(weight, 0.1, 0.6)
     lengths = (5, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 5, 7, 9)
     ids = tuple(tuple(torch.randint(3, 60, (n,)).tolist()) for n in lengths)
-    found = [
-        one.batch for half in split(t5, tmp_path, UserData(tokens=ids), 9, False) for one in half
-    ]
+    told: list[float] = []
+    halves = split(
+        t5,
+        tmp_path,
+        UserData(tokens=ids),
+        9,
+        False,
+        on_progress=lambda _, total: told.append(total),
+    )
+    found = [one.batch for half in halves for one in half]
+    assert len(told) == 4  # two of 5 tokens, eight and three of 9, one of 7: four times together
     sizes = set()
     for row, batch in zip(ids, found, strict=True):
         alone = t5.generate(torch.tensor([row]), do_sample=False, max_new_tokens=48)
