@@ -24,13 +24,9 @@ def environment() -> dict[str, Any]:
     return {"torch": torch.__version__, "threads": torch.get_num_threads(), "devices": described}
 
 
-def why_no_kernels(device: str) -> str:
-    """Why there are no kernels on a type of device; empty if there are."""
-    return gpu.why_not_measured() if device == "cuda" else f"there are none for {device}"
-
-
 def _describe(device: str) -> dict[str, Any]:
-    if why := why_no_kernels(device):
+    why = gpu.why_not_measured() if device == "cuda" else f"there are none for {device}"
+    if why:
         fused = "torch's rms_norm, or its LayerNorm if they have a bias (see fold --merge bias)"
         instead = fused if norms.torch_fuses(device) else SAME_RESULTS
         return {"device": device, "active": False, "why": why, "instead": instead}

@@ -200,18 +200,19 @@ def state(
     """
     inner = root / folder
     place = json.dumps(place, ensure_ascii=False)[1:-1]  # escaped for use between quotes
-    checked = read_object(inner / VERIFY_FILE)
+    config, checked = read_object(inner / CONFIG), read_object(inner / VERIFY_FILE)
+    summary = str(checked.get("summary", ""))
     is_pipeline = (root / MODULES).is_file()
     stock, fast = _of_pipeline(place) if is_pipeline else _of_model(inner, place, names)
     return {
         "complaint": complaint,
         "heads": verification_heads(checked),
         "checks": _checks(checked),
-        "summary": str(checked.get("summary", ""))[:1].upper() + str(checked.get("summary"))[1:],
+        "summary": summary[:1].upper() + summary[1:],
         "inputs": str(checked.get("count", ""))[:100],
         "verify": VERIFY_FILE,
         "stock": stock,
-        "fast": fast if _folds(inner) else "",
+        "fast": fast if names_folded_norms(config.get(MARKER)) else "",
     }
 
 
@@ -221,11 +222,6 @@ def _checks(verification: JsonValues) -> list[Texts]:
         return verification_rows(verification)
     except (KeyError, TypeError, ValueError, AttributeError):
         return []
-
-
-def _folds(folder: Path) -> bool:
-    """Whether the config of a converted checkpoint names norms that can compute RMSNorm."""
-    return names_folded_norms(read_object(folder / CONFIG).get(MARKER))
 
 
 def replace_section(text: str, section: str) -> str:

@@ -80,7 +80,8 @@ def with_stored_scales(
             f"{first} overflows in float16, and the weights cannot hold its input at another "
             f"scale: {_obstacle(edits, first)}; {PROGRAMS}"
         )
-    fields = eps_fields(reference.model, config, _all_eps(edits))
+    every_eps = {eps for stream in edits.found for _, eps in stream.norms.values()}
+    fields = eps_fields(reference.model, config, every_eps)
     if eps_entry:
         fields = {eps_entry: frozenset(verdict.norm for verdict in plan.norms)}
     chosen = _together(edits, fields)
@@ -159,10 +160,6 @@ def _numbers(model: nn.Module) -> dict[tuple[str, str], float]:
         for key, value in vars(module).items()
         if type(value) is float
     }
-
-
-def _all_eps(edits: Float16Edits) -> set[float]:
-    return {eps for stream in edits.found for _, eps in stream.norms.values()}
 
 
 def _together(edits: Float16Edits, fields: Mapping[str, frozenset[str]]) -> StoredScales:
