@@ -117,14 +117,16 @@ class Comparison:
     def within(self, limit: float, chosen: Candidate) -> Candidate | None:
         """The best candidate with the fewest finer layers whose error is at most ``limit``.
 
-        If ``chosen`` has finer layers, the result has more. ``None`` if all finer layers are not
+        Candidates that round weights in another way than ``chosen`` are not tried again. If
+        ``chosen`` has finer layers, the result has more. ``None`` if all finer layers are not
         enough.
         """
         self._find_steps(chosen)
         count = self._fewest(chosen, limit, len(self.steps), least=len(chosen.finer) + 1)
         if count is None:
             return None
-        other = self.best_of([self.finer(candidate, count) for candidate in self.candidates])
+        rivals = [one for one in self.candidates if one.rounding == chosen.rounding]
+        other = self.best_of([self.finer(candidate, count) for candidate in rivals])
         fewer = None
         if other.name != chosen.name and self.error(other) <= limit:
             fewer = self._fewest(other, limit, count, least=len(chosen.finer) + 1)
@@ -154,7 +156,7 @@ class Comparison:
         return replace(candidate, finer=tuple(self.steps[:count]))
 
     def _find_steps(self, chosen: Candidate) -> None:
-        if not self.steps and self.work.scheme.finer_bits(self.work.format):
+        if not self.steps:
             self.event("stage", "finding the layers that need more bits")
             model = self.work.model(chosen)
             self.steps = finer_layers(

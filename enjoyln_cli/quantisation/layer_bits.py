@@ -67,7 +67,7 @@ def finer_layers(
         for path, layer in _rounded_layers(model, format_name, scheme).items()
         if not matches(path, kept)
     }
-    head, levels = head_of(model), (scheme.weight_bits, *scheme.finer_bits(format_name))
+    head, levels = head_of(model), (scheme.weight_bits, *scheme.finer_bits)
     countdown = Countdown(len(layers) * (len(levels) - 1), on_progress)
 
     def cost(path: str, bits: int) -> float:

@@ -73,7 +73,7 @@ def quantised(
     """The ONNX programs as OpenVINO's, quantised; ``is_rotated`` says whether streams are rotated.
 
     ``calibration`` are inputs of the model, for a static scheme and for GPTQ. ``bits`` has paths
-    of layers, or patterns; layers with ``FLOAT_BITS`` stay in float32.
+    of layers, or patterns: 8 beside weights of 4 bits, or ``FLOAT_BITS``, which stay in float32.
     """
     models = converted(programs)
     calls: Mapping[str, Sequence[Batch]] = {}
@@ -87,7 +87,8 @@ def quantised(
             scheme,
             rounding,
             calls.get(name, ()),
-            _nodes_in_float(model, programs.models[name], bits),
+            _nodes_with(FLOAT_BITS, model, programs.models[name], bits),
+            _nodes_with(8, model, programs.models[name], bits),
             is_rotated,
         )
         for name, model in models.items()
@@ -113,15 +114,15 @@ def calls_of(
     return found
 
 
-def _nodes_in_float(model: Any, program: Any, bits: Mapping[str, int]) -> list[str]:
-    """The names of the products of ``model`` in the modules that stay in float32.
+def _nodes_with(count: int, model: Any, program: Any, bits: Mapping[str, int]) -> list[str]:
+    """The names of the products of ``model`` in the modules that get so many bits by ``bits``.
 
     ``program`` is the ONNX program that it was converted from.
     """
     results = {
         value.name
         for node in program.graph.all_nodes()
-        if bits_at(module_of(node).removeprefix("model."), bits, 0) == FLOAT_BITS
+        if bits_at(module_of(node).removeprefix("model."), bits, 0) == count
         for value in node.outputs
     }
     products = (node for node in model.get_ops() if node.get_type_name() == "MatMul")

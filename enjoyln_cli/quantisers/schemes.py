@@ -58,10 +58,10 @@ class QuantisationScheme:
         """Whether large features of inputs may be moved into the weights; NNCF does so itself."""
         return self.input_bits == 8 and not self.is_in_groups and format_name != OPENVINO
 
-    def finer_bits(self, format_name: str) -> tuple[int, ...]:
+    @property
+    def finer_bits(self) -> tuple[int, ...]:
         """The bits that single layers may have instead, the fewest first."""
-        takes_8 = self.weight_bits == 4 and format_name != OPENVINO
-        return (8, FLOAT_BITS) if takes_8 else (FLOAT_BITS,)
+        return (8, FLOAT_BITS) if self.weight_bits == 4 else (FLOAT_BITS,)
 
     def bits_to_keep(self, format_name: str) -> int:
         """The bits of a layer that a user keeps more precise."""

@@ -107,11 +107,6 @@ def test_an_encoder_runs_again_only_for_its_own_layers(monkeypatch: pytest.Monke
     assert steps == steps_of((model, exact), "w4a16")
 
 
-def test_openvino_keeps_single_layers_in_float_only() -> None:
-    assert SCHEMES["w4a16"].finer_bits("openvino") == (FLOAT_BITS,)
-    assert SCHEMES["w4a16"].finer_bits("torchao") == (8, FLOAT_BITS)
-
-
 @pytest.mark.parametrize("least", [1, 4])
 @pytest.mark.parametrize("enough", [1, 2, 3, 5, 8, 11, 13])
 def test_the_fewest_are_found(enough: int, least: int) -> None:

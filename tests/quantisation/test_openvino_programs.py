@@ -183,6 +183,33 @@ def test_nncf_rounds_all_layers_but_layers_to_keep(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+def test_single_layers_get_8_bits_beside_4(rounding: RoundingMethod, tmp_path: Path) -> None:
+    openvino = pytest.importorskip("openvino")
+    pytest.importorskip("nncf")
+    sizes = {"n_embd": 64, "n_head": 4, "n_inner": 96, "n_layer": 2}
+    model = shaken(GPT2LMHeadModel(GPT2Config(**{**GPT2, **sizes})), 0.1)
+    programs = programs_of(model, torch.float32, cross_cache=False)
+    given = {"input_ids": IDS}
+    with torch.no_grad():
+        exact = model(**given).logits
+    errors, stored = [], []
+    for bits in ({}, {"*.c_fc": 8}, {"*.c_fc": 8, "transformer.h.1.mlp.c_fc": FLOAT_BITS}):
+        made = quantised(programs, SCHEMES["w4a16"], rounding, [given], bits, False)
+        save(made, tmp_path)
+        logits = whole_rows(load_programs(tmp_path, 1))(given)["logits"]
+        errors.append(float((logits - exact).norm() / exact.norm()))
+        nodes = openvino.Core().read_model(tmp_path / "openvino_model.xml").get_ops()
+        constants = [node for node in nodes if node.get_type_name() == "Constant"]
+        kinds = [(one.get_element_type().to_string(), (*one.shape,)) for one in constants]
+        in_4_bits = (("u4" if rounding == "gptq" else "i4"), (96, 2, 32))
+        of_c_fc = in_4_bits, ("u8", (96, 64)), ("f32", (96, 64))
+        stored.append([kinds.count(kind) for kind in of_c_fc])
+    assert stored == [[2, 0, 0], [0, 2, 0], [0, 1, 1]], stored
+    assert 0 < errors[1] < errors[0] < 0.3, errors
+
+
+@pytest.mark.slow
 def test_quantize_to_openvino_rounds_by_nncfs_gptq(tmp_path: Path) -> None:
     pytest.importorskip("nncf")
     genai: Any = importlib.import_module("openvino_genai")
