@@ -25,7 +25,7 @@ norm's weight and bias:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,7 @@ from enjoyln_cli.graph.nodes import (
     shape_of,
 )
 from enjoyln_cli.plan.axis import Axis, feature_axis
-from enjoyln_cli.proof.linear_layers import follow_back, linear_layer, parameter_names
+from enjoyln_cli.proof.linear_layers import follow_back, linear_layer, parameter_readers
 from enjoyln_cli.proof.pullback import Opaque, pull
 from enjoyln_cli.trace.trace import Trace
 
@@ -77,21 +77,18 @@ class _Product:
 
 
 def find_scales(
-    traces: Iterable[Trace], groups: dict[str, str], single: Callable[[str], bool]
+    traces: Sequence[Trace], groups: Mapping[str, str], single: Callable[[str], bool]
 ) -> Scales:
     """Every scale that can be fused, in all traces at once.
 
     ``groups`` maps any parameter name to the first of its tied names. ``single(name)`` says whether
     a tied group is stored as one tensor with the parameter's own layout.
     """
-    readers: dict[str, set[Node]] = {}
+    named, readers = parameter_readers(traces, groups)
     found: dict[str, list[_Product]] = {}
-    for trace in traces:
-        named = parameter_names(trace, groups)
-        for node, name in named.items():
-            readers.setdefault(name, set()).update(readers_of(node))
+    for trace, names in zip(traces, named, strict=True):
         for node in trace.graph.nodes:
-            if product := _product(node, named):
+            if product := _product(node, names):
                 found.setdefault(product.scale, []).append(product)
     scales = Scales()
     for scale, products in found.items():
@@ -215,22 +212,19 @@ class _NormCall:
 
 
 def find_baked_norms(
-    traces: Iterable[Trace], groups: Mapping[str, str], single: Callable[[str], bool]
+    traces: Sequence[Trace], groups: Mapping[str, str], single: Callable[[str], bool]
 ) -> BakedNorms:
     """Every norm that can be baked into a table, in all traces at once.
 
     ``groups`` maps any parameter name to the first of its tied names. ``single(name)`` says whether
     a tied group is stored as one tensor with the parameter's own layout.
     """
-    readers: dict[str, set[Node]] = {}
+    named, readers = parameter_readers(traces, groups)
     calls: dict[NormBehindTable, list[_NormCall | None]] = {}
-    for trace in traces:
-        named = parameter_names(trace, groups)
-        for node, name in named.items():
-            readers.setdefault(name, set()).update(readers_of(node))
+    for trace, names in zip(traces, named, strict=True):
         for node in trace.graph.nodes:
-            if (norm := _norm(node, named)) is not None:
-                calls.setdefault(norm, []).append(_norm_call(node, named, trace))
+            if (norm := _norm(node, names)) is not None:
+                calls.setdefault(norm, []).append(_norm_call(node, names, trace))
     baked = BakedNorms()
     for norm, some in calls.items():
         known = [call for call in some if call is not None]

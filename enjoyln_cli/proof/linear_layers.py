@@ -116,11 +116,6 @@ class LinearLayer:
         return all(parameter.reader is self.node for parameter in self.parameters)
 
 
-def parameter_names(trace: Trace, groups: Mapping[str, str]) -> dict[Node, str]:
-    """The name of each parameter node; ``groups`` maps any name to the first of its tied names."""
-    return {node: groups[names[0]] for node, names in trace.parameters.items()}
-
-
 def parameter_nodes(
     traces: Sequence[Trace], groups: Mapping[str, str]
 ) -> tuple[list[dict[Node, str]], dict[str, list[tuple[int, Node]]]]:
@@ -128,12 +123,24 @@ def parameter_nodes(
 
     ``groups`` maps any parameter name to the first of its tied names.
     """
-    named = [parameter_names(trace, groups) for trace in traces]
+    named = [
+        {node: groups[names[0]] for node, names in trace.parameters.items()} for trace in traces
+    ]
     nodes: dict[str, list[tuple[int, Node]]] = {}
     for position, names in enumerate(named):
         for node, name in names.items():
             nodes.setdefault(name, []).append((position, node))
     return named, nodes
+
+
+def parameter_readers(
+    traces: Sequence[Trace], groups: Mapping[str, str]
+) -> tuple[list[dict[Node, str]], dict[str, set[Node]]]:
+    """As ``parameter_nodes``, with the readers of each parameter's nodes in place of the nodes."""
+    named, nodes = parameter_nodes(traces, groups)
+    return named, {
+        name: set().union(*(readers_of(node) for _, node in found)) for name, found in nodes.items()
+    }
 
 
 def linear_layer(node: Node, named: Mapping[Node, str]) -> LinearLayer | None:

@@ -32,7 +32,7 @@ from enjoyln_cli.graph.nodes import (
 )
 from enjoyln_cli.plan.axis import feature_axis
 from enjoyln_cli.proof.flow import Flow, Value
-from enjoyln_cli.proof.linear_layers import LinearLayer, linear_layer, parameter_names
+from enjoyln_cli.proof.linear_layers import LinearLayer, linear_layer, parameter_readers
 from enjoyln_cli.proof.rules import VIEWS
 from enjoyln_cli.trace.trace import Trace
 
@@ -122,12 +122,9 @@ def find_widenings(
     """
     calls: dict[Mlp, list[_Call]] = {}
     refused: dict[Edge, str] = {}
-    readers: dict[str, set[Node]] = {}
+    named, readers = parameter_readers(flow.traces, groups)
     for position, trace in enumerate(flow.traces):
-        named = parameter_names(trace, groups)
-        for node, name in named.items():
-            readers.setdefault(name, set()).update(readers_of(node))
-        for call in _calls(position, trace, named):
+        for call in _calls(position, trace, named[position]):
             if isinstance(call, _Call):
                 calls.setdefault(call.mlp, []).append(call)
             else:

@@ -15,7 +15,7 @@ from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.proof.linear_layers import (
     LinearLayer,
     linear_layer,
-    parameter_names,
+    parameter_nodes,
     with_added_bias,
 )
 from enjoyln_cli.trace.capture import Recorder
@@ -32,7 +32,7 @@ def layers(
     parts = {"w": nn.Parameter(torch.zeros(shape)), "b": nn.Parameter(torch.zeros(bias))}
     model = Computing(lambda m, x: forward(x, m.w, m.b), **parts)
     trace = Recorder(model).capture(Call("x", (((x,), {}),)))
-    named = parameter_names(trace, {name: name for name, _ in model.named_parameters()})
+    (named,), _ = parameter_nodes([trace], {name: name for name, _ in model.named_parameters()})
     found = (linear_layer(node, named) for node in trace.graph.nodes)
     return [(layer, named) for layer in found if layer]
 
