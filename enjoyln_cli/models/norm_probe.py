@@ -136,11 +136,9 @@ class _Probe:
         close = (y - expected).abs() <= tolerance * expected.abs().amax(-1, keepdim=True)
         return bool((close | (y.isnan() & expected.isnan())).all())
 
-    def agrees_at(
-        self, spec: LayerNormSpec, rank: int, *magnitudes: float, alone: bool = False
-    ) -> bool:
+    def agrees_at(self, spec: LayerNormSpec, rank: int, *magnitudes: float) -> bool:
         """Whether it does so for an input of each magnitude (see ``input``)."""
-        inputs = (self.input(spec.dim, rank, [scale], alone) for scale in magnitudes)
+        inputs = (self.input(spec.dim, rank, [scale]) for scale in magnitudes)
         return all(self.agrees(spec, x) for x in inputs)
 
 
@@ -236,9 +234,11 @@ def _spec(probe: _Probe, roles: _Roles) -> LayerNormSpec | None:
     for dim in (-1, 1) if len(probe.shape) == 1 else (-1,):
         least = 3 if dim == 1 else len(probe.shape) + 1
         ranks = [rank for rank in RANKS if rank >= least]
+        rows = [probe.input(dim, rank, [LARGE], alone=True) for rank in ranks]
+        rows = [x for x in rows if probe.run(x) is not None]
         for gain in gains:
             spec = LayerNormSpec(dim, gain, probe.bias is not None, 0.0, None, weight, bias)
-            if not any(probe.agrees_at(spec, rank, LARGE, alone=True) for rank in ranks):
+            if not any(probe.agrees(spec, x) for x in rows):
                 continue  # as for embeddings and projections
             likely = [rank for rank in ranks if probe.agrees_at(spec, rank, LARGE)]
             for eps in _possible_eps(probe, spec, likely[0]) if likely else ():
@@ -325,7 +325,7 @@ def computes_rms_norm(module: nn.Module) -> bool:
         if roles.weight is None or roles.bias is not None:
             continue
         probe = _probe(module, roles)
-        x = probe.input(-1, len(probe.shape) + 2, (1.0,) * 4)
+        x = probe.input(-1, len(probe.shape) + 2, (1.0,) * 2)
         if (y := probe.run(x)) is None:
             continue
         normed = x / x.square().mean(-1, keepdim=True).sqrt()
