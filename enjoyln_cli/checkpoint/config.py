@@ -227,17 +227,23 @@ def require_folded(config: Mapping[str, Any], model: str) -> None:
 
 
 def require_unfolded(
-    config: Mapping[str, Any] | PretrainedConfig, model: str = "the model"
+    config: Mapping[str, Any] | PretrainedConfig,
+    model: str = "the model",
+    *,
+    may_be_rotated: bool = False,
 ) -> None:
     """Raise ``AlreadyFolded`` if the config has the ``enjoyln`` marker.
 
-    ``config`` is parsed JSON or a configuration object; ``model`` is a name for messages.
+    ``config`` is parsed JSON or a configuration object; ``model`` is a name for messages. With
+    ``may_be_rotated``, the result of a rotation is accepted: its norms are as they were.
     """
     raw = config if isinstance(config, Mapping) else vars(config)
     if MARKER in raw:
         entry = raw[MARKER]
         origin = entry.get("source") if isinstance(entry, dict) else None
         only_rotated = _plan_in(entry).get("rotation_groups") and not names_folded_norms(entry)
+        if only_rotated and may_be_rotated:
+            return
         job, verb = ("rotation", "convert") if only_rotated else ("fold", "fold")
         raise AlreadyFolded(
             f"{model} is the result of an earlier {job}; {verb} its source "

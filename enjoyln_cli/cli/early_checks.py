@@ -56,6 +56,12 @@ def require_convertible(raw: Mapping[str, Any], model: str) -> None:
     config.require_unfolded(raw, model)
 
 
+def require_quantisable(raw: Mapping[str, Any], model: str) -> None:
+    """Refuse the config of a model that is quantised, or was folded already."""
+    config.require_unquantised(raw, model)
+    config.require_unfolded(raw, model, may_be_rotated=True)
+
+
 def look_up(model: str | Path, opening: OpenOptions, check: EarlyCheck | None = None) -> None:
     """Fetch the config of a Hub id and ``check`` it; a directory has been checked already.
 

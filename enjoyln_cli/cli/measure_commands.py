@@ -20,6 +20,7 @@ from enjoyln_cli.cli.early_checks import (
     require_model,
     require_new_folder,
     require_one_source,
+    require_quantisable,
     require_source_of,
     with_origin,
 )
@@ -136,7 +137,7 @@ def quantize(
     if whole := next((pattern for pattern in options.keep if set(pattern) == {"*"}), None):
         raise click.UsageError(f"--keep {whole!r} leaves no layer to quantise; name some layers.")
     require_float(model)
-    require_model(model, config.require_unquantised)
+    require_model(model, require_quantisable)
     format_name = options.format
     adds = format_name == ONNX and can_add(out, options.force)
     require_new_folder(out, model, force=options.force or adds)
@@ -145,7 +146,7 @@ def quantize(
     own = read_data(data, model)
     require_halves(own)
     with watch_job(quiet or as_json, f"opening {with_origin(model)}") as watch:
-        look_up(model, opening, config.require_unquantised)
+        look_up(model, opening, require_quantisable)
         from enjoyln_cli.cli.console import say, write_json, write_quantised
         from enjoyln_cli.publish.quantised_card import loading
         from enjoyln_cli.quantisation.quantize import quantize as run  # takes seconds

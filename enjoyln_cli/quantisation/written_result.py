@@ -153,7 +153,7 @@ def verify_quantised(
         made_from = next(iter(entries.values()))
         if options.against is None and opening.revision is None:
             opening = replace(opening, revision=made_from["revision"])
-        opened = open_model(str(options.against or made_from["source"]), opening, unfolded=True)
+        opened = open_model(str(options.against or made_from["source"]), opening)
         original = opened.as_class(made_from["model_class"]).load(torch.float32)
         trusted = opening.trust_remote_code
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import GPT2, good
+from commands import GPT2, good, refused
 from live_models import CHECKPOINTS, ROOT, shaken
 from safetensors.torch import load_file, save_file
 from tiny_models import BERT
@@ -207,6 +207,26 @@ def test_a_model_with_outliers_is_rotated_and_verified(format_name: str, tmp_pat
     again = json.loads(good("verify", out, *data, "--json"))
     measured = again["precisions"]["w8a8"]
     assert again["passed"] and measured["differences"]["error"] < 2 * found["held_out"]["error"]
+
+
+@pytest.mark.parametrize("format_name", ["onnx", "torchao"])
+def test_a_rotation_is_quantised_as_its_stock_class(format_name: str, tmp_path: Path) -> None:
+    """The result says nothing of the rotation: it computes what its own source computes."""
+    pytest.importorskip({"onnx": "onnxruntime", **LIBRARIES}[format_name])
+    rotated, out, data = tmp_path / "rotated", tmp_path / "out", ("--text", LICENCE)
+    good("rotate", CHECKPOINTS / "opt", "-o", rotated, "--untie", "--seed", 4, "--no-verify")
+    good("quantize", rotated, "-o", out, *data, "--format", format_name, *("--rotations", 0))
+    assert "enjoyln" in json.loads((rotated / "config.json").read_text())
+    assert "enjoyln" not in json.loads((out / "config.json").read_text())
+    found = json.loads((out / PRECISIONS_FILE).read_text())["w8a8"]
+    assert found["source"] == str(rotated) and 0 < found["held_out"]["error"] < 0.1
+    assert json.loads(good("verify", out, *data, "--json"))["passed"]
+
+
+def test_a_fold_is_not_quantised(tmp_path: Path) -> None:
+    good("fold", CHECKPOINTS / "opt", "-o", tmp_path / "folded", "--no-verify")
+    said = refused("quantize", tmp_path / "folded", "-o", tmp_path / "out", "--text", LICENCE)
+    assert "is the result of an earlier fold; fold its source" in said
 
 
 @pytest.mark.parametrize("format_name", LIBRARIES)
