@@ -128,7 +128,7 @@ def _in_groups(
             proto,
             bits=bits,
             block_size=GROUP,
-            is_symmetric=True,
+            is_symmetric=bits == 8,
             accuracy_level=_accuracy(scheme),
             nodes_to_exclude=excluded,
             op_types_to_quantize=("MatMul",),

@@ -18,8 +18,9 @@ from enjoyln_cli.text import bytes_in
 FLOAT_BITS = 32
 """Bits of layers that are not rounded, whatever dtype they are stored in."""
 RoundingMethod = Literal["nearest", "gptq"]
-"""How weights of 4 bits are rounded: each to the nearest integer, by symmetric integers, or by the
-outputs' error, by asymmetric integers if the scheme is not static."""
+"""How weights of 4 bits are rounded: each to the nearest integer, or by the outputs' error.
+
+Integers are symmetric in static schemes, and, to the nearest, in checkpoints and OpenVINO."""
 
 
 @dataclass(frozen=True)

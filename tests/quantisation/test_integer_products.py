@@ -23,7 +23,8 @@ from enjoyln_cli.onnx_export.runtimes import IN_16_BITS, in_onnxruntime, session
 from enjoyln_cli.quantisers import gptq
 from enjoyln_cli.quantisers.integer_products import matrix_of, reads_integers, round_weights
 from enjoyln_cli.quantisers.integer_weights import COLUMNS, ROWS, FixedScales, rounded, scale_of
-from enjoyln_cli.quantisers.onnxruntime_quantiser import quantizer_in_groups
+from enjoyln_cli.quantisers.onnxruntime_quantiser import quantised, quantizer_in_groups
+from enjoyln_cli.quantisers.schemes import SCHEMES
 from enjoyln_cli.quantisers.static_ranges import ranges_of
 
 Array = np.ndarray[Any, Any]
@@ -165,6 +166,25 @@ def test_weights_in_groups_are_numbers_again(most: int, product: str) -> None:
     table = in_groups(weights["table"], 3)
     hidden = table[IDS] @ matrix.T + (weights["b"] if product != "MatMul" else 0)
     np.testing.assert_allclose(computed(program), hidden @ table.T, rtol=1e-4)
+
+
+@pytest.mark.parametrize("inputs_of_8_bits", [False, True])
+def test_four_bits_in_groups_have_zero_points(inputs_of_8_bits: bool) -> None:
+    """So that the integers of weights that are mostly positive span them, and not as many below."""
+    draw = np.random.default_rng(5)
+    graph = """<ir_version: 9, opset_import: ["" : 20]>
+    toy (float[N, 64] h) => (float[N, 70] y) { y = MatMul (h, w) }"""
+    model = onnx.parser.parse_model(graph)
+    matrix = draw.normal(0.7, 0.4, (64, 70)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(matrix, "w"))
+    scheme = SCHEMES["w4a8" if inputs_of_8_bits else "w4a16"]
+    program = quantised(onnx_ir.from_proto(model), scheme, {}, {}, {})
+    feed = onnx_ir.to_proto(program).SerializeToString()
+    h = draw.normal(0.2, 1, (5, 64)).astype(np.float32)
+    (got,) = onnxruntime.InferenceSession(feed, session_options()).run(None, {"h": h})
+    exact = gptq.rounded(torch.tensor(matrix.T), None, 32).matrix.numpy()
+    h = in_groups(h, 32) if inputs_of_8_bits else h
+    np.testing.assert_allclose(got, h @ exact.T, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("width", "kind"), [(64, "MatMulNBits"), (48, "MatMul")])

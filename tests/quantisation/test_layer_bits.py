@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from commands import good, refused
@@ -21,11 +22,15 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE
 from enjoyln_cli.comparison.output_meaning import Kind, Meaning
 from enjoyln_cli.comparison.simulated_rounding import linear_layers
+from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
+from enjoyln_cli.onnx_export.programs import programs_of, save
 from enjoyln_cli.quantisation import layer_bits
 from enjoyln_cli.quantisation.examples import Example
 from enjoyln_cli.quantisation.layer_bits import FinerLayer, bits_of, fewest, finer_layers, in_words
 from enjoyln_cli.quantisation.measure import ExactOutputs
+from enjoyln_cli.quantisation.quantize import require_layers
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, SCHEMES
+from enjoyln_cli.quantisers.traced_programs import quantised
 
 TEXT = ("--text", ROOT / "LICENSE", "--rotations", 0, "--inputs", 4)
 COSTLY = "transformer.h.1.mlp.c_proj"
@@ -197,3 +202,23 @@ def test_a_limit_that_no_bits_reach_is_refused_with_a_number(tmp_path: Path) -> 
     error = r"error: w8a8 costs too much: error 0\.\d+ of the outputs \(limit 1e-07\), and still"
     assert re.search(rf"{error} [\de.-]+ with \d+ layers in float, so nothing was written", said)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8-g32", "w8a16", "w8a16-static"])
+@pytest.mark.parametrize("kept", ["transformer.wte", "lm_head"])
+def test_an_embedding_and_its_tied_head_can_be_kept(scheme: str, kept: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2").eval()
+    require_layers(model, [kept])
+    ids = torch.arange(3, 63).view(3, 20)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    made, rounding, errors = programs_of(model, torch.float32), SCHEMES[scheme], []
+    with torch.no_grad():
+        exact = model(**batch).logits
+    for bits in ({}, {kept: rounding.bits_to_keep("onnx")}):
+        (file,) = save(quantised(made, rounding, [batch], bits), tmp_path, rounding.suffix)
+        stored = {one.name: one for one in onnx.load(file).graph.initializer}
+        assert ("transformer.wte.weight" in stored) == bool(bits)
+        logits = whole_rows(load_programs(tmp_path, rounding.suffix))(batch)["logits"]
+        errors.append(float((logits - exact).norm() / exact.norm()))
+    assert 0 < errors[1] < 0.9 * errors[0]
