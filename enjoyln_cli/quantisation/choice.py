@@ -37,7 +37,7 @@ class Comparison:
     on_progress: Progress
     max_size: int | None
     candidates: Sequence[Candidate]
-    """The candidates to choose from, the original first, and those that may be measured later."""
+    """The candidates to choose from, the original first. Other seeds may never be measured."""
     found: dict[str, Compared] = field(default_factory=dict, init=False)
     """What was compared, by the titles of candidates."""
     steps: list[FinerLayer] = field(default_factory=list, init=False)
