@@ -38,8 +38,10 @@ class Comparison:
     max_size: int | None
     candidates: Sequence[Candidate]
     """The candidates to choose from, the original first. Other seeds may never be measured."""
-    found: dict[str, Compared] = field(default_factory=dict, init=False)
-    """What was compared, by the titles of candidates."""
+    found: dict[tuple[str, tuple[FinerLayer, ...]], Compared] = field(
+        default_factory=dict, init=False
+    )
+    """What was compared, by the names of candidates and their finer layers."""
     steps: list[FinerLayer] = field(default_factory=list, init=False)
     """To more bits for all layers, once that is needed."""
     taken: dict[str, float] = field(default_factory=dict, init=False)
@@ -52,7 +54,8 @@ class Comparison:
 
     def measured(self, candidate: Candidate) -> Compared:
         """A candidate, written and compared with the original in float32."""
-        if candidate.title not in self.found:
+        key = candidate.name, candidate.finer
+        if key not in self.found:
             left = 0.0 if candidate.finer else self.left or 0.0
             words = f" (about {duration(left)} left)" if left >= SHORTEST_LEFT else ""
             self.event("stage", f"quantising: {candidate.title}{words}")
@@ -64,11 +67,11 @@ class Comparison:
             self.taken[candidate.kind] = max(end - begin, self.taken.get(candidate.kind, 0.0))
             self.running = end - written
             size_of_files = self.work.size(candidate.title)
-            self.found[candidate.title] = Compared(candidate.title, apart, size_of_files, weights)
+            self.found[key] = Compared(candidate.title, apart, size_of_files, weights)
             if candidate.finer:  # most are a step of the search only
                 self.work.remove(candidate.title)
             self.clock.tell(self.left)
-        return self.found[candidate.title]
+        return self.found[key]
 
     @property
     def left(self) -> float | None:
@@ -79,7 +82,7 @@ class Comparison:
         """
         if not self.taken or (self.work.scheme.weight_bits == 4 and GPTQ not in self.taken):
             return None
-        waiting = [one.kind for one in self.candidates if one.title not in self.found]
+        waiting = [one.kind for one in self.candidates if (one.name, one.finer) not in self.found]
         timing = TIMING if FORMATS[self.work.format].is_timed else 0
         last = HELD_OUT + timing / max(1, len(self.exact.examples))
         each = [self.taken.get(kind, self.taken[ORIGINAL]) for kind in waiting]
@@ -133,18 +136,25 @@ class Comparison:
         return self.finer(chosen, count) if fewer is None else self.finer(other, fewer)
 
     def filled(self, chosen: Candidate, max_size: int) -> Candidate:
-        """The chosen candidate with as many finer layers as ``max_size`` bytes have room for."""
+        """The chosen candidate with the finer layers that ``max_size`` bytes have room for.
+
+        A step with too many bytes is left out, and the next ones may fit. The files decide: what
+        they have too much is taken from the last steps.
+        """
         self._find_steps(chosen)
-        left, count = max_size - self.measured(chosen).size, len(chosen.finer)
-        while count < len(self.steps) and self.steps[count].size <= left:
-            left -= self.steps[count].size
-            count += 1
-        while count > len(chosen.finer):
-            finer = self.finer(chosen, count)
+        left, steps = max_size - self.measured(chosen).size, list[FinerLayer]()
+        for step in self.steps:
+            if step.size <= left:
+                left -= step.size
+                steps.append(step)
+        while steps:
+            finer = replace(chosen, finer=tuple(steps))
             found, before = self.measured(finer), self.measured(chosen)
-            if found.size <= max_size:
+            left = max_size - found.size
+            if left >= 0:
                 return finer if found.differences.cost < before.differences.cost else chosen
-            count -= 1
+            while steps and left < 0:
+                left += steps.pop().size
         return chosen
 
     def error(self, candidate: Candidate) -> float:

@@ -30,6 +30,7 @@ from enjoyln_cli.quantisation.candidates import (
 )
 from enjoyln_cli.quantisation.choice import Comparison, best
 from enjoyln_cli.quantisation.examples import Example
+from enjoyln_cli.quantisation.layer_bits import FinerLayer
 from enjoyln_cli.quantisation.measure import (
     Differences,
     ExactOutputs,
@@ -108,14 +109,14 @@ def test_what_is_left_counts_all_that_follows(
     exact = ExactOutputs({}, [Example({})] * 7, [])
     comparison = Comparison(work, exact, default_listener, no_progress, None, tried)
     assert comparison.left is None
-    comparison.found = {ORIGINAL: compared(ORIGINAL, *PLAIN)}
+    comparison.found = {(ORIGINAL, ()): compared(ORIGINAL, *PLAIN)}
     comparison.taken, comparison.running = {ORIGINAL: 2.0, ROTATED: 9.0}, 0.5
     if scheme == "w8a8":
         comparison.taken[GPTQ] = 3.0
     assert comparison.left == at_first
     comparison.taken[GPTQ] = 30.0
     assert comparison.left == 2.0 + 30.0 + 6 * 0.5  # both halves, and timing
-    comparison.found |= {candidate.title: compared(candidate.title, *PLAIN) for candidate in tried}
+    comparison.found |= {(one.name, ()): compared(one.name, *PLAIN) for one in tried}
     assert comparison.left == 6 * 0.5
 
 
@@ -278,11 +279,31 @@ def test_other_seeds_are_tried_of_a_rotation_that_is_best(
     (tmp_path / FLOAT).mkdir()
     (tmp_path / FLOAT / "model.onnx").write_bytes(bytes(FLOAT_SIZE))
     comparison.found = {
-        name: compared(name, *times(*[each + 0.01 * at for at in range(5)]))
+        (name, ()): compared(name, *times(*[each + 0.01 * at for at in range(5)]))
         for name, each in factors.items()
     }
     assert comparison.choose().name == chosen
     assert [candidate.name for candidate in comparison.candidates] == [*factors]
+
+
+def test_a_layer_with_no_room_does_not_keep_the_next_ones_out(tmp_path: Path) -> None:
+    """Nothing can be written here, so what is tried has to be measured already."""
+    original = Candidate(ORIGINAL, None)
+    large, first, second = (
+        FinerLayer(layer, 8, 0.1, size) for layer, size in (("a", 500), ("b", 100), ("c", 80))
+    )
+    work: Any = Workshop(tmp_path, ONNX, SCHEMES["w4a16"], {}, None)  # type: ignore[arg-type]
+    comparison = Comparison(work, ExactOutputs({}, [], []), default_listener, no_progress, 600, ())
+    comparison.steps = [large, first, second]
+    comparison.found = {
+        (ORIGINAL, ()): compared("as the scheme says", *PLAIN, size=400),
+        (ORIGINAL, (first, second)): compared("two", *times(0.2, 0.2, 0.2, 0.2, 0.2), size=610),
+        (ORIGINAL, (large,)): compared("one", *times(0.1, 0.1, 0.1, 0.1, 0.1), size=900),
+        (ORIGINAL, (first,)): compared("one", *times(0.5, 0.5, 0.5, 0.5, 0.5), size=520),
+    }
+    assert comparison.filled(original, 900).finer == (large,)
+    assert comparison.filled(original, 600).finer == (first,)  # the files have 30 bytes more
+    assert comparison.filled(original, 470) is original
 
 
 def test_a_model_with_nothing_to_rotate_is_the_candidate() -> None:
