@@ -10,7 +10,7 @@ Gradients pass straight through the rounding to the nearest integer, and through
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -84,34 +84,37 @@ def round_to(x: torch.Tensor, bits: int, dim: int | None, group: int | None = No
 
 
 @contextmanager
-def simulated(model: Any, scheme: Scheme, only: str | None = None) -> Iterator[None]:
+def simulated(
+    model: Any, scheme: Scheme, only: Iterable[nn.Module] | None = None
+) -> Iterator[None]:
     """Let the linear layers of ``model`` compute with rounded weights and inputs inside the block.
 
-    ``only`` is the path of a single layer to round, which may be the head. A weight is rounded in
-    each call of its layer, and is back afterwards.
+    ``only`` are the layers to round instead, among them the head or embeddings. A weight is rounded
+    in each call of its layer, and is back afterwards.
     """
 
     def begin(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        weight, dim = module.weight, input_dimension(module)
+        is_table = isinstance(module, nn.Embedding)
+        weight, dim = module.weight, 1 if is_table else input_dimension(module)
         assert isinstance(weight, torch.Tensor) and dim is not None
         originals[module] = weight
         rounded = round_to(weight, scheme.weight_bits, dim, scheme.group)
         module._parameters["weight"] = rounded  # type: ignore[assignment]
-        if scheme.input_bits is None or not args:
+        if scheme.input_bits is None or is_table or not args:
             return args
         dim = -1 if scheme.per_token else None
         return (round_to(args[0], scheme.input_bits, dim), *args[1:])
 
     def end(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
         module._parameters["weight"] = originals.pop(module)
-        if scheme.rounds_results and scheme.input_bits:
+        if scheme.rounds_results and scheme.input_bits and not isinstance(module, nn.Embedding):
             return round_to(result, scheme.input_bits, None)
         return result
 
     originals: dict[nn.Module, Any] = {}
-    layers = linear_layers(model) if only is None else {only: model.get_submodule(only)}
+    layers = linear_layers(model).values() if only is None else only
     with ExitStack() as stack:
-        for module in layers.values():
+        for module in layers:
             stack.callback(module.register_forward_pre_hook(begin).remove)
             stack.callback(module.register_forward_hook(end).remove)
         try:

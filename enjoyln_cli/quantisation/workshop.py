@@ -23,7 +23,7 @@ from enjoyln_cli.onnx_export.runtimes import LoadedProgram
 from enjoyln_cli.plan.plan import NormFusion, Plan
 from enjoyln_cli.quantisation.candidates import ORIGINAL, Candidate
 from enjoyln_cli.quantisation.examples import Example, traced_batch
-from enjoyln_cli.quantisation.layer_bits import bits_of
+from enjoyln_cli.quantisation.layer_bits import bits_of, for_all_readers
 from enjoyln_cli.quantisation.measure import Compute, Differences, ExactOutputs, differences
 from enjoyln_cli.quantisers import openvino_programs, quantised_checkpoints, traced_programs
 from enjoyln_cli.quantisers.gptq import RoundedWeight, round_model
@@ -146,6 +146,7 @@ class Workshop:
                 on_progress,
             )
         assert self.traced is not None
+        bits = for_all_readers(model, bits)
         if self.format == OPENVINO:
             programs = self.traced.programs(model, candidate.plan)
             if float_folder:

@@ -67,7 +67,7 @@ def round_weights(
         if _weight_of(node) in in_float:
             continue
         if node.op_type == "Gather" and _is_weight(node.inputs[0]) and _axis(node) == 0:
-            if _is_large(node.inputs[0]):
+            if is_large(*node.inputs[0].const_value.shape):
                 _round_table(node, rounding)
         elif node.name in in_floats:
             if (found := matrix_of(node)) is not None:
@@ -114,14 +114,13 @@ def _is_weight(value: Any) -> bool:
     )
 
 
-def _is_large(table: Any) -> bool:
-    """Whether a table has at least as many rows as features.
+def is_large(rows: int, features: int) -> bool:
+    """Whether a table of this shape is rounded: it has at least as many rows as features.
 
     A table of fewer rows, as for the types of tokens, takes few bytes, and many tokens read the
     same row, so that the errors of its rounding add up over them.
     """
-    rows, features = table.const_value.shape
-    return bool(rows >= features)
+    return rows >= features
 
 
 def _axis(node: Any) -> int:

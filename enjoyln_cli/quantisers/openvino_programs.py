@@ -115,7 +115,7 @@ def calls_of(
 
 
 def _nodes_with(count: int, model: Any, program: Any, bits: Mapping[str, int]) -> list[str]:
-    """The names of the products of ``model`` in the modules that get so many bits by ``bits``.
+    """The names of the products and embeddings in modules of ``model`` that get so many bits.
 
     ``program`` is the ONNX program that it was converted from.
     """
@@ -125,8 +125,8 @@ def _nodes_with(count: int, model: Any, program: Any, bits: Mapping[str, int]) -
         if bits_at(module_of(node).removeprefix("model."), bits, 0) == count
         for value in node.outputs
     }
-    products = (node for node in model.get_ops() if node.get_type_name() == "MatMul")
-    return [node.get_friendly_name() for node in products if results & node.output(0).names]
+    readers = (node for node in model.get_ops() if node.get_type_name() in ("MatMul", "Gather"))
+    return [node.get_friendly_name() for node in readers if results & node.output(0).names]
 
 
 def save(models: Mapping[str, Any], folder: Path) -> None:

@@ -17,7 +17,13 @@ from commands import good, refused
 from live_models import CHECKPOINTS, ROOT, shaken
 from stored_files import shallow
 from tiny_models import one_layer
-from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE
 from enjoyln_cli.comparison.output_meaning import Kind, Meaning
@@ -26,7 +32,14 @@ from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.programs import programs_of, save
 from enjoyln_cli.quantisation import layer_bits
 from enjoyln_cli.quantisation.examples import Example
-from enjoyln_cli.quantisation.layer_bits import FinerLayer, bits_of, fewest, finer_layers, in_words
+from enjoyln_cli.quantisation.layer_bits import (
+    FinerLayer,
+    bits_of,
+    fewest,
+    finer_layers,
+    for_all_readers,
+    in_words,
+)
 from enjoyln_cli.quantisation.measure import ExactOutputs
 from enjoyln_cli.quantisation.quantize import require_layers
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, SCHEMES
@@ -57,7 +70,7 @@ def steps_of(exact: tuple[Any, ExactOutputs], scheme: str, *kept: str, **bits: i
 def test_the_layer_that_rounding_hurts_most_comes_first(exact: tuple[Any, ExactOutputs]) -> None:
     steps = steps_of(exact, "w8a8", weight_bits=3)
     assert steps[0].layer == COSTLY and steps[0].bits == FLOAT_BITS
-    assert len(steps) == 12  # the tied head is the thirteenth layer: the last one stays rounded
+    assert len(steps) == 12  # the tied head is the thirteenth layer: one stays rounded
     worth = [step.cost / step.size for step in steps]
     assert worth == sorted(worth, reverse=True)
     assert COSTLY not in bits_of(steps_of(exact, "w8a8", "*.h.1.*"))
@@ -67,8 +80,10 @@ def test_a_layer_gets_eight_bits_before_it_is_left_in_float(
     exact: tuple[Any, ExactOutputs],
 ) -> None:
     steps = steps_of(exact, "w4a16")
-    assert len(steps) == 2 * 12 - 1
-    for layer in bits_of(steps):
+    (embedding,) = (step for step in steps if step.layer == "transformer.wte")
+    assert embedding.bits == FLOAT_BITS and embedding.cost > 0  # it has 8 bits before
+    assert len(steps) == 2 * 12 - 1 + 1
+    for layer in {*bits_of(steps)} - {embedding.layer}:
         own = [step for step in steps if step.layer == layer]
         assert [step.bits for step in own] in ([8, FLOAT_BITS], [8])
         assert own[0].size * 6 == own[-1].size or len(own) == 1
@@ -107,7 +122,10 @@ def test_an_encoder_runs_again_only_for_its_own_layers(monkeypatch: pytest.Monke
     model.encoder.block[0].register_forward_hook(lambda *_: runs.append(1))
     steps = steps_of((model, exact), "w4a16")
     inside = [path for path in linear_layers(model) if path.startswith("encoder.")]
-    assert len(inside) == 12 and len(runs) == len(examples) * (1 + 2 * len(inside))
+    tables = ["shared", "encoder.block.0.layer.0.SelfAttention.relative_attention_bias"]
+    assert all([step.layer for step in steps].count(table) == 1 for table in tables)
+    assert len(inside) == 12
+    assert len(runs) == len(examples) * (1 + 2 * len(inside) + len(tables))
     monkeypatch.setattr(layer_bits, "encoded_once", lambda model: nullcontext())
     assert steps == steps_of((model, exact), "w4a16")
 
@@ -133,6 +151,19 @@ def test_finer_layers_in_words() -> None:
     assert bits_of(steps) == {"a": FLOAT_BITS, "b": 8}
     assert in_words(steps) == "1 layer in 8 bits, 1 layer in float"
     assert in_words(steps[:2]) == "2 layers in 8 bits"
+
+
+def test_all_readers_of_a_weight_get_its_bits() -> None:
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 24}
+    model = BartForConditionalGeneration(BartConfig(vocab_size=40, **sizes, **heads))
+    readers = {"model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens"}
+    found = for_all_readers(model, {"*.shared": FLOAT_BITS, "*.fc1": 8})
+    names = {path for path, bits in found.items() if bits == FLOAT_BITS}
+    assert names == {"*.shared", "lm_head", *readers}
+    assert {path for path, bits in found.items() if bits == 8} == {
+        "*.fc1", "model.encoder.layers.0.fc1", "model.decoder.layers.0.fc1"
+    }  # fmt: skip
 
 
 def record(out: Path) -> dict[str, Any]:
@@ -192,6 +223,21 @@ def test_a_size_is_filled_with_the_layers_that_need_it(tmp_path: Path) -> None:
     both = ("--max-error", 0.5 * first["held_out"]["error"], "--max-size", first["size"])
     said = refused("quantize", model, "-o", tmp_path / "none", *words, *both)
     assert said.endswith("written; pass a larger --max-error\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "format_name, scheme", [("onnx", "w8a16"), ("onnx", "w4a16"), ("openvino", "w8a16")]
+)
+def test_a_limit_below_what_embeddings_cost_is_met(
+    format_name: str, scheme: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("nncf" if format_name == "openvino" else "onnxruntime")
+    words = ("quantize", CHECKPOINTS / "gpt2", "-o", tmp_path / "out", *TEXT, "--scheme", scheme)
+    good(*words, "--format", format_name, "--max-error", 0.001)
+    found = record(tmp_path / "out")
+    kept = [step["layer"] for step in found["finer"] if step["bits"] == FLOAT_BITS]
+    assert "transformer.wte" in kept and 0 < found["held_out"]["error"] <= 0.001
 
 
 @pytest.mark.slow
