@@ -9,11 +9,12 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from enjoyln_cli.clock import Clock, Progress, duration
 from enjoyln_cli.events import Event
 from enjoyln_cli.quantisation.candidates import GPTQ, ORIGINAL, Candidate, rounded_by_error
-from enjoyln_cli.quantisation.layer_bits import FinerLayer, fewest, finer_layers
+from enjoyln_cli.quantisation.layer_bits import FinerLayer, fewer, fewest, finer_layers
 from enjoyln_cli.quantisation.measure import ExactOutputs, clearly_cheaper, differences
 from enjoyln_cli.quantisation.quantised import Compared
 from enjoyln_cli.quantisation.workshop import FLOAT, Workshop
@@ -125,15 +126,15 @@ class Comparison:
         enough.
         """
         self._find_steps(chosen)
-        count = self._fewest(chosen, limit, len(self.steps), least=len(chosen.finer) + 1)
+        least = len(chosen.finer) + 1
+        count = fewest(len(self.steps), partial(self._is_enough, chosen, limit), least)
         if count is None:
             return None
         rivals = [one for one in self.candidates if one.rounding == chosen.rounding]
         other = self.best_of([self.finer(candidate, count) for candidate in rivals])
-        fewer = None
-        if other.name != chosen.name and self.error(other) <= limit:
-            fewer = self._fewest(other, limit, count, least=len(chosen.finer) + 1)
-        return self.finer(chosen, count) if fewer is None else self.finer(other, fewer)
+        if other.name == chosen.name or self.error(other) > limit:
+            return self.finer(chosen, count)
+        return self.finer(other, fewer(count, partial(self._is_enough, other, limit), least))
 
     def filled(self, chosen: Candidate, max_size: int) -> Candidate:
         """The chosen candidate with the finer layers that ``max_size`` bytes have room for.
@@ -178,11 +179,8 @@ class Comparison:
                 self.on_progress,
             )
 
-    def _fewest(self, candidate: Candidate, limit: float, most: int, least: int) -> int | None:
-        def is_enough(count: int) -> bool:
-            return self.error(self.finer(candidate, count)) <= limit
-
-        return fewest(most, is_enough, least)
+    def _is_enough(self, candidate: Candidate, limit: float, count: int) -> bool:
+        return self.error(self.finer(candidate, count)) <= limit
 
 
 def best(compared: Sequence[Compared], float_size: int, max_size: int | None = None) -> int:

@@ -188,6 +188,19 @@ def fewest(count: int, is_enough: Callable[[int], bool], least: int = 1) -> int 
         low, high = high, min(2 * high, count)
     if high > count or (high == count and not is_enough(count)):
         return None
+    return _between(low, high, is_enough)
+
+
+def fewer(count: int, is_enough: Callable[[int], bool], least: int = 1) -> int:
+    """The same, where ``count`` is enough: the next smaller numbers are tried first."""
+    low, high, step = count, count, 1
+    while high > least and is_enough(low := max(least, high - step)):
+        high, step = low, 2 * step
+    return _between(low if high > least else least - 1, high, is_enough)
+
+
+def _between(low: int, high: int, is_enough: Callable[[int], bool]) -> int:
+    """The smallest number that is enough, above ``low``, which is not, to ``high``, which is."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)

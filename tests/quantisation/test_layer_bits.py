@@ -35,6 +35,7 @@ from enjoyln_cli.quantisation.examples import Example
 from enjoyln_cli.quantisation.layer_bits import (
     FinerLayer,
     bits_of,
+    fewer,
     fewest,
     finer_layers,
     for_all_readers,
@@ -142,6 +143,9 @@ def test_the_fewest_are_found(enough: int, least: int) -> None:
 
     assert fewest(13, is_enough, least) == max(enough, least)
     assert len(asked) == len(set(asked)) <= 8
+    asked.clear()
+    assert fewer(13, is_enough, least) == max(enough, least)
+    assert len(asked) == len(set(asked)) <= (2 if enough > 11 else 7)
     assert fewest(13, lambda count: False, least) is None
     assert fewest(0, is_enough) is None and fewest(3, is_enough, 4) is None
 
