@@ -69,9 +69,9 @@ class Candidate:
         return self.seed != other.seed and replace(self.plan, seed=other.seed) == other.plan
 
 
-def rounded_by_error(candidate: Candidate, source: str) -> Candidate:
-    """The same candidate, its weights rounded by the outputs' error, by the GPTQ of ``source``."""
-    return replace(candidate, name=f"{candidate.name}, GPTQ of {source}", rounding="gptq")
+def rounded_by_error(candidate: Candidate) -> Candidate:
+    """The same candidate, its weights rounded by the outputs' error (GPTQ)."""
+    return replace(candidate, name=f"{candidate.name}, GPTQ", rounding="gptq")
 
 
 def candidates(

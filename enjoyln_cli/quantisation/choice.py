@@ -110,10 +110,9 @@ class Comparison:
             self.candidates = [*self.candidates, *more]
             chosen = self.best_of(self.candidates)
         if self.work.scheme.weight_bits == 4:
-            source = FORMATS[self.work.format].gptq
             original = self.candidates[0]
             both = [original] if chosen is original else [original, chosen]
-            by_error = [rounded_by_error(candidate, source) for candidate in both]
+            by_error = [rounded_by_error(candidate) for candidate in both]
             self.candidates = [*self.candidates, *by_error]
             chosen = self.best_of(self.candidates)
         return chosen

@@ -10,10 +10,15 @@ from shutil import rmtree
 from typing import Any
 
 import torch
+from torch import nn
 
 from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.comparison.batches import Batch
-from enjoyln_cli.comparison.simulated_rounding import linear_layers, path_of_head
+from enjoyln_cli.comparison.simulated_rounding import (
+    input_dimension,
+    linear_layers,
+    path_of_head,
+)
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.events import Event
 from enjoyln_cli.models.load import refusing
@@ -131,36 +136,35 @@ class Workshop:
         folder = self.place(candidate.title)
         float_folder = self.place(FLOAT) if candidate.title == ORIGINAL else None
         bits = {**self.bits, **bits_of(candidate.finer)}
+        is_checkpoint = FORMATS[self.format].is_checkpoint
+        if not is_checkpoint:
+            bits = for_all_readers(model, bits)
         calibration = [example.batch for example in examples]
-        if FORMATS[self.format].is_checkpoint:
+        rounded = self.round_by_error(model, candidate, calibration, on_progress)
+        rounded = {path: one for path, one in rounded.items() if not bits_at(path, bits, 0)}
+        if is_checkpoint:
             return quantised_checkpoints.write(
                 model,
                 self.format,
                 self.scheme,
-                candidate.rounding,
-                calibration,
                 compute_dtype(self.original.checkpoint, None),
                 bits,
+                rounded,
                 folder,
                 float_folder,
-                on_progress,
             )
         assert self.traced is not None
-        bits = for_all_readers(model, bits)
         if self.format == OPENVINO:
             programs = self.traced.programs(model, candidate.plan)
             if float_folder:
                 openvino_programs.save(openvino_programs.converted(programs), float_folder)
-            rounding, is_rotated = candidate.rounding, candidate.is_rotated
             made = openvino_programs.quantised(
-                programs, self.scheme, rounding, calibration, bits, is_rotated
+                programs, self.scheme, calibration, bits, rounded, candidate.is_rotated
             )
             openvino_programs.save(made, folder)
             return None
         if self.scheme.weight_bits < HEAD_BITS:
             bits = {**dict.fromkeys(path_of_head(model), HEAD_BITS), **bits}
-        rounded = self.round_by_error(model, candidate, calibration, on_progress)
-        rounded = {path: one for path, one in rounded.items() if not bits_at(path, bits, 0)}
         programs = self.traced.programs(model, candidate.plan)
         if float_folder:
             save(programs, float_folder)
@@ -182,14 +186,32 @@ class Workshop:
         if candidate.rounding == "nearest":
             return {}
         if candidate.name not in self.rounded:
-            layers = [path for path in linear_layers(model) if not bits_at(path, self.bits, 0)]
-            groups = dict.fromkeys(layers, GROUP)
-            if not self.scheme.is_in_groups:
-                groups = {path: max(model.get_parameter(f"{path}.weight").shape) for path in layers}
             self.rounded[candidate.name] = round_model(
-                model, groups, calibration, self.scheme.is_static, on_progress, self.folder
+                model,
+                self.groups(model),
+                calibration,
+                self.scheme.is_static,
+                on_progress,
+                self.folder,
             )
         return self.rounded[candidate.name]
+
+    def groups(self, model: Any) -> dict[str, int]:
+        """The paths of the layers that get 4 bits, and how many inputs of each share a scale."""
+        is_checkpoint = FORMATS[self.format].is_checkpoint
+        widths = {
+            path: _width(layer)
+            for path, layer in linear_layers(model).items()
+            if not bits_at(path, self.bits, 0)
+            and (isinstance(layer, nn.Linear) or not is_checkpoint)
+        }
+        if is_checkpoint:
+            group_of = quantised_checkpoints.group_of
+            return {path: group_of(width) or width for path, width in widths.items()}
+        if not self.scheme.is_in_groups:
+            return widths
+        may_be_split = self.format != OPENVINO
+        return {path: GROUP for path, width in widths.items() if may_be_split or width % GROUP == 0}
 
     def load(self, name: str) -> Compute:
         """A candidate, or ``FLOAT``, in the program that runs it."""
@@ -205,6 +227,11 @@ class Workshop:
             for name in names
         }
         return speeds_of_programs(programs, example.batch)
+
+
+def _width(layer: Any) -> int:
+    """How many inputs a linear layer has."""
+    return int(layer.weight.shape[input_dimension(layer)])
 
 
 def load_result(folder: Path, format_name: str, model_class: Any, suffix: str) -> Compute:

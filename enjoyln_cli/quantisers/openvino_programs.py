@@ -30,12 +30,8 @@ from enjoyln_cli.onnx_export.programs import Programs
 from enjoyln_cli.onnx_export.runtimes import BEAMS, LoadedProgram, in_openvino
 from enjoyln_cli.plan.cache_argument import CACHE
 from enjoyln_cli.quantisers import nncf_quantiser
-from enjoyln_cli.quantisers.schemes import (
-    FLOAT_BITS,
-    QuantisationScheme,
-    RoundingMethod,
-    bits_at,
-)
+from enjoyln_cli.quantisers.gptq import RoundedWeight
+from enjoyln_cli.quantisers.schemes import FLOAT_BITS, QuantisationScheme, bits_at
 from enjoyln_cli.text import first_line
 
 FILES = {
@@ -65,34 +61,33 @@ def converted(programs: Programs) -> dict[str, Any]:
 def quantised(
     programs: Programs,
     scheme: QuantisationScheme,
-    rounding: RoundingMethod,
     calibration: Sequence[Batch],
     bits: Mapping[str, int],
+    rounded: Mapping[str, RoundedWeight],
     is_rotated: bool,
 ) -> dict[str, Any]:
     """The ONNX programs as OpenVINO's, quantised; ``is_rotated`` says whether streams are rotated.
 
-    ``calibration`` are inputs of the model, for a static scheme and for GPTQ. ``bits`` has paths
-    of layers, or patterns: 8 beside weights of 4 bits, or ``FLOAT_BITS``, which stay in float32.
+    ``calibration`` are inputs of the model, for a static scheme. ``bits`` has paths of layers, or
+    patterns: 8 beside weights of 4 bits, or ``FLOAT_BITS``, which stay in float32. ``rounded`` has
+    weights in groups of ``nncf_quantiser.GROUP`` that are rounded already, by the paths of layers.
     """
     models = converted(programs)
     calls: Mapping[str, Sequence[Batch]] = {}
-    if scheme.is_static or rounding != "nearest":
+    if scheme.is_static:
         threads = torch.get_num_threads()
         loaded = {name: in_openvino(model, threads) for name, model in models.items()}
         calls = calls_of(loaded, calibration)
-    return {
-        name: nncf_quantiser.quantised(
-            model,
-            scheme,
-            rounding,
-            calls.get(name, ()),
-            _nodes_with(FLOAT_BITS, model, programs.models[name], bits),
-            _nodes_with(8, model, programs.models[name], bits),
-            is_rotated,
+    made = {}
+    for name, model in models.items():
+        readers = _readers(model, programs.models[name])
+        for path, weight in rounded.items():
+            _store(weight, readers.get(path, ()))
+        named = {count: _names_with(count, readers, bits) for count in (FLOAT_BITS, 8)}
+        made[name] = nncf_quantiser.quantised(
+            model, scheme, calls.get(name, ()), named[FLOAT_BITS], named[8], is_rotated
         )
-        for name, model in models.items()
-    }
+    return made
 
 
 def calls_of(
@@ -114,19 +109,51 @@ def calls_of(
     return found
 
 
-def _nodes_with(count: int, model: Any, program: Any, bits: Mapping[str, int]) -> list[str]:
-    """The names of the products and embeddings in modules of ``model`` that get so many bits.
+def _readers(model: Any, program: Any) -> dict[str, list[Any]]:
+    """The products and embeddings of ``model``, by the paths of the modules that compute them.
 
     ``program`` is the ONNX program that it was converted from.
     """
-    results = {
-        value.name
+    modules = {
+        value.name: module_of(node).removeprefix("model.")
         for node in program.graph.all_nodes()
-        if bits_at(module_of(node).removeprefix("model."), bits, 0) == count
         for value in node.outputs
     }
-    readers = (node for node in model.get_ops() if node.get_type_name() in ("MatMul", "Gather"))
-    return [node.get_friendly_name() for node in readers if results & node.output(0).names]
+    found: dict[str, list[Any]] = {}
+    for node in model.get_ops():
+        if node.get_type_name() in ("MatMul", "Gather"):
+            paths = {modules[name] for name in node.output(0).names if name in modules}
+            for path in paths:
+                found.setdefault(path, []).append(node)
+    return found
+
+
+def _names_with(
+    count: int, readers: Mapping[str, Sequence[Any]], bits: Mapping[str, int]
+) -> list[str]:
+    """The names of the products and embeddings that get so many bits by ``bits``."""
+    paths = (path for path in readers if bits_at(path, bits, 0) == count)
+    return [node.get_friendly_name() for path in paths for node in readers[path]]
+
+
+def _store(weight: RoundedWeight, products: Sequence[Any]) -> None:
+    """Let products read a weight of 4 bits.
+
+    They get the nodes that NNCF writes for it, which OpenVINO computes as a part of the product.
+    """
+    from openvino import Type, opset13
+
+    rows, groups = weight.scales.shape
+    integers = weight.integers.reshape(rows, groups, weight.group).numpy()
+    zeros, scales = weight.zero_points[..., None].numpy(), weight.scales[..., None].half().numpy()
+    for node in products:
+        parts = [opset13.constant(part, dtype=Type.u4) for part in (integers, zeros)]
+        shifted = opset13.subtract(*(opset13.convert(part, Type.f16) for part in parts))
+        scaled = opset13.multiply(shifted, opset13.constant(scales, dtype=Type.f16))
+        matrix = opset13.convert(opset13.reshape(scaled, [rows, -1], False), Type.f32)
+        if not node.get_attributes()["transpose_b"]:
+            matrix = opset13.transpose(matrix, [1, 0])
+        node.input(1).replace_source_output(matrix.output(0))
 
 
 def save(models: Mapping[str, Any], folder: Path) -> None:

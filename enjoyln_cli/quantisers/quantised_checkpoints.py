@@ -7,7 +7,7 @@ logits, stay in the dtype of the original.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,27 +15,27 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from enjoyln_cli.clock import Progress, no_progress
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.simulated_rounding import linear_layers
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.onnx_export.exporting import quiet
 from enjoyln_cli.onnx_export.runtimes import RunProgram
-from enjoyln_cli.quantisers.gptq import BITS, RoundedWeight, round_model
+from enjoyln_cli.quantisers.gptq import BITS, RoundedWeight
 from enjoyln_cli.quantisers.schemes import (
     FLOAT_BITS,
     TORCHAO,
     QuantisationScheme,
-    RoundingMethod,
     bits_at,
 )
 from enjoyln_cli.runtime.adapters import quantisation_of
 
 GROUPS = (128, 64, 32)
 """How many inputs of a 4-bit weight share a scale: the first of these that divides the width."""
+
+MIDDLE = 2 ** (BITS - 1)
+"""Integers of 4 bits in a checkpoint are signed."""
 
 Groups = dict[tuple[int, int | None], list[str]]
 """The paths of layers by the bits of their weights, and by how many of their inputs share a scale;
@@ -57,20 +57,18 @@ def write(
     model: Any,
     format_name: str,
     scheme: QuantisationScheme,
-    rounding: RoundingMethod,
-    calibration: Sequence[Batch],
     dtype: torch.dtype,
     bits: Mapping[str, int],
+    rounded: Mapping[str, RoundedWeight],
     folder: Path,
     float_folder: Path | None,
-    on_progress: Progress = no_progress,
 ) -> WeightCount:
     """Write ``model``, quantised, to ``folder``, and in float32 to ``float_folder`` if it is given.
 
-    ``calibration`` are inputs of the model, for GPTQ, which rounds its weights in place. ``bits``
-    are of the weights of layers, by paths or patterns (see ``schemes.bits_at``), where they differ
-    from the bits of ``scheme``. What is not rounded is stored as ``dtype``. Raises
-    ``UnsupportedModel`` if the model has no layer that would be rounded.
+    ``bits`` are of the weights of layers, by paths or patterns (see ``schemes.bits_at``), where
+    they differ from the bits of ``scheme``. ``rounded`` has weights that are rounded already, in
+    groups of ``group_of`` their width, by the paths of layers. What is not rounded is stored as
+    ``dtype``. Raises ``UnsupportedModel`` if the model has no layer that would be rounded.
     """
     layers = _layers_to_round(model, format_name, bits)
     if format_name == TORCHAO:
@@ -78,15 +76,6 @@ def write(
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     skipped = [name for name in linear if name not in layers]
     groups = _groups(layers, scheme, bits)
-    rounded: Mapping[str, RoundedWeight] = {}
-    if format_name == TORCHAO and rounding == "gptq":
-        sizes = {
-            name: group or layers[name].in_features
-            for (count, group), names in groups.items()
-            for name in names
-            if count == BITS
-        }
-        rounded = round_model(model, sizes, calibration, False, on_progress, folder.parent)
     with TemporaryDirectory(dir=folder.parent) as scratch, quiet():
         source, model_class = float_folder or Path(scratch), type(model)
         model.save_pretrained(source)
@@ -100,7 +89,7 @@ def write(
             made.save_pretrained(folder)
         else:
             made = model_class.from_pretrained(source, dtype=dtype)
-            _oneshot(made, scheme, groups, skipped, rounding, calibration, folder)
+            _oneshot(made, scheme, groups, skipped, rounded, folder)
     small = [name for name, module in made.named_modules() if _is_rounded(module)]
     total = sum(parameter.numel() for parameter in model.parameters())
     count = sum(model.get_parameter(f"{name}.weight").numel() for name in small)
@@ -131,10 +120,14 @@ def _groups(
     found: Groups = {}
     for name, layer in layers.items():
         count = bits_at(name, bits, scheme.weight_bits)
-        sizes = GROUPS if count == 4 else ()
-        group = next((size for size in sizes if layer.in_features % size == 0), None)
+        group = group_of(layer.in_features) if count == BITS else None
         found.setdefault((count, group), []).append(name)
     return found
+
+
+def group_of(width: int) -> int | None:
+    """How many inputs of a 4-bit weight share a scale; ``None``: all of them."""
+    return next((size for size in GROUPS if width % size == 0), None)
 
 
 def _require_input_embeddings(model: Any) -> None:
@@ -192,10 +185,9 @@ def _config_of_layers(scheme: QuantisationScheme, bits: int, group: int | None) 
 
 def _replace_integers(weight: Any, rounded: RoundedWeight) -> None:
     """Let a weight of torchao, an ``IntxUnpackedToInt8Tensor``, have these integers and scales."""
-    middle = 2 ** (BITS - 1)  # torchao's integers are signed
-    weight.qdata.copy_(rounded.integers.int() - middle)
+    weight.qdata.copy_(rounded.integers.int() - MIDDLE)
     weight.scale.copy_(rounded.scales)
-    weight.zero_point.copy_(rounded.zero_points.int() - middle)
+    weight.zero_point.copy_(rounded.zero_points.int() - MIDDLE)
 
 
 def _oneshot(
@@ -203,18 +195,12 @@ def _oneshot(
     scheme: QuantisationScheme,
     groups: Groups,
     skipped: list[str],
-    rounding: RoundingMethod,
-    calibration: Sequence[Batch],
+    rounded: Mapping[str, RoundedWeight],
     folder: Path,
 ) -> None:
-    """Quantise ``model`` in place by llm-compressor, and save it.
-
-    GPTQ runs all of the model on the ``calibration`` data, and then rounds each layer by its
-    inputs: that works for any class, where its pipeline by layers has to trace the class.
-    """
+    """Quantise ``model`` in place by llm-compressor, and save it."""
     from compressed_tensors.quantization import preset_name_to_scheme
     from llmcompressor import oneshot
-    from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from loguru import logger
 
@@ -223,23 +209,20 @@ def _oneshot(
         name = f"W{bits}A{scheme.input_bits or 16}"
         preset: Any = preset_name_to_scheme(name, ["Linear"] if len(groups) == 1 else layers)
         scales: dict[str, Any] = {"group_size": group, "strategy": "group" if group else "channel"}
-        scales["symmetric"] = rounding == "nearest" or bits != BITS
+        scales["symmetric"] = not (rounded and bits == BITS)
         preset.weights = preset.weights.model_copy(update=scales)
         config_groups[f"group_{at}"] = preset
-    by_error = rounding == "gptq"
-    data: dict[str, Any] = {}
-    if by_error:
-        batches: Any = [
-            {n: v.to(model.dtype) if v.is_floating_point() else v for n, v in batch.items()}
-            for batch in calibration
-        ]
-        data = {"dataset": DataLoader(batches, batch_size=None), "pipeline": "basic"}
-    kind = GPTQModifier if by_error else QuantizationModifier
-    modifier = kind(config_groups=config_groups, ignore=skipped)
+    modifier = QuantizationModifier(config_groups=config_groups, ignore=skipped)
     for library in LIBRARIES:
         logger.disable(library)
     try:
-        oneshot(model=model, recipe=modifier, **data)
+        oneshot(model=model, recipe=modifier)
+        for name, weight in rounded.items():
+            layer = model.get_submodule(name)
+            with torch.no_grad():
+                layer.weight.copy_(weight.matrix)
+                layer.weight_scale.copy_(weight.scales)
+                layer.weight_zero_point.copy_(weight.zero_points.int() - MIDDLE)
         model.save_pretrained(folder)  # ``oneshot`` would save a tokenizer of its own as well
     finally:
         for library in LIBRARIES:

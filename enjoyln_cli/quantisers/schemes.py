@@ -20,7 +20,7 @@ FLOAT_BITS = 32
 RoundingMethod = Literal["nearest", "gptq"]
 """How weights of 4 bits are rounded: each to the nearest integer, or by the outputs' error.
 
-Integers are symmetric in static schemes, and, to the nearest, in checkpoints and OpenVINO."""
+Integers are symmetric in static schemes, and, to the nearest, in checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,6 @@ class TargetFormat:
     """Whether the time of a call says something about the engine that the format is for."""
     rounds_untied_heads: bool = False
     """Whether a head is rounded in another way if it has a copy of the embedding's weights."""
-    gptq: str = ""
-    """Whose GPTQ rounds weights of 4 bits."""
 
 
 ONNX, OPENVINO, TORCHAO, COMPRESSED = "onnx", "openvino", "torchao", "compressed-tensors"
@@ -115,24 +113,19 @@ FORMATS: Mapping[str, TargetFormat] = {
     ONNX: TargetFormat(
         ("onnx", "onnxscript", "onnxruntime"),
         tuple(SCHEMES),
-        gptq="enjoyln",
     ),
     OPENVINO: TargetFormat(
         ("nncf", "openvino", "openvino_tokenizers", "onnx", "onnxscript"),
         ("w8a8-static", "w8a16", "w4a16"),
         ("openvino",),
         rounds_untied_heads=True,
-        gptq="NNCF",
     ),
-    TORCHAO: TargetFormat(
-        ("torchao",), ("w8a8", "w8a16", "w4a8", "w4a16"), is_checkpoint=True, gptq="enjoyln"
-    ),
+    TORCHAO: TargetFormat(("torchao",), ("w8a8", "w8a16", "w4a8", "w4a16"), is_checkpoint=True),
     COMPRESSED: TargetFormat(
         ("llmcompressor",),
         ("w8a8", "w8a16", "w4a16"),
         ("compressed_tensors",),
         transformers=(5, 17),
-        gptq="llm-compressor",
         is_checkpoint=True,
         is_timed=False,
     ),

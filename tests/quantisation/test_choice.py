@@ -104,7 +104,7 @@ def test_what_is_left_counts_all_that_follows(
     scheme: str, at_first: float | None, tmp_path: Path
 ) -> None:
     original = Candidate(ORIGINAL, None)
-    tried = [original, Candidate("values only", None), rounded_by_error(original, "us")]
+    tried = [original, Candidate("values only", None), rounded_by_error(original)]
     work: Any = Workshop(tmp_path, ONNX, SCHEMES[scheme], {}, None)  # type: ignore[arg-type]
     exact = ExactOutputs({}, [Example({})] * 7, [])
     comparison = Comparison(work, exact, default_listener, no_progress, None, tried)

@@ -188,11 +188,16 @@ def hurt(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["w8a8", "w4a16-static"])
-def test_a_limit_of_the_error_is_met_by_itself(scheme: str, tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime")
+@pytest.mark.parametrize(
+    ("format_name", "scheme"),
+    [("onnx", "w8a8"), ("onnx", "w4a16-static"), ("openvino", "w4a16"), ("openvino", "w8a16")],
+)
+def test_a_limit_of_the_error_is_met_by_itself(
+    format_name: str, scheme: str, tmp_path: Path
+) -> None:
+    pytest.importorskip({"onnx": "onnxruntime", "openvino": "nncf"}[format_name])
     model, out = hurt(tmp_path / "model"), tmp_path / "out"
-    words = ("--scheme", scheme, *TEXT)
+    words = ("--format", format_name, "--scheme", scheme, *TEXT)
     good("quantize", model, "-o", tmp_path / "first", *words, "--max-error", 9)
     first = record(tmp_path / "first")
     assert not first["finer"]
@@ -201,11 +206,12 @@ def test_a_limit_of_the_error_is_met_by_itself(scheme: str, tmp_path: Path) -> N
     found = record(out)
     assert found["held_out"]["error"] <= limit and found["plain"] == first["plain"]
     layers = [step["layer"] for step in found["finer"]]
-    assert layers[0] == COSTLY and COSTLY in said
-    assert f"wrote {scheme} as onnx" in said and found["chosen"] in said
+    assert layers[0] == COSTLY or scheme == "w4a16"  # whose groups spare the other weights
+    assert all(layer in said for layer in layers)
+    assert f"wrote {scheme} as {format_name}" in said and found["chosen"] in said
     assert re.search(r", \d+ layers? in (float|8 bits)", found["chosen"])
     assert found["size"] > first["size"]
-    assert f"`{COSTLY}`" in (out / "README.md").read_text()
+    assert f"`{layers[0]}`" in (out / "README.md").read_text()
     good("verify", out, "--text", ROOT / "LICENSE")
 
 

@@ -29,11 +29,14 @@ from transformers import (
 
 from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE
+from enjoyln_cli.comparison.simulated_rounding import linear_layers
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.plan.fold_options import Options
+from enjoyln_cli.quantisation import workshop
 from enjoyln_cli.quantisation.candidates import candidates
 from enjoyln_cli.quantisation.workshop import load_result
-from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount, write
+from enjoyln_cli.quantisers.gptq import round_model
+from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount, group_of, write
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, FORMATS, SCHEMES, require_scheme
 from enjoyln_cli.rewrite.opened_model import open_model
 
@@ -56,10 +59,9 @@ def written(model: Any, format_name: str, scheme: str, folder: Path, **changes: 
     """Quantise a model; ``changes`` are other arguments of ``write``."""
     folder.mkdir()
     arguments: dict[str, Any] = {
-        "rounding": "nearest",
-        "calibration": (),
         "dtype": torch.float32,
         "bits": {},
+        "rounded": {},
         "float_folder": None,
     }
     return write(
@@ -103,17 +105,23 @@ def test_gptq_rounds_a_checkpoint_by_the_error_of_its_outputs(
     model = small_opt(width=192, hidden=72)  # groups of 64, and of a whole row
     rows = torch.randint(3, 37, (17, 1, 30), generator=torch.Generator().manual_seed(1))
     *calibration, held_out = ({"input_ids": ids} for ids in rows)
+    by_error = copy.deepcopy(model)
+    widths = {path: layer.in_features for path, layer in linear_layers(model).items()}
+    groups = {path: group_of(width) or width for path, width in widths.items()}
+    integers = round_model(by_error, groups, calibration)
     errors = []
-    for rounding in ("nearest", "gptq"):
-        folder = tmp_path / rounding
-        changes = {"rounding": rounding, "calibration": calibration}
-        written(copy.deepcopy(model), format_name, scheme, folder, **changes)
+    for rounded in ({}, integers):
+        folder = tmp_path / str(len(rounded))
+        written(copy.deepcopy(model), format_name, scheme, folder, rounded=rounded)
         loaded = AutoModelForCausalLM.from_pretrained(folder / "out").eval()
         with torch.no_grad():
-            exact, found = (one(**held_out, use_cache=False).logits for one in (model, loaded))
+            exact, simulated, found = (
+                one(**held_out, use_cache=False).logits for one in (model, by_error, loaded)
+            )
         errors.append(float((found - exact).norm() / exact.norm()))
-    nearest, by_error = errors
-    assert 0 < by_error < 0.8 * nearest
+    assert 0 < errors[1] < 0.8 * errors[0]
+    if scheme == "w4a16":  # the checkpoint has these integers
+        torch.testing.assert_close(found, simulated, rtol=1e-3, atol=1e-4)
 
 
 def test_a_class_without_input_embeddings_is_refused_for_torchao(tmp_path: Path) -> None:
@@ -207,6 +215,30 @@ def test_a_model_with_outliers_is_rotated_and_verified(format_name: str, tmp_pat
     again = json.loads(good("verify", out, *data, "--json"))
     measured = again["precisions"]["w8a8"]
     assert again["passed"] and measured["differences"]["error"] < 2 * found["held_out"]["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format_name", LIBRARIES)
+def test_layers_get_more_bits_without_another_gptq(
+    format_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(LIBRARIES[format_name])
+    options = ("--text", LICENCE, "--format", format_name, "--scheme", "w4a16", "--rotations", 0)
+    good("quantize", CHECKPOINTS / "opt", "-o", tmp_path / "first", *options)
+    first = json.loads((tmp_path / "first" / PRECISIONS_FILE).read_text())["w4a16"]
+    runs: list[Any] = []
+
+    def counted(*arguments: Any) -> Any:
+        runs.append(arguments)
+        return round_model(*arguments)
+
+    monkeypatch.setattr(workshop, "round_model", counted)
+    limit = 0.4 * first["held_out"]["error"]
+    good("quantize", CHECKPOINTS / "opt", "-o", tmp_path / "out", *options, "--max-error", limit)
+    found = json.loads((tmp_path / "out" / PRECISIONS_FILE).read_text())["w4a16"]
+    names = [one["name"] for one in found["candidates"]]
+    assert len(runs) == sum(name.endswith("GPTQ") for name in names) < len(names) - 4
+    assert found["finer"] and found["held_out"]["error"] <= limit
 
 
 @pytest.mark.parametrize("format_name", ["onnx", "torchao"])
