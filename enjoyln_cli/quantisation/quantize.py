@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli.checkpoint.config import MARKER, require_unfolded
+from enjoyln_cli.checkpoint.config import MARKER
 from enjoyln_cli.checkpoint.open_options import OpenOptions
 from enjoyln_cli.checkpoint.reader import other_files
 from enjoyln_cli.checkpoint.result_files import require_float
@@ -109,9 +109,8 @@ def quantize(
             "multiplication in front of a norm"
         )
     require_float(str(model))
-    opened = open_model(str(model), opening)
+    opened = open_model(str(model), opening, unfolded=True, may_be_rotated=True)
     source = opened.source
-    require_unfolded(opened.config, source.model, may_be_rotated=True)
     vars(opened.config).pop(MARKER, None)  # what is written is no rotation of its source
     adds = format_name == ONNX and can_add(Path(out), options.force)
     replaces = options.force or adds

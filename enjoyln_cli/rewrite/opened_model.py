@@ -76,18 +76,23 @@ class OpenedModel:
 
 
 def open_model(
-    model: str, opening: OpenOptions = OPENED_PLAINLY, *, unfolded: bool = False
+    model: str,
+    opening: OpenOptions = OPENED_PLAINLY,
+    *,
+    unfolded: bool = False,
+    may_be_rotated: bool = False,
 ) -> OpenedModel:
     """Open ``model``, a directory or a Hub id, with its weights.
 
     Raises as ``open_source``, ``load_config`` and ``open_checkpoint`` do. With ``unfolded``, the
-    result of a conversion is refused with ``AlreadyFolded``. A model whose config is refused is
-    refused before its weights are downloaded.
+    result of a conversion is refused with ``AlreadyFolded``, except of a rotation if it
+    ``may_be_rotated``. A model whose config is refused is refused before its weights are
+    downloaded.
     """
     source = open_source(model, opening)
     config = load_config(source, opening.trust_remote_code)
     if unfolded:
-        require_unfolded(config, source.model)
+        require_unfolded(config, source.model, may_be_rotated=may_be_rotated)
     if source.cached:
         from enjoyln_cli.checkpoint.download import snapshot  # imports huggingface_hub
 

@@ -15,13 +15,16 @@ import torch
 from commands import good, refused, running
 from hub_repositories import TOKEN, Hub, sha256
 from hub_server import connected, nobody
-from live_models import CHECKPOINTS
+from live_models import CHECKPOINTS, ROOT
 from rounding import TIMES, relative
 from stored_files import rewritten
 from terminal import asked_on_a_terminal
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from enjoyln_cli import from_pretrained, load_recipe
+from enjoyln_cli.comparison.data_files import read_user_data
+from enjoyln_cli.errors import AlreadyFolded
+from enjoyln_cli.quantisation.quantize import quantize
 from enjoyln_cli.runtime.modules import RMSNorm
 
 pytestmark = pytest.mark.usefixtures("quiet_hub")
@@ -112,6 +115,9 @@ def test_a_result_is_refused_before_its_weights_are_fetched(
     hub.requests.clear()
     error = refused("fold", "org/folded", "-o", tmp_path / "out", "--cache-dir", tmp_path / "cache")
     assert "org/folded is the result of an earlier fold" in error
+    data = read_user_data(text=ROOT / "LICENSE")
+    with pytest.raises(AlreadyFolded):
+        quantize("org/folded", tmp_path / "out", data, cache_dir=str(tmp_path / "cache"))
     assert hub.fetched() == ["config.json"]
 
 
