@@ -34,7 +34,7 @@ def embedder(source: Source, event: Event) -> Embed | None:
     """A function that adds the sentence embedding to a transformer's outputs for a batch.
 
     ``None`` if the checkpoint is not a sentence-transformers pipeline, or if its modules cannot be
-    loaded. In the second case a stage reports why, and only the transformer's outputs are compared.
+    loaded. In the second case a warning says why, and only the transformer's outputs are compared.
     """
     if not (source.root / MODULES).is_file():
         return None
@@ -43,7 +43,7 @@ def embedder(source: Source, event: Event) -> Embed | None:
     except Exception as error:  # the library does not check the files: any error is possible
         needs = "these need: pip install sentence-transformers"
         why = needs if isinstance(error, ImportError) else first_line(error)
-        event("stage", f"comparing token embeddings, not sentence embeddings: {why}")
+        event("warning", f"comparing token embeddings, not sentence embeddings: {why}")
         return None
 
     def add(outputs: Outputs, batch: Batch) -> Outputs:

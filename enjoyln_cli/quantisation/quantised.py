@@ -87,7 +87,7 @@ class Quantised:
         words = []
         if self.speed and self.float_speed:
             ratio = number(self.speed.milliseconds / self.float_speed.milliseconds)
-            what = self.speed.what
+            what = f"{self.speed.what}{' on this processor' if self.target else ''}"
             words.append(
                 f"slower than float32 ({what} takes {ratio} times as long)"
                 if self.speed.is_slower_than(self.float_speed)

@@ -288,12 +288,12 @@ def test_the_tables_have_the_measures_of_each_output(
 def test_the_first_line_says_what_is_slower_or_larger(
     milliseconds: float | None, size: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = a_result(Differences(0.02, None, None, None, (), LOGITS))
-    before = milliseconds and 10.0
-    times = (Speed(milliseconds), Speed(before)) if milliseconds and before else (None, None)
-    timed = replace(result, speed=times[0], float_speed=times[1])
-    write_quantised(replace(timed, size=size))
+    measured = Differences(0.02, None, None, None, (), LOGITS)
+    times = (Speed(milliseconds), Speed(10.0)) if milliseconds else (None, None)
+    timed = replace(a_result(measured), speed=times[0], float_speed=times[1], size=size)
+    write_quantised(timed)
     assert capsys.readouterr().out.startswith(said)
+    assert ("on this processor" in replace(timed, target="qnn").summary) == bool(milliseconds)
 
 
 def a_result(measured: Differences) -> Quantised:
