@@ -5,9 +5,10 @@
         --format openvino
 
 Each call of onnxruntime or NNCF rounds the programs of the model as it is, and each call of torchao
-or llm-compressor the model itself. The table shows the mean KL divergence of the logits, or
-relative error of the outputs, on held-out data: on the same inputs and in the same programs as the
-table of ``scripts/real_models.py``.
+or llm-compressor the model itself. AutoRound and GPTQModel write checkpoints as well: their calls
+are among torchao's where they are installed. The table shows the mean KL divergence of the logits,
+or relative error of the outputs, on held-out data: on the same inputs and in the same programs as
+the table of ``scripts/real_models.py``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import copy
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
 
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.data_files import read_user_data
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         batches = [example.batch for example in chosen_by.examples]
         if FORMATS[options.format].is_checkpoint:
-            found = checkpoint_calls(options.format, model, batches)
+            found = checkpoint_calls(options.format, model, batches, options.model)
         else:
             work = Workshop(folder, options.format, SCHEMES["w8a16"], {}, original)
             work.trace(model, chosen_by.examples, ignored)
@@ -156,8 +159,11 @@ def onnxruntime_calls(
     }
 
 
-def checkpoint_calls(format_name: str, model: Any, batches: Sequence[Batch]) -> Mapping[str, Write]:
-    """The calls of torchao, or of llm-compressor, that quantise a model in place."""
+def checkpoint_calls(
+    format_name: str, model: Any, batches: Sequence[Batch], source: str
+) -> Mapping[str, Write]:
+    """The calls of torchao or of llm-compressor, which quantise a model in place, and of others."""
+    others: dict[str, Write] = {}
     if format_name == TORCHAO:
         from torchao import quantization as ao
 
@@ -172,6 +178,10 @@ def checkpoint_calls(format_name: str, model: Any, batches: Sequence[Batch]) -> 
         found = {
             f"quantize_ {name}": partial(ao.quantize_, config=one) for name, one in configs.items()
         }
+        if find_spec("auto_round"):
+            found["AutoRound 4 bits"] = partial(by_auto_round, source, batches)
+        if find_spec("gptqmodel"):
+            others["GPTQModel 4 bits"] = partial(by_gptqmodel, source, batches)
     else:
         from llmcompressor import oneshot
         from llmcompressor.modifiers.gptq import GPTQModifier
@@ -185,7 +195,37 @@ def checkpoint_calls(format_name: str, model: Any, batches: Sequence[Batch]) -> 
         }
         recipe = GPTQModifier(scheme="W4A16", **common)
         found["oneshot W4A16 GPTQModifier"] = partial(oneshot, recipe=recipe, **data)
-    return {name: partial(in_place, model, call) for name, call in found.items()}
+    return {name: partial(in_place, model, call) for name, call in found.items()} | others
+
+
+def by_auto_round(source: str, batches: Sequence[Batch], model: Any) -> None:
+    """Round ``model`` in place to asymmetric integers in groups of 32, as AutoRound does.
+
+    It takes texts of one length: they end with the shortest.
+    """
+    from auto_round import AutoRound
+
+    shortest = min(batch["input_ids"].shape[1] for batch in batches)
+    texts = [{name: x[0, :shortest] for name, x in batch.items()} for batch in batches]
+    data = DataLoader(texts, batch_size=len(texts))
+    sizes = {"seqlen": shortest, "nsamples": len(texts), "batch_size": min(8, len(texts))}
+    scheme = {"bits": 4, "group_size": 32, "sym": False, "device_map": "cpu", "amp": False}
+    AutoRound(
+        model, AutoTokenizer.from_pretrained(source), dataset=data, **scheme, **sizes
+    ).quantize()
+
+
+def by_gptqmodel(source: str, batches: Sequence[Batch], place: Path) -> Compute:
+    """Write the model in asymmetric integers in groups of 32, and run it, by GPTQModel."""
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+
+    config = QuantizeConfig(bits=4, group_size=32, sym=False, device="cpu")
+    made = GPTQModel.load(source, config)
+    texts = [batch["input_ids"][0].tolist() for batch in batches]
+    made.quantize([{"input_ids": text, "attention_mask": [1] * len(text)} for text in texts])
+    made.save(str(place))
+    loaded = GPTQModel.load(str(place), device="cpu", backend=BACKEND.TORCH, dtype=torch.float16)
+    return lambda batch: {n: x.float() for n, x in run(loaded.model, [batch])[0].items()}
 
 
 def in_place(model: Any, call: Callable[[Any], Any], place: Path) -> Compute:

@@ -24,6 +24,7 @@ from enjoyln_cli.onnx_export.exporting import quiet
 from enjoyln_cli.onnx_export.runtimes import RunProgram
 from enjoyln_cli.quantisers.gptq import BITS, RoundedWeight
 from enjoyln_cli.quantisers.schemes import (
+    COMPRESSED,
     FLOAT_BITS,
     TORCHAO,
     QuantisationScheme,
@@ -32,7 +33,7 @@ from enjoyln_cli.quantisers.schemes import (
 from enjoyln_cli.runtime.adapters import quantisation_of
 
 GROUPS = (128, 64, 32)
-"""How many inputs of a 4-bit weight share a scale: the first of these that divides the width."""
+"""How many inputs share a scale in groups: the first of these that divides the width."""
 
 MIDDLE = 2 ** (BITS - 1)
 """Integers of 4 bits in a checkpoint are signed."""
@@ -75,7 +76,7 @@ def write(
         _require_input_embeddings(model)
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     skipped = [name for name in linear if name not in layers]
-    groups = _groups(layers, scheme, bits)
+    groups = _groups(layers, format_name, scheme, bits)
     with TemporaryDirectory(dir=folder.parent) as scratch, quiet():
         source, model_class = float_folder or Path(scratch), type(model)
         model.save_pretrained(source)
@@ -114,19 +115,27 @@ def _layers_to_round(
 
 
 def _groups(
-    layers: Mapping[str, nn.Linear], scheme: QuantisationScheme, bits: Mapping[str, int]
+    layers: Mapping[str, nn.Linear],
+    format_name: str,
+    scheme: QuantisationScheme,
+    bits: Mapping[str, int],
 ) -> Groups:
-    """The layers by their bits and, with 4, by the first of ``GROUPS`` that divides their width."""
+    """The layers by their bits, and by how many inputs share a scale.
+
+    Weights of 4 bits are in groups, and in compressed-tensors all weights beside inputs in floating
+    point, as its presets have them.
+    """
+    all_in_groups = format_name == COMPRESSED and scheme.input_bits is None
     found: Groups = {}
     for name, layer in layers.items():
         count = bits_at(name, bits, scheme.weight_bits)
-        group = group_of(layer.in_features) if count == BITS else None
+        group = group_of(layer.in_features) if count == BITS or all_in_groups else None
         found.setdefault((count, group), []).append(name)
     return found
 
 
 def group_of(width: int) -> int | None:
-    """How many inputs of a 4-bit weight share a scale; ``None``: all of them."""
+    """How many inputs of a weight in groups share a scale; ``None``: all of them."""
     return next((size for size in GROUPS if width % size == 0), None)
 
 

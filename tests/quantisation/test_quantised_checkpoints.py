@@ -178,6 +178,20 @@ def test_a_width_without_groups_decides_for_its_layer_alone(
         assert error > 0.9 if name == "fc2" else 0.01 < error < 0.2  # 72 is no multiple of 32
 
 
+@pytest.mark.slow
+def test_eight_bits_have_the_groups_of_the_preset(tmp_path: Path) -> None:
+    pytest.importorskip("llmcompressor")
+    model = small_opt(width=192, hidden=72)
+    written(model, "compressed-tensors", "w8a16", tmp_path / "work")
+    tensors = load_file(tmp_path / "work" / "out" / "model.safetensors")
+    at = "model.decoder.layers.1"
+    assert tensors[f"{at}.fc1.weight_scale"].shape == (72, 3)  # groups of 64
+    assert tensors[f"{at}.fc2.weight_scale"].shape == (192, 1)  # 72 is no multiple of 32
+    scale = tensors[f"{at}.fc1.weight_scale"][:, 0]
+    first = model.get_parameter(f"{at}.fc1.weight")[:, :64]
+    torch.testing.assert_close(scale, first.abs().amax(1) / 127.5, rtol=1e-3, atol=0)
+
+
 def with_outliers(folder: Path) -> Path:
     """The small OPT with three large features in each norm: the same function, rounded worse."""
     shutil.copytree(CHECKPOINTS / "opt", folder)
