@@ -29,6 +29,9 @@ TOP, REDUCED_TOP, TOP_OF_4_BITS = 127, 64, 7
 """The largest integer of 8 bits, of 8 bits where sums of products saturate, and of 4 bits."""
 ROWS, COLUMNS = 0, 1
 """The dimension of a stored weight that has a scale for each of its elements."""
+ROOM_IN_16_BITS = 4.0
+"""Values of 16 bits have a range so many times as wide as the calibration data show. Other data may
+have larger values, and beside weights of 8 bits, two bits fewer round no worse."""
 PIECE = 1 << 16
 """About how many weights are rounded at once; they stay in a core's cache."""
 ZERO = 128
@@ -202,8 +205,12 @@ def group_of(inputs: int, most: int) -> int:
 
 
 def scale_of(values: Range, bits: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The scale and the zero point of integers without a sign for such values; 0 is exact."""
-    low, high = min(values[0], 0.0), max(values[1], 0.0)
+    """The scale and the zero point of integers without a sign for such values; 0 is exact.
+
+    Those of 16 bits have room for values of other data (see ``ROOM_IN_16_BITS``).
+    """
+    room = ROOM_IN_16_BITS if bits == 16 else 1.0
+    low, high = room * min(values[0], 0.0), room * max(values[1], 0.0)
     top = 2**bits - 1
     scale = np.float32((high - low) / top if high > low else 1.0)
     zero = np.clip(np.rint(-low / scale), 0, top)

@@ -239,6 +239,13 @@ def with_fixed(x: Array, low: float, high: float, bits: int) -> Array:
     return (np.clip(steps, 0, 2**bits - 1) - float(zero)) * scale
 
 
+def test_sixteen_bits_have_room_for_larger_values_of_other_data() -> None:
+    larger = np.array([-5.8, 0.01, 7.9])
+    wide, narrow = (with_fixed(larger, -1.5, 2.0, bits) for bits in (16, 8))
+    assert float(np.abs(wide - larger).max()) < 2e-4
+    assert [float(narrow[0]), float(narrow[2])] == pytest.approx([-1.5, 2.0], abs=0.02)
+
+
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize(("bits", "with_outputs"), [(8, False), (16, True)])
 def test_inputs_with_fixed_scales(product: str, bits: int, with_outputs: bool) -> None:
