@@ -138,8 +138,8 @@ class Comparison:
     def filled(self, chosen: Candidate, max_size: int) -> Candidate:
         """The chosen candidate with the finer layers that ``max_size`` bytes have room for.
 
-        A step with too many bytes is left out, and the next ones may fit. The files decide: what
-        they have too much is taken from the last steps.
+        A step that takes too many bytes is left out, and later steps may fit. If the written files
+        are larger than the steps said, the last steps are taken back.
         """
         self._find_steps(chosen)
         left, steps = max_size - self.measured(chosen).size, list[FinerLayer]()

@@ -192,7 +192,10 @@ def fewest(count: int, is_enough: Callable[[int], bool], least: int = 1) -> int 
 
 
 def fewer(count: int, is_enough: Callable[[int], bool], least: int = 1) -> int:
-    """The same, where ``count`` is enough: the next smaller numbers are tried first."""
+    """The smallest number from ``least`` to ``count`` that is enough, searched from ``count`` down.
+
+    ``count`` itself is known to be enough.
+    """
     low, high, step = count, count, 1
     while high > least and is_enough(low := max(least, high - step)):
         high, step = low, 2 * step
@@ -200,7 +203,7 @@ def fewer(count: int, is_enough: Callable[[int], bool], least: int = 1) -> int:
 
 
 def _between(low: int, high: int, is_enough: Callable[[int], bool]) -> int:
-    """The smallest number that is enough, above ``low``, which is not, to ``high``, which is."""
+    """The smallest number that is enough, if ``low`` is not and ``high`` is."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)

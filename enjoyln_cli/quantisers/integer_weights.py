@@ -31,7 +31,7 @@ ROWS, COLUMNS = 0, 1
 """The dimension of a stored weight that has a scale for each of its elements."""
 ROOM_IN_16_BITS = 4.0
 """Values of 16 bits have a range so many times as wide as the calibration data show. Other data may
-have larger values, and beside weights of 8 bits, two bits fewer round no worse."""
+have larger values. That costs two of 16 bits, which weights of 8 bits do not show."""
 PIECE = 1 << 16
 """About how many weights are rounded at once; they stay in a core's cache."""
 ZERO = 128
