@@ -29,7 +29,6 @@ from enjoyln_cli.onnx_export.onnx_program import module_of
 from enjoyln_cli.onnx_export.programs import Programs
 from enjoyln_cli.onnx_export.runtimes import BEAMS, LoadedProgram, in_openvino
 from enjoyln_cli.plan.cache_argument import CACHE
-from enjoyln_cli.quantisers import nncf_quantiser
 from enjoyln_cli.quantisers.gptq import RoundedWeight
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, QuantisationScheme, bits_at
 from enjoyln_cli.text import first_line
@@ -40,6 +39,10 @@ FILES = {
     MERGED: "openvino_decoder_model",
 }
 """The stem of the file of each program."""
+GROUP = 32
+"""Weights of 4 bits share a scale in groups of this many; a weight whose width is no multiple of it
+gets 8 bits."""
+NO_SMOOTHING = -1
 
 
 def converted(programs: Programs) -> dict[str, Any]:
@@ -70,7 +73,7 @@ def quantised(
 
     ``calibration`` are inputs of the model, for a static scheme. ``bits`` has paths of layers, or
     patterns: 8 beside weights of 4 bits, or ``FLOAT_BITS``, which stay in float32. ``rounded`` has
-    weights in groups of ``nncf_quantiser.GROUP`` that are rounded already, by the paths of layers.
+    weights in groups of ``GROUP`` that are rounded already, by the paths of layers.
     """
     models = converted(programs)
     calls: Mapping[str, Sequence[Batch]] = {}
@@ -84,10 +87,59 @@ def quantised(
         for path, weight in rounded.items():
             _store(weight, readers.get(path, ()))
         named = {count: _names_with(count, readers, bits) for count in (FLOAT_BITS, 8)}
-        made[name] = nncf_quantiser.quantised(
+        made[name] = _by_nncf(
             model, scheme, calls.get(name, ()), named[FLOAT_BITS], named[8], is_rotated
         )
     return made
+
+
+def _by_nncf(
+    program: Any,
+    scheme: QuantisationScheme,
+    calibration: Sequence[Batch],
+    in_float: Sequence[str],
+    in_8_bits: Sequence[str],
+    is_rotated: bool,
+) -> Any:
+    """An ``openvino.Model``, its weights in float32 quantised; it is changed in place.
+
+    ``calibration`` are inputs of the program, for a static scheme. ``in_float`` and ``in_8_bits``
+    are the names of products whose weights stay in float32, or get 8 bits where others get 4.
+    SmoothQuant is off for a model that ``is_rotated``: it scales single features, which undoes what
+    a rotation has gained.
+    """
+    import nncf
+
+    nncf.set_log_level("ERROR")
+    floats = nncf.IgnoredScope(names=[*in_float])
+    with quiet():
+        if scheme.is_static:
+            samples = [
+                {name: batch[name].numpy() for value in program.inputs for name in value.names}
+                for batch in calibration
+            ]
+            smoothing = {"smooth_quant_alpha": NO_SMOOTHING} if is_rotated else {}
+            return nncf.quantize(
+                program,
+                model_type=nncf.ModelType.TRANSFORMER,
+                advanced_parameters=nncf.AdvancedQuantizationParameters(**smoothing),
+                ignored_scope=floats,
+                calibration_dataset=nncf.Dataset(samples),
+                subset_size=len(samples),
+            )
+        modes = nncf.CompressWeightsMode
+        if scheme.weight_bits == 4:
+            adjusts = nncf.GroupSizeFallbackMode.ADJUST
+            program = nncf.compress_weights(
+                program,
+                mode=modes.INT4_ASYM,
+                group_size=GROUP,
+                advanced_parameters=nncf.AdvancedCompressionParameters(
+                    group_size_fallback_mode=adjusts
+                ),
+                ignored_scope=nncf.IgnoredScope(names=[*in_float, *in_8_bits]),
+            )
+        return nncf.compress_weights(program, mode=modes.INT8_ASYM, ignored_scope=floats)
 
 
 def calls_of(
