@@ -31,10 +31,11 @@ from enjoyln_cli.quantisation.examples import Example, traced_batch
 from enjoyln_cli.quantisation.layer_bits import bits_of, for_all_readers
 from enjoyln_cli.quantisation.measure import Compute, Differences, ExactOutputs, differences
 from enjoyln_cli.quantisers import openvino_programs, quantised_checkpoints, traced_programs
-from enjoyln_cli.quantisers.gptq import RoundedWeight, round_model
+from enjoyln_cli.quantisers.gptq import RoundedWeight
 from enjoyln_cli.quantisers.onnxruntime_quantiser import GROUP
 from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount
 from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, OPENVINO, QuantisationScheme, bits_at
+from enjoyln_cli.quantisers.sequential_gptq import round_model
 from enjoyln_cli.quantisers.speed import Speed, speeds, speeds_of_programs
 from enjoyln_cli.quantisers.traced_programs import TracedPrograms
 from enjoyln_cli.rewrite.opened_model import OpenedModel

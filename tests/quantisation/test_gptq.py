@@ -28,8 +28,9 @@ from transformers import (
 from enjoyln_cli.comparison.simulated_rounding import linear_layers
 from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.programs import programs_of, save
-from enjoyln_cli.quantisers.gptq import RoundedWeight, Squares, round_model, rounded
+from enjoyln_cli.quantisers.gptq import RoundedWeight, Squares, rounded
 from enjoyln_cli.quantisers.integer_products import write_rounded
+from enjoyln_cli.quantisers.sequential_gptq import round_model
 
 
 def correlated(width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

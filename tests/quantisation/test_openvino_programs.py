@@ -33,7 +33,6 @@ from widening_cases import MARIAN
 from enjoyln_cli.comparison.simulated_rounding import linear_layers
 from enjoyln_cli.onnx_export.cached_run import greedy, whole_rows
 from enjoyln_cli.onnx_export.programs import programs_of
-from enjoyln_cli.quantisers.gptq import round_model
 from enjoyln_cli.quantisers.openvino_programs import (
     converted,
     load_programs,
@@ -42,6 +41,7 @@ from enjoyln_cli.quantisers.openvino_programs import (
     write_tokenizer,
 )
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, SCHEMES, bits_at
+from enjoyln_cli.quantisers.sequential_gptq import round_model
 
 pytestmark = pytest.mark.usefixtures("seeded")
 LICENCE = ROOT / "LICENSE"

@@ -35,9 +35,9 @@ from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.quantisation import workshop
 from enjoyln_cli.quantisation.candidates import candidates
 from enjoyln_cli.quantisation.workshop import load_result
-from enjoyln_cli.quantisers.gptq import round_model
 from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount, group_of, write
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, FORMATS, SCHEMES, require_scheme
+from enjoyln_cli.quantisers.sequential_gptq import round_model
 from enjoyln_cli.rewrite.opened_model import open_model
 
 LICENCE = ROOT / "LICENSE"
