@@ -46,6 +46,11 @@ class Candidate:
         return f"{self.name}, {in_words(self.finer)}" if self.finer else self.name
 
     @property
+    def key(self) -> tuple[str, tuple[FinerLayer, ...]]:
+        """What tells it from the other candidates of a model: the name and the finer layers."""
+        return self.name, self.finer
+
+    @property
     def kind(self) -> str:
         """``ORIGINAL``, ``ROTATED`` or ``GPTQ``: candidates of a kind take about as long."""
         if self.rounding != "nearest":

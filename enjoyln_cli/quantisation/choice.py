@@ -42,7 +42,7 @@ class Comparison:
     found: dict[tuple[str, tuple[FinerLayer, ...]], Compared] = field(
         default_factory=dict, init=False
     )
-    """What was compared, by the names of candidates and their finer layers."""
+    """What was compared, by ``Candidate.key``."""
     steps: list[FinerLayer] = field(default_factory=list, init=False)
     """To more bits for all layers, once that is needed."""
     taken: dict[str, float] = field(default_factory=dict, init=False)
@@ -55,8 +55,7 @@ class Comparison:
 
     def measured(self, candidate: Candidate) -> Compared:
         """A candidate, written and compared with the original in float32."""
-        key = candidate.name, candidate.finer
-        if key not in self.found:
+        if candidate.key not in self.found:
             left = 0.0 if candidate.finer else self.left or 0.0
             words = f" (about {duration(left)} left)" if left >= SHORTEST_LEFT else ""
             self.event("stage", f"quantising: {candidate.title}{words}")
@@ -68,11 +67,11 @@ class Comparison:
             self.taken[candidate.kind] = max(end - begin, self.taken.get(candidate.kind, 0.0))
             self.running = end - written
             size_of_files = self.work.size(candidate.title)
-            self.found[key] = Compared(candidate.title, apart, size_of_files, weights)
+            self.found[candidate.key] = Compared(candidate.title, apart, size_of_files, weights)
             if candidate.finer:  # most are a step of the search only
                 self.work.remove(candidate.title)
             self.clock.tell(self.left)
-        return self.found[key]
+        return self.found[candidate.key]
 
     @property
     def left(self) -> float | None:
@@ -83,7 +82,7 @@ class Comparison:
         """
         if not self.taken or (self.work.scheme.weight_bits == 4 and GPTQ not in self.taken):
             return None
-        waiting = [one.kind for one in self.candidates if (one.name, one.finer) not in self.found]
+        waiting = [one.kind for one in self.candidates if one.key not in self.found]
         timing = TIMING if FORMATS[self.work.format].is_timed else 0
         last = HELD_OUT + timing / max(1, len(self.exact.examples))
         each = [self.taken.get(kind, self.taken[ORIGINAL]) for kind in waiting]

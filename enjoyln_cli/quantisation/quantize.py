@@ -240,7 +240,13 @@ def within_limits(
         error = measured.chosen.error
         if error <= max_error:
             return chosen, measured
-        limit = comparison.error(chosen) * max_error / error
+        known = comparison.error(chosen)
+        comparison.event(
+            "stage",
+            f"error {number(error)} on the held-out data, {number(known)} on the calibration data: "
+            "more layers need more bits, unless more --inputs bring both errors nearer",
+        )
+        limit = known * max_error / error
 
 
 def _too_inexact(

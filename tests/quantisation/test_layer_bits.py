@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from enjoyln_cli.checkpoint.result_files import PRECISIONS_FILE
+from enjoyln_cli.comparison.data_files import read_user_data
 from enjoyln_cli.comparison.output_meaning import Kind, Meaning
 from enjoyln_cli.comparison.simulated_rounding import linear_layers
 from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
@@ -42,9 +43,11 @@ from enjoyln_cli.quantisation.layer_bits import (
     in_words,
 )
 from enjoyln_cli.quantisation.measure import ExactOutputs
-from enjoyln_cli.quantisation.quantize import require_layers
+from enjoyln_cli.quantisation.quantised import Quantised
+from enjoyln_cli.quantisation.quantize import quantize, require_layers
 from enjoyln_cli.quantisers.schemes import FLOAT_BITS, SCHEMES
 from enjoyln_cli.quantisers.traced_programs import quantised
+from enjoyln_cli.text import number
 
 TEXT = ("--text", ROOT / "LICENSE", "--rotations", 0, "--inputs", 4)
 COSTLY = "transformer.h.1.mlp.c_proj"
@@ -213,6 +216,34 @@ def test_a_limit_of_the_error_is_met_by_itself(
     assert found["size"] > first["size"]
     assert f"`{layers[0]}`" in (out / "README.md").read_text()
     good("verify", out, "--text", ROOT / "LICENSE")
+
+
+@pytest.mark.slow
+def test_a_limit_that_only_the_calibration_data_meet_gives_more_bits(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    data, said = read_user_data(text=ROOT / "LICENSE"), list[str]()
+
+    def made(name: str, **limits: Any) -> Quantised:
+        return quantize(
+            CHECKPOINTS / "gpt2",
+            tmp_path / name,
+            data,
+            scheme="w4a16",
+            rotations=0,
+            inputs=4,
+            on_event=lambda kind, text: said.append(text),
+            **limits,
+        )
+
+    first = made("first")
+    errors = {one.name: one.differences.error for one in first.candidates}
+    calibration, held_out = errors[first.chosen], first.held_out.error
+    assert calibration < held_out, "GPTQ fits weights to the calibration data"
+    limit = (calibration + held_out) / 2
+    found = made("out", max_error=limit)
+    again = f"error {number(held_out)} on the held-out data, {number(calibration)} on the"
+    assert any(text.startswith(again) for text in said)
+    assert found.finer and found.held_out.error <= limit
 
 
 @pytest.mark.slow
