@@ -32,11 +32,13 @@ from enjoyln_cli.quantisation.layer_bits import bits_of, for_all_readers
 from enjoyln_cli.quantisation.measure import Compute, Differences, ExactOutputs, differences
 from enjoyln_cli.quantisers import openvino_programs, quantised_checkpoints, traced_programs
 from enjoyln_cli.quantisers.gptq import RoundedWeight
+from enjoyln_cli.quantisers.integer_weights import Range
 from enjoyln_cli.quantisers.onnxruntime_quantiser import GROUP
 from enjoyln_cli.quantisers.quantised_checkpoints import WeightCount
 from enjoyln_cli.quantisers.schemes import FORMATS, ONNX, OPENVINO, QuantisationScheme, bits_at
 from enjoyln_cli.quantisers.sequential_gptq import round_model
 from enjoyln_cli.quantisers.speed import Speed, speeds, speeds_of_programs
+from enjoyln_cli.quantisers.static_ranges import ranges_of
 from enjoyln_cli.quantisers.traced_programs import TracedPrograms
 from enjoyln_cli.rewrite.opened_model import OpenedModel
 from enjoyln_cli.scaling.smoothing import smooth, smoothing
@@ -64,6 +66,8 @@ class Workshop:
     """What programs are made from."""
     rounded: dict[str, dict[str, RoundedWeight]] = field(default_factory=dict, init=False)
     """Weights that were rounded by error, by the names of candidates and the paths of layers."""
+    ranges: dict[str, dict[str, dict[str, Range]]] = field(default_factory=dict, init=False)
+    """Of values, for a static scheme, by the names of candidates, programs and values."""
     edited: tuple[Plan | None, Any] | None = field(default=None, init=False)
     """The plan and the model of the candidate that was smoothed, until that is written."""
 
@@ -169,7 +173,10 @@ class Workshop:
         programs = self.traced.programs(model, candidate.plan)
         if float_folder:
             save(programs, float_folder)
-        small = traced_programs.quantised(programs, self.scheme, calibration, bits, rounded)
+        if self.scheme.is_static and candidate.name not in self.ranges:
+            self.ranges[candidate.name] = ranges_of(programs, calibration)
+        ranges = self.ranges.get(candidate.name, {})
+        small = traced_programs.quantised(programs, self.scheme, ranges, bits, rounded)
         save(small, folder, self.scheme.suffix)
         return None
 

@@ -44,8 +44,8 @@ from enjoyln_cli.onnx_export.runtimes import IN_16_BITS
 from enjoyln_cli.plan.plan import Plan, Setting
 from enjoyln_cli.quantisers import onnxruntime_quantiser
 from enjoyln_cli.quantisers.gptq import RoundedWeight
+from enjoyln_cli.quantisers.integer_weights import Range
 from enjoyln_cli.quantisers.schemes import QuantisationScheme
-from enjoyln_cli.quantisers.static_ranges import ranges_of
 from enjoyln_cli.scaling.float16 import computed_in_parts, scaled_inputs
 
 Structure = tuple[Any, ...]
@@ -223,17 +223,16 @@ def _same_outputs(model: Any, settings: Sequence[Setting], sample: Batch) -> boo
 def quantised(
     programs: Programs,
     scheme: QuantisationScheme,
-    calibration: Sequence[Batch],
+    ranges: Mapping[str, Mapping[str, Range]],
     bits: Mapping[str, int],
     rounded: Mapping[str, RoundedWeight] | None = None,
 ) -> Programs:
     """The programs, quantised by ``scheme``.
 
-    ``bits`` and ``rounded`` are as for ``onnxruntime_quantiser.quantised``. ``calibration`` are
-    inputs of the model, for a static scheme. Raises ``UnsupportedModel`` if no program has a layer
-    that would be quantised.
+    ``bits`` and ``rounded`` are as for ``onnxruntime_quantiser.quantised``. ``ranges`` are of
+    values by program and name, for a static scheme (see ``static_ranges.ranges_of``). Raises
+    ``UnsupportedModel`` if no program has a layer that would be quantised.
     """
-    ranges = ranges_of(programs, calibration) if scheme.is_static else {}
     small = {
         name: onnxruntime_quantiser.quantised(
             program.clone(), scheme, ranges.get(name, {}), bits, rounded or {}

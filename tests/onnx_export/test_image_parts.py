@@ -24,6 +24,7 @@ from enjoyln_cli.onnx_export.runtimes import RUNTIMES
 from enjoyln_cli.plan.fold_options import Options
 from enjoyln_cli.quantisers.onnxruntime_quantiser import is_rounded
 from enjoyln_cli.quantisers.schemes import SCHEMES
+from enjoyln_cli.quantisers.static_ranges import ranges_of
 from enjoyln_cli.quantisers.traced_programs import quantised
 
 PARTS = ["vision_encoder", "embed_tokens", "decoder_model_merged"]
@@ -117,7 +118,7 @@ def test_each_part_is_quantised(scheme: str, exported: Exported) -> None:
     inputs = two_rows(name)
     told = {**inputs, "position_ids": generated_positions(model, inputs)}
     settings = SCHEMES[scheme]
-    small_ones = quantised(programs, settings, [told], {})
+    small_ones = quantised(programs, settings, ranges_of(programs, [told]), {})
     rounded = [part for part, one in small_ones.models.items() if is_rounded(one)]
     assert {*rounded} >= {"vision_encoder", "decoder_model_merged"}
     save(small_ones, folder, settings.suffix)

@@ -16,6 +16,7 @@ from enjoyln_cli.onnx_export.cached_run import load_programs, whole_rows
 from enjoyln_cli.onnx_export.programs import save
 from enjoyln_cli.quantisation.candidates import candidates, rotation_plan
 from enjoyln_cli.quantisers.schemes import SCHEMES
+from enjoyln_cli.quantisers.static_ranges import ranges_of
 from enjoyln_cli.quantisers.traced_programs import TracedPrograms, quantised
 from enjoyln_cli.rewrite.opened_model import open_model
 
@@ -49,7 +50,8 @@ def test_the_product_in_an_onnx_file_stays_in_float32(tmp_path: Path) -> None:
     static, traced, keys = SCHEMES["w8a8-static"], TracedPrograms([batch], batch, ignore), []
     for candidate in (original, rotated, added):
         model = opened.as_class(name).load(torch.float32, candidate.plan)
-        small = quantised(traced.programs(model, candidate.plan), static, [batch], {})
+        programs = traced.programs(model, candidate.plan)
+        small = quantised(programs, static, ranges_of(programs, [batch]), {})
         keys.append(len(traced.traced))
     assert keys == [1, 1, 2]  # only the product has another structure
     save(small, tmp_path / "out", static.suffix)

@@ -49,6 +49,7 @@ from enjoyln_cli.quantisation.quantize import quantize, require_layers
 from enjoyln_cli.quantisers.integer_products import reads_integers
 from enjoyln_cli.quantisers.schemes import SCHEMES
 from enjoyln_cli.quantisers.speed import Speed
+from enjoyln_cli.quantisers.static_ranges import ranges_of
 from enjoyln_cli.quantisers.traced_programs import quantised
 from enjoyln_cli.text import number
 
@@ -198,7 +199,7 @@ def test_every_scheme_is_what_onnxruntime_runs(
     bits = dict.fromkeys(keep, rounding.bits_to_keep("onnx"))
     if rounding.weight_bits == 4:
         bits |= dict.fromkeys(path_of_head(model), 8)
-    (file,) = save(quantised(made, rounding, [BATCH], bits), tmp_path)
+    (file,) = save(quantised(made, rounding, ranges_of(made, [BATCH]), bits), tmp_path)
     written = onnx_ir.load(file)
     assert (IN_16_BITS in written.metadata_props) == ("a16-static" in scheme)
     kinds = Counter(map(kind_of, written.graph))
@@ -221,16 +222,15 @@ def test_fixed_scales_serve_a_decoder_with_a_cache(tmp_path: Path) -> None:
         for n in (9, 4)
     ]
     programs = programs_of(model, torch.float32)
-    for name in ("w8a8-static", "w8a16-static", "w4a16-static"):
-        scheme = SCHEMES[name]
-        small = quantised(programs, scheme, batches, {})
+    for scheme in [SCHEMES[n] for n in ("w8a8-static", "w8a16-static", "w4a16-static")]:
+        small = quantised(programs, scheme, ranges_of(programs, batches), {})
         save(small, tmp_path, scheme.suffix)
         compute = whole_rows(load_programs(tmp_path, scheme.suffix))
         for batch in batches:
             with torch.no_grad():
                 exact = model(**batch).logits
             error = float((compute(batch)["logits"] - exact).norm() / exact.norm())
-            assert 0 < error < scheme.max_error, name
+            assert 0 < error < scheme.max_error, scheme.suffix
         nodes = small.models["decoder_model_merged"].graph.all_nodes()
         assert sum(node.op_type == "QuantizeLinear" for node in nodes) >= 8
 

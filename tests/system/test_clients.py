@@ -161,7 +161,7 @@ def written(kind: str, folder: Path, precision: str = "fp32") -> Any:
     model, exact = in_float32(kind)
     stored = exact
     if precision != "fp32":
-        stored = traced_programs.quantised(exact, SCHEMES[PRECISIONS[precision]], (), {})
+        stored = traced_programs.quantised(exact, SCHEMES[PRECISIONS[precision]], {}, {})
     save(stored, folder, SUFFIXES[precision])
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -312,7 +312,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fold(model, place / "out", verify=False)
     export(place / "out", place / "encoder-int8", verify=False)
     exact = programs_of(BertModel.from_pretrained(model).eval(), torch.float32)
-    small = traced_programs.quantised(exact, SCHEMES[PRECISIONS["q8"]], (), {})
+    small = traced_programs.quantised(exact, SCHEMES[PRECISIONS["q8"]], {}, {})
     save(small, place / "encoder-int8", SUFFIXES["q8"])
     return place / "encoder-int8"
 
@@ -348,7 +348,7 @@ def test_the_snippets_of_the_page_run(older_python: Path, scripts: Path, encoder
     decoder = Path(shutil.copytree(CHECKPOINTS / "gpt2", here / "gpt2-int8"))
     exact = programs_of(AutoModelForCausalLM.from_pretrained(decoder).eval(), torch.float32)
     save(
-        traced_programs.quantised(exact, SCHEMES[PRECISIONS["q8"]], (), {}), decoder, SUFFIXES["q8"]
+        traced_programs.quantised(exact, SCHEMES[PRECISIONS["q8"]], {}, {}), decoder, SUFFIXES["q8"]
     )
     (with_older_tokenizer(decoder) / "model.safetensors").unlink()
     page = (ROOT / "docs" / "run_a_result.md").read_text()
