@@ -140,8 +140,10 @@ class Comparison:
         A step that takes too many bytes is left out, and later steps may fit. If the written files
         are larger than the steps said, the last steps are taken back.
         """
-        self._find_steps(chosen)
         left, steps = max_size - self.measured(chosen).size, list[FinerLayer]()
+        if left <= 0:
+            return chosen
+        self._find_steps(chosen)
         for step in self.steps:
             if step.size <= left:
                 left -= step.size

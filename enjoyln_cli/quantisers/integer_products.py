@@ -219,12 +219,55 @@ def _with_fixed_scales(
         rounding.inputs[node.graph, source] = made[-1]
         before += made
     inputs = [rounding.inputs[node.graph, source].outputs[0], matrix.outputs[0]]
-    nodes = [*before, matrix, rounding.node("MatMul", inputs)]
-    if node.op_type == "Gemm" and len(node.inputs) > 2:
-        nodes.append(rounding.node("Add", [nodes[-1].outputs[0], node.inputs[2]]))
+    bias, last = _bias_of(node)
+    scale = inputs[0].producer().inputs[1].const_value.numpy() * row[0].const_value.numpy()
+    sums = _as_sums(bias, scale) if fixed.bits == 8 and not domain else None
+    if sums is not None and (last is node or not fixed.with_outputs):
+        numbers = [
+            constant(row[0].graph, f"{bias.name}.{name}", array)
+            for name, array in (("int32", sums), ("scale", scale))
+        ]
+        added = rounding.node("DequantizeLinear", numbers, axis=0)
+        nodes = [*before, matrix, added, rounding.node("Gemm", [*inputs, added.outputs[0]])]
+    else:
+        nodes = [*before, matrix, rounding.node("MatMul", inputs)]
+        if last is node and bias is not None:
+            nodes.append(rounding.node("Add", [nodes[-1].outputs[0], bias]))
+        last = node
     if fixed.with_outputs and node.outputs[0].name in fixed.ranges:
         nodes += _rounded_value(nodes[-1].outputs[0], node.outputs[0].name, rounding, fixed)
-    _replace(node, nodes)
+    _replace(last, nodes)
+    if last is not node:
+        node.graph.remove(node, safe=True)
+    if bias is not None and bias.is_initializer() and not bias.uses():
+        del bias.graph.initializers[bias.name]
+
+
+def _bias_of(node: Any) -> tuple[Any, Any]:
+    """What a product adds to its sums, and the node that adds it; ``None`` and itself for nothing.
+
+    onnxruntime joins a product of matrices with a following ``Add`` to a ``Gemm``.
+    """
+    if node.op_type == "Gemm":
+        return (node.inputs[2] if len(node.inputs) > 2 else None), node
+    result = node.outputs[0]
+    users = [user for user, _ in result.uses()]
+    if len(users) != 1 or users[0].op_type != "Add" or result.is_graph_output():
+        return None, node
+    others = [one for one in users[0].inputs if one is not result]
+    return (others[0], users[0]) if len(result.shape or ()) == 2 else (None, node)
+
+
+def _as_sums(bias: Any, scale: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+    """A bias as sums of products of integers, which have this ``scale``, one for each output.
+
+    onnxruntime multiplies integers in a ``Gemm`` only if its bias is such sums. ``None`` if the
+    bias is not stored, or too large for 32 bits.
+    """
+    if bias is None or not bias.is_initializer() or bias.const_value.numpy().shape != scale.shape:
+        return None
+    sums = np.rint(bias.const_value.numpy().astype(np.float64) / scale)
+    return sums.astype(np.int32) if np.abs(sums).max() < 2**31 else None
 
 
 def _rounded_value(value: Any, name: str, rounding: Rounding, fixed: FixedScales) -> list[Any]:
