@@ -221,8 +221,9 @@ def _with_fixed_scales(
     inputs = [rounding.inputs[node.graph, source].outputs[0], matrix.outputs[0]]
     bias, last = _bias_of(node)
     scale = inputs[0].producer().inputs[1].const_value.numpy() * row[0].const_value.numpy()
-    sums = _as_sums(bias, scale) if fixed.bits == 8 and not domain else None
-    if sums is not None and (last is node or not fixed.with_outputs):
+    is_joined = fixed.bits == 8 and not domain and (last is node or not fixed.with_outputs)
+    sums = _as_sums(bias, scale) if is_joined else None
+    if sums is not None:
         numbers = [
             constant(row[0].graph, f"{bias.name}.{name}", array)
             for name, array in (("int32", sums), ("scale", scale))
@@ -244,30 +245,32 @@ def _with_fixed_scales(
 
 
 def _bias_of(node: Any) -> tuple[Any, Any]:
-    """What a product adds to its sums, and the node that adds it; ``None`` and itself for nothing.
+    """The bias of a product, and the node that adds it: a ``Gemm``, or the next node.
 
-    onnxruntime joins a product of matrices with a following ``Add`` to a ``Gemm``.
+    onnxruntime joins a product of matrices with the ``Add`` that alone reads it to a ``Gemm``.
+    ``None`` and the product itself if there is no bias.
     """
     if node.op_type == "Gemm":
         return (node.inputs[2] if len(node.inputs) > 2 else None), node
     result = node.outputs[0]
     users = [user for user, _ in result.uses()]
-    if len(users) != 1 or users[0].op_type != "Add" or result.is_graph_output():
-        return None, node
-    others = [one for one in users[0].inputs if one is not result]
-    return (others[0], users[0]) if len(result.shape or ()) == 2 else (None, node)
+    are_matrices = len(result.shape or ()) == 2 and not result.is_graph_output()
+    if are_matrices and [(one.op_type, one.graph) for one in users] == [("Add", node.graph)]:
+        (bias,) = [one for one in users[0].inputs if one is not result]
+        return bias, users[0]
+    return None, node
 
 
 def _as_sums(bias: Any, scale: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
     """A bias as sums of products of integers, which have this ``scale``, one for each output.
 
     onnxruntime multiplies integers in a ``Gemm`` only if its bias is such sums. ``None`` if the
-    bias is not stored, or too large for 32 bits.
+    bias is not stored, or so large that the sums could leave 32 bits.
     """
     if bias is None or not bias.is_initializer() or bias.const_value.numpy().shape != scale.shape:
         return None
     sums = np.rint(bias.const_value.numpy().astype(np.float64) / scale)
-    return sums.astype(np.int32) if np.abs(sums).max() < 2**31 else None
+    return sums.astype(np.int32) if np.abs(sums).max() < 2**30 else None
 
 
 def _rounded_value(value: Any, name: str, rounding: Rounding, fixed: FixedScales) -> list[Any]:
