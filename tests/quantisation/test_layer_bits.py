@@ -220,7 +220,7 @@ def test_a_limit_of_the_error_is_met_by_itself(
 
 
 @pytest.mark.slow
-def test_a_limit_that_only_the_calibration_data_meet_gives_more_bits(tmp_path: Path) -> None:
+def test_the_held_out_data_may_need_more_bits(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     data, said = read_user_data(text=ROOT / "LICENSE"), list[str]()
 
