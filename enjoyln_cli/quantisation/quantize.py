@@ -244,7 +244,7 @@ def within_limits(
         comparison.event(
             "stage",
             f"error {number(error)} on the held-out data, {number(known)} on the calibration data: "
-            "more layers need more bits, unless more --inputs bring both errors nearer",
+            "more layers get more bits; with more --inputs, fewer layers may need them",
         )
         limit = known * max_error / error
 
